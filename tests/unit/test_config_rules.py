@@ -1,0 +1,270 @@
+"""Rules between keys: what cannot work is refused before anything starts, with the two values that clash."""
+
+import pytest
+
+from tests.configs import ROLLOUT, TRAINING, mistake, mistakes, rollout_config, training_config
+from treadle.config import ModelConfig, RolloutConfig, TrainConfig, loads, rules
+from treadle.config.rules import ROLLOUT_RULES, TRAINING_RULES, UNKNOWN, AskedUnknown, check_rules
+
+ASYNC = ["rollout.nnodes=1", "algorithm.rollout_correction.rollout_is=token"]
+
+ROLLOUT_CLASHES = [
+    (
+        ["rollout.max_model_len=1000"],
+        "rollout.max_model_len",
+        "1000 is less than prompt_length + response_length = 1024",
+    ),
+    (
+        ["rollout.enable_chunked_prefill=false", "rollout.max_num_batched_tokens=512"],
+        "rollout.max_num_batched_tokens",
+        "512 holds no sequence of 1024 tokens",
+    ),
+    (
+        ["rollout.name=openai", "rollout.openai.base_url=http://a/v1", "rollout.n_gpus_per_node=2"],
+        "rollout.n_gpus_per_node",
+        "2, but openai uses no GPU",
+    ),
+    (["rollout.name=openai"], "rollout.openai.base_url", "is needed by rollout.name: openai"),
+    (
+        ["rollout.n_gpus_per_node=6", "rollout.tensor_model_parallel_size=4"],
+        "rollout.tensor_model_parallel_size",
+        "4 does not divide rollout.n_gpus_per_node 6",
+    ),
+    (
+        ["rollout.tensor_model_parallel_size=2"],
+        "rollout.tensor_model_parallel_size",
+        "2 does not divide rollout.n_gpus_per_node 0",
+    ),
+    (
+        ["rollout.n_gpus_per_node=4", "rollout.tensor_model_parallel_size=2", "rollout.replicas_per_node=3"],
+        "rollout.replicas_per_node",
+        "3, but with 4 GPUs a node has 2",
+    ),
+    (
+        ["rollout.scripted.failure_rate=0.6", "rollout.scripted.hang_rate=0.5"],
+        "rollout.scripted.hang_rate",
+        "0.5, and failure_rate 0.6, are together more than 1",
+    ),
+    (["rollout.agent.default_agent_loop=tool_agnt"], "rollout.agent.default_agent_loop", "no agent loop is called"),
+    (
+        ["rollout.agent.default_agent_loop=environment_agent"],
+        "rollout.multi_turn.environment",
+        "is needed by the agent loop environment_agent",
+    ),
+    (
+        ["rollout.agent.num_workers=8", "rollout.agent.max_concurrent_sessions=4"],
+        "rollout.agent.max_concurrent_sessions",
+        "4 is less than rollout.agent.num_workers 8",
+    ),
+    (
+        ["rollout.multi_turn.mcp_servers.files={}"],
+        "rollout.multi_turn.mcp_servers.files.url",
+        "give command or url: neither is set",
+    ),
+    (
+        ["rollout.multi_turn.mcp_servers.files={command: [a], url: b}"],
+        "rollout.multi_turn.mcp_servers.files.url",
+        "give command or url: both are set",
+    ),
+    (
+        ["rollout.n=4", "rollout.failures.min_group_size=5"],
+        "rollout.failures.min_group_size",
+        "5 is more than rollout.n 4",
+    ),
+    (["cluster.address=10.0.0.1:6379"], "cluster.address", "is given, but cluster.backend is local"),
+    (["cluster.ray_init={num_cpus: 2}"], "cluster.ray_init", "is given, but cluster.backend is local"),
+]
+
+TRAINING_CLASHES = [
+    (
+        ["trainer.mode=one_step_off", ASYNC[1]],
+        "rollout.nnodes",
+        "0, but trainer.mode one_step_off needs a rollout server of its own",
+    ),
+    (
+        ["trainer.mode=fully_async", ASYNC[0]],
+        "algorithm.rollout_correction.rollout_is",
+        "trainer.mode fully_async trains on samples of older weights",
+    ),
+    (
+        ["rollout.n_gpus_per_node=4"],
+        "rollout.n_gpus_per_node",
+        "4, but rollout.nnodes is 0, so the rollout shares the trainer's devices",
+    ),
+    (
+        ["trainer.n_gpus_per_node=4", "rollout.tensor_model_parallel_size=8"],
+        "rollout.tensor_model_parallel_size",
+        "8 does not divide trainer.n_gpus_per_node 4",
+    ),
+    (["rollout.name=openai", "rollout.openai.base_url=http://a/v1"], "rollout.name", "an external endpoint cannot"),
+    (["rollout.temperature=0"], "rollout.temperature", "0 samples greedily"),
+    (["data.train_files=[]"], "data.train_files", "is empty: there is nothing to train on"),
+    (
+        ["data.val_files=[]", "trainer.test_freq=5"],
+        "data.val_files",
+        "is empty, but trainer.test_freq 5 asks for validation",
+    ),
+    (["data.val_files=[]", "trainer.val_only=true"], "data.val_files", "is empty, but trainer.val_only"),
+    (["actor.ppo_mini_batch_size=128"], "actor.ppo_mini_batch_size", "128 is more than data.train_batch_size 64"),
+    (
+        ["actor.ppo_mini_batch_size=48"],
+        "actor.ppo_mini_batch_size",
+        "48 does not divide data.train_batch_size 64: 16 would be left over",
+    ),
+    (
+        ["algorithm.adv_estimator=gae", "critic.ppo_mini_batch_size=48"],
+        "critic.ppo_mini_batch_size",
+        "48 does not divide data.train_batch_size 64",
+    ),
+    (
+        ["actor.ppo_mini_batch_size=1", "trainer.n_gpus_per_node=3", "rollout.n=8"],
+        "actor.ppo_mini_batch_size",
+        "1 tasks × rollout.n 8 = 8 trajectories do not split over 3 ranks",
+    ),
+    (
+        ["actor._target_=treadle.config.FSDPActorConfig", "actor.fsdp_config.fsdp_size=3", "trainer.n_gpus_per_node=8"],
+        "actor.fsdp_config.fsdp_size",
+        "3 does not divide 8 ranks",
+    ),
+    (
+        ["ref._target_=treadle.config.FSDPRefConfig", "ref.fsdp_config.fsdp_size=0"],
+        "ref.fsdp_config.fsdp_size",
+        "0 does not divide 1 ranks",
+    ),
+    (
+        ["rollout.response_length=20000"],
+        "actor.ppo_max_token_len_per_gpu",
+        "16384 holds no sequence of 20512 tokens",
+    ),
+    (
+        ["actor.use_kl_loss=true", "ref.log_prob_max_token_len_per_gpu=1000"],
+        "ref.log_prob_max_token_len_per_gpu",
+        "1000 holds no sequence of 1024 tokens",
+    ),
+    (
+        ["algorithm.adv_estimator=gae", "critic.ppo_max_token_len_per_gpu=1000"],
+        "critic.ppo_max_token_len_per_gpu",
+        "1000 holds no sequence of 1024 tokens",
+    ),
+    (["rollout.n=1"], "rollout.n", "1, but grpo compares the samples of one task"),
+    (
+        ["algorithm.filter_groups={enable: true, metric: acc}"],
+        "algorithm.filter_groups.metric",
+        "'acc' is not measured; there are reward",
+    ),
+    (["trainer.critic_warmup=5"], "trainer.critic_warmup", "5, but grpo has no critic to warm up"),
+    (["actor.policy_loss.clip_cov_lb=6"], "actor.policy_loss.clip_cov_lb", "6 is not below clip_cov_ub 5"),
+    (["checkpoint.resume_mode=resume_path"], "checkpoint.resume_from_path", "is needed by"),
+    (["checkpoint.resume_from_path=a"], "checkpoint.resume_from_path", "is given, but checkpoint.resume_mode is auto"),
+]
+
+
+@pytest.mark.parametrize(("words", "key", "problem"), ROLLOUT_CLASHES)
+def test_a_rollout_that_cannot_work_is_refused(words, key, problem):
+    found = mistake(*words, text=ROLLOUT)
+    assert found.key == key
+    assert found.problem.startswith(problem)
+
+
+@pytest.mark.parametrize(("words", "key", "problem"), TRAINING_CLASHES)
+def test_training_that_cannot_work_is_refused(words, key, problem):
+    found = mistake(*words, text=TRAINING)
+    assert found.key == key
+    assert found.problem.startswith(problem)
+    assert found.origin is not None
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        [],
+        ["rollout.max_model_len=2048", "rollout.enable_chunked_prefill=false"],
+        ["rollout.n_gpus_per_node=8", "rollout.tensor_model_parallel_size=4", "rollout.nnodes=3"],
+        ["rollout.replicas_per_node=4"],
+        ["rollout.agent.default_agent_loop=my.module:Loop"],
+        ["rollout.agent.default_agent_loop=mine", "rollout.agent.loops.mine.path=my.module:Loop"],
+        ["rollout.agent.default_agent_loop=environment_agent", "rollout.multi_turn.environment=a:B"],
+        ["rollout.multi_turn.mcp_servers.files.command=[a, b]"],
+        ["cluster={backend: ray, address: auto}"],
+        ["rollout.temperature=0"],
+    ],
+)
+def test_a_rollout_that_works_is_not(words):
+    rollout_config(*words)
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["trainer.mode=one_step_off", *ASYNC],
+        ["trainer.mode=fully_async", "trainer.max_staleness=0", "rollout.nnodes=2", ASYNC[1].replace("token", "none")],
+        ["rollout.n=1", "algorithm.adv_estimator=remax"],
+        ["rollout.n=1", "algorithm.adv_estimator=my.module:advantage"],
+        ["algorithm.adv_estimator=gae", "trainer.critic_warmup=5"],
+        ["algorithm.adv_estimator=my.module:advantage", "trainer.critic_warmup=5"],
+        ["data.train_files=[]", "trainer.val_only=true"],
+        ["data.val_files=[]"],
+        ["critic.ppo_mini_batch_size=48"],
+        ["ref.log_prob_max_token_len_per_gpu=1"],
+        ["reward.functions.acc.path=math", "algorithm.filter_groups={enable: true, metric: acc}"],
+        ["checkpoint={resume_mode: resume_path, resume_from_path: a}"],
+        ["rollout.max_model_len=30000"],
+        ["rollout.name=scripted", "trainer.n_gpus_per_node=2", "rollout.replicas_per_node=2"],
+    ],
+)
+def test_training_that_works_is_not(words):
+    training_config(*words)
+
+
+def test_every_rule_is_shown_by_a_clash(monkeypatch):
+    fired = set()
+
+    def recorded(rule):
+        def ask(config):
+            for clash in rule(config):
+                fired.add(rule)
+                yield clash
+
+        return ask
+
+    monkeypatch.setattr(rules, "ROLLOUT_RULES", tuple(map(recorded, ROLLOUT_RULES)))
+    monkeypatch.setattr(rules, "TRAINING_RULES", tuple(map(recorded, TRAINING_RULES)))
+    for text, cases in ((ROLLOUT, ROLLOUT_CLASHES), (TRAINING, TRAINING_CLASHES)):
+        for words, _, _ in cases:
+            mistakes(*words, text=text)
+    assert fired == {*ROLLOUT_RULES, *TRAINING_RULES}
+
+
+def test_a_config_built_in_code_is_held_to_the_same_rules():
+    config = TrainConfig(model=ModelConfig(path="x"), rollout=RolloutConfig(n=1))
+    assert {item.key for item in check_rules(config)} == {"rollout.n", "data.train_files"}
+
+
+def test_several_clashes_come_together():
+    keys = {item.key for item in mistakes("trainer.mode=fully_async", "rollout.n=1", text=TRAINING)}
+    assert keys == {"rollout.nnodes", "algorithm.rollout_correction.rollout_is", "rollout.n"}
+
+
+@pytest.mark.parametrize(
+    "look",
+    [
+        lambda value: value == 1,
+        lambda value: value < 1,
+        lambda value: 8 % value,
+        lambda value: value * 2,
+        lambda value: max(1, value),
+        lambda value: bool(value),
+        lambda value: f"{value:g}",
+        lambda value: value in {1},
+        lambda value: list(value),
+        lambda value: value.items(),
+        lambda value: 1 in value,
+    ],
+)
+def test_whoever_looks_at_an_unknown_value_stops(look):
+    with pytest.raises(AskedUnknown):
+        look(UNKNOWN)
+
+
+def test_the_least_a_training_run_needs_to_say():
+    loads("model: {path: x}\ndata: {train_files: a}\nrollout: {n: 2}\ntrainer: {}\n")

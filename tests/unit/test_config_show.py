@@ -1,0 +1,268 @@
+"""Showing a config: YAML that loads again, explanations, differences."""
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.configs import ROLLOUT, rollout_config, training_config
+from treadle.config import AgentLoopConfig, ModelConfig, RolloutConfig, diff, explain, load, loads, to_yaml
+from treadle.config.explain import Explanation, Overview
+from treadle.config.root import Config
+from treadle.config.show import ABSENT, Difference, as_yaml, flatten
+from treadle.errors import ConfigError
+
+NASTY = [
+    "yes",
+    "no",
+    "on",
+    "true",
+    "null",
+    "~",
+    "",
+    " ",
+    " a",
+    "a ",
+    "1e-4",
+    "007",
+    "0x1F",
+    "1_000",
+    ".5",
+    ".inf",
+    "1:30",
+    "2020-01-01",
+    "a: b",
+    "a #b",
+    "#",
+    "- a",
+    "[a]",
+    "{a}",
+    "a,b",
+    "'",
+    '"',
+    "it's",
+    'say "hi"',
+    "back\\slash",
+    "\\n",
+    "%",
+    "@a",
+    "`a`",
+    "!tag",
+    "&a",
+    "*a",
+    "|",
+    ">",
+    "?",
+    "? a",
+    "---",
+    "...",
+    "a\nb",
+    "\n",
+    "a\n",
+    "a\r\nb",
+    "\t",
+    "a\tb",
+    "\x07",
+    "\x85",
+    "\u2028",
+    "\ufeff",
+    "ünïcödé 模型 🦊",
+    "${",
+    "${}",
+    "${model.path}",
+    "$${model.path}",
+    "$$${a}",
+    "${a${b}}",
+    "a$",
+    "{{ messages }}",
+    "{% for m in messages %}",
+    "<<",
+    "=",
+]
+
+
+@pytest.mark.parametrize("text", NASTY)
+def test_a_nasty_string_survives_wherever_it_stands(text):
+    config = Config(
+        model=ModelConfig(path=text, override_config={text or "x": text, "list": [text, {"k": text}]}),
+        rollout=RolloutConfig(engine_kwargs={"a": {"b": text}}),
+    )
+    assert loads(to_yaml(config)) == config
+    assert loads(to_yaml(config, origins=True)) == config
+
+
+TEXT = st.text(st.characters(blacklist_categories=("Cs",)), max_size=8)
+NAMES = TEXT.filter(bool)
+VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | TEXT | st.sampled_from(NASTY),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(NAMES, inner, max_size=3),
+    max_leaves=6,
+)
+
+
+@settings(max_examples=50)
+@given(st.dictionaries(NAMES, VALUES, max_size=3), VALUES)
+def test_any_config_loads_again_from_its_yaml(options, value):
+    model = ModelConfig(path="x", override_config=options)
+    config = Config(model=model, rollout=RolloutConfig(engine_kwargs={"v": value}))
+    again = loads(to_yaml(config))
+    assert again == config
+    assert loads(to_yaml(again, origins=True)) == config
+
+
+@settings(max_examples=50)
+@given(st.lists(st.sampled_from(NASTY) | TEXT, max_size=4))
+def test_lists_of_strings_load_again(items):
+    text = f"model: {{path: x}}\ndata: {{train_files: {as_yaml(tuple(items))}}}\n"
+    assert loads(text).data.train_files == tuple(items)
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        [],
+        ["actor._target_=treadle.config.FSDPActorConfig", "actor.optim.betas=[0.8, 0.9]", "actor.clip_ratio_low=0"],
+        ["reward.functions={a: {path: math, weight: -1}, b: {path: x.y:z, kwargs: {k: [1, {l: null}]}}}"],
+        ["rollout.agent.loops.mine.path=a:B", "rollout.multi_turn.mcp_servers.m.command=[a, '1']"],
+        ["logging.logger=[console, wandb]", "data.seed=${rollout.seed}"],
+    ],
+)
+def test_a_loaded_config_loads_again_from_its_yaml(words):
+    config = load("calculator", words)
+    assert loads(to_yaml(config)) == config
+    assert loads(to_yaml(config, origins=True)) == config
+    assert type(loads(to_yaml(config)).actor) is type(config.actor)
+
+
+def test_a_variant_inside_a_map_of_sections_loads_again():
+    class PatientLoop(AgentLoopConfig):
+        """A loop that waits."""
+
+    name = f"{PatientLoop.__module__}.{PatientLoop.__qualname__}"
+    config = rollout_config(f"rollout.agent.loops.mine={{_target_: {name}, path: a:B}}")
+    assert type(config.rollout.agent.loops["mine"]) is PatientLoop
+    assert loads(to_yaml(config)) == config
+
+
+def test_origins_stand_beside_every_value():
+    text = to_yaml(rollout_config("rollout.n=4", "rollout.engine_kwargs={a: 1}"), origins=True)
+    assert "  n: 4  # command line (rollout.n=4)" in text
+    assert "  seed: 42  # default (RolloutConfig.seed)" in text
+    assert "  engine_kwargs: {a: 1}  # command line (rollout.engine_kwargs={a: 1})" in text
+    lines = [line for line in text.splitlines() if not line.endswith(":")]
+    assert all("  # " in line for line in lines)
+
+
+def test_explain_a_key():
+    config = loads(ROLLOUT + "rollout: {n: 2}\n", "my.yaml", ["rollout.n=4"])
+    assert str(explain(config, "rollout.n")) == (
+        "rollout.n = 4\n"
+        "  samples per task\n"
+        "  type      a whole number ≥ 1\n"
+        "  origin    command line (rollout.n=4)\n"
+        "  overrode  2 from my.yaml:2"
+    )
+
+
+def test_explain_says_which_values_are_allowed():
+    assert "one of native, vllm, openai, scripted" in str(explain(rollout_config(), "rollout.name"))
+    assert "grpo, dr_grpo" in str(explain(training_config(), "algorithm.adv_estimator"))
+    assert "an import path" in str(explain(training_config(), "algorithm.adv_estimator"))
+
+
+def test_explain_what_was_taken_back():
+    config = rollout_config("~rollout.n", text=ROLLOUT + "rollout: {n: 2}\n")
+    assert explain(config, "rollout.n").overrode == (
+        "everything before command line (~rollout.n)",
+        "2 from base.yaml:2",
+    )
+
+
+def test_explain_reaches_into_maps():
+    config = rollout_config(
+        "rollout.engine_kwargs={vllm: {a.b: {c: 1}, d: 2}}", "reward.functions.f={path: math, kwargs: {k: 3}}"
+    )
+    assert explain(config, "rollout.engine_kwargs.vllm.a.b.c").value == 1
+    assert explain(config, "rollout.engine_kwargs.vllm").value == {"a.b": {"c": 1}, "d": 2}
+    assert explain(config, "reward.functions.f.path").value == "math"
+    assert explain(config, "reward.functions.f.kwargs.k").value == 3
+
+
+def test_explain_the_class_of_a_section():
+    config = training_config("actor._target_=treadle.config.FSDPActorConfig")
+    explained = explain(config, "actor._target_")
+    assert explained.value == "treadle.config.FSDPActorConfig"
+    assert explained.origin.startswith("command line")
+
+
+def test_explain_a_section_lists_its_keys():
+    overview = explain(rollout_config("rollout.limits.stall_report_s=5"), "rollout.limits")
+    assert isinstance(overview, Overview)
+    assert [item.key for item in overview.keys][:2] == [
+        "rollout.limits.session_timeout_s",
+        "rollout.limits.session_tool_time_s",
+    ]
+    text = str(overview)
+    assert "  stall_report_s = 5.0  # command line (rollout.limits.stall_report_s=5)" in text
+    assert "      report what is being waited for after this long (a number > 0)" in text
+
+
+def test_explain_a_section_names_the_sections_in_it():
+    overview = explain(rollout_config(), "rollout")
+    assert ("limits", "deadlines") in overview.sections
+    assert "limits: section" in str(overview)
+
+
+def test_explain_a_map_of_sections_names_them():
+    config = rollout_config("reward.functions.f.path=math")
+    assert explain(config, "reward.functions").sections == (("f", "One reward function and its share of the sum"),)
+    assert explain(config, "reward.functions.f").keys[0].value == "math"
+
+
+@pytest.mark.parametrize(
+    "key", [*flatten(load("calculator")), "model", "rollout.agent", "actor.optim", "reward.functions"]
+)
+def test_everything_can_be_explained(key):
+    explained = explain(load("calculator"), key)
+    assert str(explained).startswith(key)
+    assert isinstance(explained, Explanation | Overview)
+
+
+@pytest.mark.parametrize(
+    ("key", "fix"),
+    [
+        ("rollout.nn", "did you mean 'rollout.n'?"),
+        ("rollout.limitz", "did you mean 'rollout.limits'?"),
+        ("reward.functions.g", None),
+        ("rollout.n.x", None),
+        ("data.train_files.0", None),
+        ("", None),
+        (".", None),
+    ],
+)
+def test_explain_an_unknown_key_names_the_nearest(key, fix):
+    with pytest.raises(ConfigError) as caught:
+        explain(rollout_config("reward.functions.f.path=math"), key)
+    (mistake,) = caught.value.mistakes
+    assert mistake.problem == "no such key"
+    assert fix is None or mistake.fix == fix
+
+
+def test_diff_names_the_keys_that_differ():
+    left = training_config("rollout.n=4", "reward.functions.f.path=math")
+    right = training_config("actor._target_=treadle.config.FSDPActorConfig", "data.train_files=[a, b]")
+    found = {item.key: item for item in diff(left, right)}
+    assert found["rollout.n"] == Difference("rollout.n", 4, 8)
+    assert found["reward.functions.f.path"].right is ABSENT
+    assert found["actor._target_"].left is ABSENT
+    assert found["actor.fsdp_config.fsdp_size"].right == -1
+    assert str(found["data.train_files"]) == "data.train_files: [tasks.jsonl] → [a, b]"
+    assert str(found["reward.functions.f.path"]) == "reward.functions.f.path: math → (absent)"
+
+
+def test_diff_of_equal_configs_is_empty_wherever_the_values_came_from():
+    assert diff(rollout_config("rollout.n=1"), rollout_config()) == []
+
+
+def test_diff_of_training_and_stand_alone_counts_the_training_sections_as_absent():
+    keys = {item.key: item for item in diff(rollout_config(), training_config())}
+    assert keys["trainer.mode"].left is ABSENT

@@ -1,0 +1,72 @@
+"""The command's entry: its groups, and how errors leave the program."""
+
+import os
+import sys
+from collections.abc import Sequence
+from errno import ENOSPC
+from io import TextIOWrapper
+
+from treadle.cli import config, plan, rollout
+from treadle.cli.parser import Parser, new_parser, parse
+from treadle.errors import ConfigError, RunError
+
+STATUS_FAILED = 1
+STATUS_CONFIG = 2
+STATUS_INTERRUPTED = 130
+
+
+def build_parser() -> Parser:
+    """Every command and what it takes."""
+    parser = new_parser(
+        "treadle",
+        "Reinforcement learning of language-model agents, with the rollout as a service of its own.",
+        """
+        CONFIG is a YAML file or a shipped recipe such as calculator; several are laid over each other, left to right.
+        KEY=VALUE words win over every file.
+
+          treadle plan calculator rollout.n=16        what would run where, and how batches divide
+          treadle config show calculator --origins    every value and where it came from
+          treadle config migrate run.sh > my.yaml     move over from verl
+        """,
+    )
+    commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
+    plan.register(commands)
+    rollout.register(commands)
+    config.register(commands)
+    return parser
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run the command; a bad config is a report and status 2, never a traceback."""
+    words = sys.argv[1:] if arguments is None else list(arguments)
+    if isinstance(sys.stdout, TextIOWrapper):
+        sys.stdout.reconfigure(encoding="utf-8")  # what we print is read back as UTF-8, whatever the locale
+    parsed = parse(build_parser(), words or ["--help"])
+    sys.exit(_run(parsed.run, parsed))
+
+
+def _run(run: object, parsed: object) -> int:
+    assert callable(run), "every command sets what it runs"
+    try:
+        status = int(run(parsed) or 0)
+        if sys.stdout is not None:
+            sys.stdout.flush()
+        return status
+    except ConfigError as error:
+        count = len(error.mistakes)
+        print(f"{error}\n\n{count} mistake{'s' if count > 1 else ''}; nothing was started", file=sys.stderr)
+        return STATUS_CONFIG
+    except RunError as error:
+        print(f"{type(error).__name__}: {error}", file=sys.stderr)
+        return STATUS_FAILED
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return STATUS_INTERRUPTED
+    except BrokenPipeError:  # whoever read our output has gone; Python flushes once more as it ends
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return STATUS_FAILED
+    except OSError as error:
+        if error.errno != ENOSPC:
+            raise
+        print(f"cannot write: {error.strerror}", file=sys.stderr)
+        return STATUS_FAILED

@@ -1,0 +1,82 @@
+"""Argument parsing all commands share: help that keeps its examples, and words that name configs.
+
+The standard library's parser: it starts in milliseconds, where the popular ones import for longer than most of our
+commands run.
+"""
+
+import argparse
+import sys
+import warnings
+from collections.abc import Callable
+from inspect import cleandoc
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from treadle.config import Config
+
+Parser = argparse.ArgumentParser
+Commands = Any
+"""What `add_subparsers` returns; argparse gives it no public name."""
+
+Arguments = argparse.Namespace
+
+
+def new_parser(name: str, description: str, examples: str) -> Parser:
+    """The parser of the whole command."""
+    return Parser(
+        prog=name,
+        description=description,
+        epilog=cleandoc(examples),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+
+
+def add_command(commands: Commands, name: str, run: Callable[[Arguments], int | None], examples: str) -> Parser:
+    """A command whose help is its function's docstring, with examples below."""
+    doc = cleandoc(run.__doc__ or "")
+    parser: Parser = commands.add_parser(
+        name,
+        help=doc[0].lower() + doc.partition("\n")[0].removesuffix(".")[1:],
+        description=doc,
+        epilog=cleandoc(examples),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.set_defaults(run=run, parser=parser)
+    return parser
+
+
+def parse(parser: Parser, arguments: list[str]) -> Arguments:
+    """Parse a command line. Words may also stand after options, which argparse alone does not allow."""
+    parsed, rest = parser.parse_known_args(arguments)
+    if rest and ("words" not in parsed or any(word.startswith("-") for word in rest)):
+        parsed.parser.error(f"unknown: {' '.join(rest)}")
+    parsed.words = [*getattr(parsed, "words", ()), *rest]
+    return parsed
+
+
+def add_words(parser: Parser) -> None:
+    """The configs and overrides most commands take."""
+    parser.add_argument("words", nargs="+", metavar="CONFIG | KEY=VALUE", help="files or recipes, then values that win")
+
+
+def load_words(words: list[str]) -> "Config":
+    """The config that words on the command line describe; old spellings are named on standard error, a line each."""
+    from treadle.config import LegacyKeyWarning, load
+
+    overrides = [word for word in words if _is_override(word)]
+    files = [word for word in words if not _is_override(word)]
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("ignore")
+        warnings.simplefilter("always", LegacyKeyWarning)
+        try:
+            return load(files, overrides)
+        finally:
+            for warning in caught:
+                print(f"warning: {warning.message}", file=sys.stderr)
+
+
+def _is_override(word: str) -> bool:
+    """Whether a word gives a value; a path such as runs/lr=1e-4/config.yaml names a file."""
+    return word[:1] in ("~", "+") or ("=" in word and not word.endswith((".yaml", ".yml")))

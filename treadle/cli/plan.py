@@ -1,0 +1,66 @@
+"""`treadle plan`: what a config would do, before it does it."""
+
+import json
+from dataclasses import asdict
+from typing import TYPE_CHECKING
+
+from treadle.cli.parser import Arguments, Commands, add_command, add_words, load_words
+
+if TYPE_CHECKING:
+    from treadle.config import Config, Plan
+    from treadle.config.plan import Batches
+
+
+def register(commands: Commands) -> None:
+    examples = """
+    examples:
+      treadle plan calculator
+      treadle plan my.yaml trainer.nnodes=8 trainer.n_gpus_per_node=8 --machines 8x8
+    """
+    command = add_command(commands, "plan", plan, examples)
+    add_words(command)
+    described = "plan for these instead of this machine, as 8x4 for eight with four GPUs each; may be repeated"
+    command.add_argument("--machines", action="append", metavar="COUNTxGPUS", help=described)
+    command.add_argument("--json", action="store_true", help="print the plan as JSON")
+
+
+def plan(arguments: Arguments) -> None:
+    """Print who runs where, how batches divide and how stale samples get; starts nothing."""
+    from treadle.cli.machines import described_machines, this_machine
+    from treadle.config import make_plan
+
+    config = load_words(arguments.words)
+    machines = described_machines(arguments.machines) if arguments.machines else [this_machine()]
+    made = make_plan(config, machines)
+    print(json.dumps(asdict(made), indent=2) if arguments.json else describe_plan(config, made))
+
+
+def describe_plan(config: "Config", plan: "Plan") -> str:
+    """A plan in words."""
+    rows = [("mode", "rollout that stands alone" if plan.mode == "rollout" else plan.mode)]
+    rows += [("where" if at == 0 else "", str(placement)) for at, placement in enumerate(plan.placements)]
+    devices = f"{_count(plan.gpus_per_replica, 'GPU')} each" if plan.gpus_per_replica else "on CPU"
+    sharing = ", sharing the trainer's devices" if plan.shares_devices else ""
+    rows.append(("engines", f"{plan.replicas} × {config.rollout.name}, {devices}{sharing}"))
+    if plan.unused_gpus:
+        section = "trainer" if plan.batches else "rollout"
+        rows.append(("unused", f"{_count(plan.unused_gpus, 'GPU')}: raise {section}.n_gpus_per_node to use more"))
+    rows += _batch_rows(plan.batches) if plan.batches else [("samples", f"{config.rollout.n} per task")]
+    if plan.staleness:
+        rows.append(("staleness", f"{plan.staleness} policy version{'' if str(plan.staleness) == '1' else 's'}"))
+    return "\n".join(f"{name:10} {text}" for name, text in rows)
+
+
+def _batch_rows(batches: "Batches") -> list[tuple[str, str]]:
+    steps = _count(batches.optimizer_steps, "optimizer step")
+    ranks = _count(batches.ranks, "rank")
+    micro = _count(batches.max_micro_batches, "micro batch", "micro batches")
+    return [
+        ("batch", f"{batches.tasks} tasks × {batches.samples} samples = {batches.trajectories} trajectories"),
+        ("", f"→ {steps} of {batches.trajectories // batches.mini_batches} trajectories, over {ranks}"),
+        ("", f"→ on each at most {micro} of up to {batches.tokens_per_micro_batch:,} tokens"),
+    ]
+
+
+def _count(number: int, one: str, many: str | None = None) -> str:
+    return f"{number:,} {one if number == 1 else many or one + 's'}"

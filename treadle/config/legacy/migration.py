@@ -1,0 +1,152 @@
+"""Turns a verl YAML file or launch script into our YAML and a report of every key.
+
+Owns what a file or a script contributes beyond its keys: Hydra's defaults, the program that is launched, variables
+without a value. Invariant: every key of the source has exactly one entry in the report.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path as FilePath
+from typing import Any
+
+from treadle.config.legacy.defaults import BY_RECIPE
+from treadle.config.legacy.document import Line, write_document
+from treadle.config.legacy.ours import find_place, is_ours
+from treadle.config.legacy.reading import NOT_GIVEN, Reading, read_layers, settle, targets_of
+from treadle.config.legacy.report import Entry, Migration
+from treadle.config.legacy.rule import Kind
+from treadle.config.legacy.rules import find_rule
+from treadle.config.legacy.source import Source, read_source
+from treadle.config.legacy.translation import find_clashes, implied
+from treadle.config.origin import Leaf, Origin
+from treadle.config.source import UNSET, Layer, Path, dotted
+from treadle.errors import ConfigError, Mistake
+
+VERLS_DEFAULT = "verl's default"
+NO_REWARD = (
+    "verl scores by data source where no function is named; here reward.functions names them,"
+    " such as number_match for GSM8K or math for MATH"
+)
+MODES = {"main_ppo": "sync", "separate_async": "fully_async"}
+
+
+def migrate_file(path: FilePath) -> Migration:
+    """Our YAML for the file at `path`, and what became of every key. Raises ConfigError if it cannot be read."""
+    mistakes: list[Mistake] = []
+    source = read_source(path, mistakes)
+    if mistakes:
+        raise ConfigError(mistakes)
+    draft = _Draft()
+    readings = read_layers(source.layers)
+    draft.take(list(_last_words(readings, source.layers)), source.layers)
+    draft.withhold(source)
+    if source.recipe:
+        draft.assume(source.recipe)
+    if source.recipe and not any(path[:2] == ("reward", "functions") for path in draft.lines):
+        source.notes.append(NO_REWARD)
+    text = write_document(draft.lines, f"Migrated from {path.name} by `treadle config migrate`.")
+    return Migration(text, (*source.entries, *draft.entries), tuple(source.notes))
+
+
+def _last_words(readings: Sequence[Reading], layers: Sequence[Layer]) -> Iterator[Reading]:
+    """The last word on each key. What was taken back is not written, and still reported."""
+    given = settle(layers)
+    for reading in {reading.path: reading for reading in readings}.values():
+        in_force = given.get(reading.path) is reading.leaf or reading.leaf.value == NOT_GIVEN
+        yield reading if in_force else replace(reading, kind=Kind.MAPPED, values={}, reason="taken back by ~")
+
+
+@dataclass(slots=True)
+class _Draft:
+    """The migrated config while it is written, and the report on it."""
+
+    lines: dict[Path, Line] = field(default_factory=dict)
+    entries: list[Entry] = field(default_factory=list)
+    withheld: set[Path] = field(default_factory=set)
+    """Keys whose value the source has and cannot tell: nothing is assumed for them."""
+
+    def take(self, readings: Sequence[Reading], layers: Sequence[Layer]) -> None:
+        clashes = {tuple(mistake.key.split(".")) for mistake in find_clashes(readings, layers)}
+        for reading in readings:
+            self._take(reading, clashes)
+        for path, value, _ in implied(readings):
+            self.lines.setdefault(path, Line(value, VERLS_DEFAULT if path[-1] == "_target_" else ""))
+
+    def _take(self, reading: Reading, clashes: set[Path]) -> None:
+        reading = replace(
+            reading, values={path: _as_text(path, value, reading) for path, value in reading.values.items()}
+        )
+        problem = self._problem(reading, clashes)
+        if problem:
+            reading = replace(reading, kind=Kind.NONE, values={}, reason=problem)
+        if reading.kind is Kind.NONE or reading.leaf.value is UNSET:
+            self.withheld.update(_targets(reading.path))
+        for path, value in reading.values.items():
+            self.lines.setdefault(path, Line(value))
+        self.entries.append(_entry(reading))
+
+    def _problem(self, reading: Reading, clashes: set[Path]) -> str:
+        for path, value in reading.values.items():
+            place = find_place(path)
+            assert place is not None, f"{dotted(path)} is no key of ours"
+            if problem := place.problem(value):
+                return f"{dotted(path)} {problem}."
+            if path in clashes and path in self.lines and self.lines[path].value != value:
+                return f"{dotted(path)} has another value already, from a key that means the same."
+        return ""
+
+    def withhold(self, source: Source) -> None:
+        """Leave out what the script does not tell, and say so."""
+        for name, word in source.unknown.items():
+            path = tuple(name.split("."))
+            leaf = Leaf(word.text.partition("=")[2], Origin.file(source.name, word.line))
+            targets = _targets(path)
+            (reading,) = read_layers([{path: leaf}])
+            if targets:
+                keys = " and ".join(map(dotted, targets))
+                reason = f"{'; '.join(word.unknown)}: set {keys} yourself."
+                reading = replace(reading, kind=Kind.NONE, values={}, reason=reason)
+            self.withheld.update(targets)
+            self.entries.append(_entry(reading))
+
+    def assume(self, recipe: str) -> None:
+        """Write down what verl assumes for keys that the source does not name."""
+        if recipe == "main_ppo" and self.value("trainer.mode") == "fully_async":
+            recipe = "separate_async"
+        self.lines.setdefault(("trainer", "mode"), Line(MODES.get(recipe, recipe)))
+        for default in BY_RECIPE[recipe]:
+            path = tuple(default.key.split("."))
+            if path not in self.lines and path not in self.withheld and default.when(self.value):
+                value = default.value(self.value) if callable(default.value) else default.value
+                self.lines[path] = Line(value, VERLS_DEFAULT)
+
+    def value(self, key: str, default: Any = None) -> Any:
+        """The value of a key of ours so far; see `View`."""
+        line = self.lines.get(tuple(key.split(".")))
+        return default if line is None or line.value is None else line.value
+
+
+def _as_text(path: Path, value: Any, reading: Reading) -> Any:
+    """A plain scalar takes the type of its key, as it does when it is loaded."""
+    place, text = find_place(path), reading.leaf.text
+    number = isinstance(value, bool | int | float) and value is reading.leaf.value
+    return text if number and isinstance(text, str) and place is not None and place.takes_text() else value
+
+
+def _targets(path: Path) -> list[Path]:
+    found = find_rule(path)
+    return targets_of(path, *found) if found else [path] if is_ours(path) else []
+
+
+def _entry(reading: Reading) -> Entry:
+    values: Mapping[Path, Any] = reading.values
+    after = list(values.values())
+    return Entry(
+        old=dotted(reading.path),
+        kind=reading.kind,
+        new=tuple(dotted(path) for path in values),
+        before=None if reading.leaf.value is UNSET else reading.leaf.value,
+        after=after[0] if len(after) == 1 else after or None,
+        reason=reading.reason,
+        place=str(reading.leaf.origin),
+    )

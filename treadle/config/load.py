@@ -1,0 +1,160 @@
+"""From files and words to a config: read, translate old spellings, merge, fit, resolve, check, build.
+
+The one place that makes a config out of text. Every mistake of every stage is in the one error it raises.
+"""
+
+import warnings
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path as FilePath
+from typing import Any, get_args
+
+from treadle.config import legacy
+from treadle.config.fit import fit
+from treadle.config.merge import merge
+from treadle.config.origin import Leaf, Origin, Source, Trace
+from treadle.config.outline import TARGET, Outline, Slot, hints_at, is_free_map, is_section
+from treadle.config.recipe import read_config
+from treadle.config.reference import nested, resolve
+from treadle.config.root import Config, TrainConfig
+from treadle.config.rules import UNKNOWN, check_rules
+from treadle.config.section import Section
+from treadle.config.source import Layer, Path, dotted, read_text, read_words
+from treadle.config.syntax import read_scalar
+from treadle.config.value import FrozenDict, check, choices
+from treadle.errors import ConfigError, Mistake, nearest
+
+
+class LegacyKeyWarning(UserWarning):
+    """A config uses another framework's spelling of a key; the message names ours."""
+
+
+def load(files: Sequence[str | FilePath] | str | FilePath = (), overrides: Iterable[str] = ()) -> Config:
+    """The config that `files` (paths or recipe names, later ones win) and then `key=value` words describe.
+
+    A config with a `trainer` section is a TrainConfig. Raises ConfigError with every mistake there is.
+    """
+    mistakes: list[Mistake] = []
+    names = [files] if isinstance(files, str | FilePath) else files
+    layers = [read_config(name, mistakes) for name in names]
+    return build([*layers, *_read_overrides(overrides, mistakes)], mistakes)
+
+
+def loads(text: str, name: str = "text", overrides: Iterable[str] = ()) -> Config:
+    """The config that YAML text describes; `name` stands for the file in origins and errors."""
+    mistakes: list[Mistake] = []
+    return build([read_text(text, name, mistakes), *_read_overrides(overrides, mistakes)], mistakes)
+
+
+def _read_overrides(overrides: Iterable[str], mistakes: list[Mistake]) -> list[Layer]:
+    """A layer for each word, so that a later one may replace part of an earlier one."""
+    words = [overrides] if isinstance(overrides, str) else overrides
+    return [read_words([word], mistakes) for word in words]
+
+
+def build(layers: Sequence[Layer], mistakes: list[Mistake]) -> Config:
+    """The config that layers of leaves describe."""
+    every_source_was_read = not mistakes
+    translation = legacy.translate(layers)
+    mistakes.extend(translation.mistakes)
+    for warning in translation.warnings:
+        warnings.warn(LegacyKeyWarning(warning), stacklevel=3)
+    merged = merge(translation.layers, _is_section_path, mistakes)
+    drawn = fit(merged.tree, mistakes)
+    resolve(drawn, mistakes)
+    missing: list[Mistake] = []
+    config = _Builder(merged.overrode, mistakes, missing).section(drawn)
+    assert isinstance(config, Config), "the root of an outline is a config"
+    if every_source_was_read:  # one that was not may well have said what is missing
+        mistakes.extend((*check_rules(config), *missing))
+    if mistakes:
+        raise ConfigError(sorted(mistakes, key=_reading_order))
+    return config
+
+
+def _is_section_path(path: Path) -> bool:
+    return any(is_section(hint) for hint in hints_at(TrainConfig, path))
+
+
+def _reading_order(mistake: Mistake) -> tuple[int, str, int]:
+    """Files from top to bottom, then the command line, then what nobody gave."""
+    origin = mistake.origin if isinstance(mistake.origin, Origin) else None
+    if origin is not None and origin.source is Source.FILE:
+        name, _, line = origin.place.rpartition(":")
+        return 0, name, int(line)
+    return (1 if origin is not None and origin.source is Source.COMMAND_LINE else 2), "", 0
+
+
+class _Builder:
+    """Checks values and builds sections from the inside out. A value with a mistake is unknown, so that the rules
+    can still be asked about the others."""
+
+    def __init__(
+        self, overrode: Mapping[Path, tuple[Leaf, ...]], mistakes: list[Mistake], missing: list[Mistake]
+    ) -> None:
+        self._overrode = overrode
+        self._mistakes = mistakes
+        self._missing = missing
+
+    def section(self, drawn: Outline) -> Section:
+        values: dict[str, Any] = {}
+        traces = {TARGET: Trace(drawn.target.origin, self._overrode.get((*drawn.path, TARGET), ()))}
+        for name, part in drawn.parts.items():
+            path = (*drawn.path, name)
+            if isinstance(part, Outline):
+                values[name] = self.section(part)
+            elif isinstance(part, Slot):
+                values[name] = self._value(path, part)
+                traces.update(self._traces(path, name, part))
+            else:
+                values[name] = FrozenDict({inner: self.section(below) for inner, below in part.items()})
+        return drawn.cls.with_traces(values, traces)
+
+    def _value(self, path: Path, slot: Slot) -> Any:
+        if slot.broken:
+            return UNKNOWN
+        if not slot.leaves:
+            fix = f"set {dotted(path)} in a file or on the command line"
+            self._missing.append(Mistake(dotted(path), f"is required: {slot.key.description}", fix=fix))
+            return UNKNOWN
+        raw = {below: _as_text(leaf, slot.hint) for below, leaf in slot.leaves.items()}
+        given = raw[()] if () in raw else nested(raw)
+        checked = check(given, slot.hint, slot.key.bounds)
+        if checked.problem:
+            origin = next(iter(slot.leaves.values())).origin
+            self._mistakes.append(Mistake(dotted(path), checked.problem, given, origin, _mend(given, slot)))
+            return UNKNOWN
+        return checked.value
+
+    def _traces(self, path: Path, name: str, slot: Slot) -> dict[str, Trace]:
+        return {
+            dotted((name, *below)): Trace(leaf.origin, self._overrode.get((*path, *below), ()))
+            for below, leaf in slot.leaves.items()
+        }
+
+
+def _as_text(leaf: Leaf, hint: Any) -> Any:
+    """A plain scalar takes the type of its key: `experiment_name: 007` is the string 007."""
+    if not _takes_text(hint):
+        return leaf.value
+    if isinstance(leaf.text, tuple):
+        return [_one_as_text(item, text) for item, text in zip(leaf.value, leaf.text, strict=True)]
+    return _one_as_text(leaf.value, leaf.text)
+
+
+def _takes_text(hint: Any) -> bool:
+    """Whether a key holds a string, or a list or a map of them."""
+    arguments = get_args(hint)
+    return hint is str or (arguments[1] is str if is_free_map(hint) else str in arguments)
+
+
+def _one_as_text(value: Any, text: str | None) -> Any:
+    return text if text is not None and isinstance(value, bool | int | float) else value
+
+
+def _mend(given: Any, slot: Slot) -> str | None:
+    if not isinstance(given, str):
+        return None
+    meant = nearest(given, choices(slot.hint, slot.key.bounds))
+    plain = given.strip()
+    fits = plain and check(read_scalar(plain), slot.hint, slot.key.bounds).problem is None
+    return meant or (f"write {plain} without quotes or spaces" if fits else None)

@@ -1,0 +1,23 @@
+"""The `logging` section: the run directory, the journal and the trackers."""
+
+from typing import Literal
+
+from treadle.config.section import Section, key
+
+Tracker = Literal["console", "tensorboard", "wandb", "mlflow"]
+
+
+class LoggingConfig(Section):
+    """Where a run leaves its traces. Metrics are always written as JSONL too."""
+
+    project_name: str = key("treadle", "project, for trackers and the default run directory")
+    experiment_name: str = key("run", "experiment, for trackers and the default run directory")
+    run_dir: str | None = key(None, "directory that holds everything about the run; null for runs/project/experiment")
+    logger: tuple[Tracker, ...] = key(("console",), "where metrics go")
+    journal: bool = key(True, "keep every trajectory in the run directory")
+    journal_max_mb: int = key(4096, "size at which the oldest trajectories are dropped from the journal", ge=1)
+    log_val_generations: int = key(0, "validation transcripts to send to the trackers", ge=0)
+
+    def directory(self) -> str:
+        """The run directory."""
+        return self.run_dir or f"runs/{self.project_name}/{self.experiment_name}"

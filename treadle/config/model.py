@@ -1,0 +1,15 @@
+"""The `model` section: which weights and tokenizer, and how the chat template is applied."""
+
+from treadle.config.section import REQUIRED, Options, Section, key
+
+
+class ModelConfig(Section):
+    """A Hugging Face model directory and everything that says how to read it."""
+
+    path: str = key(REQUIRED, "Hugging Face model directory, or the name of a bundled model")
+    tokenizer_path: str | None = key(None, "tokenizer directory, where it is not the model's own")
+    custom_chat_template: str | None = key(None, "Jinja chat template that replaces the tokenizer's")
+    apply_chat_template_kwargs: Options = key({}, "extra variables for the chat template, such as enable_thinking")
+    trust_remote_code: bool = key(False, "run Python code that ships inside the model directory")
+    override_config: Options = key({}, "values that replace those of the model's own config.json")
+    enable_gradient_checkpointing: bool = key(True, "recompute activations in backward instead of storing them")

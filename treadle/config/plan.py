@@ -1,0 +1,216 @@
+"""The arithmetic of a run, worked out from the config and the visible machines before anything starts.
+
+Owns: which role runs on which node and GPU, how many engines there are, how batches divide, how stale samples get.
+Never starts, measures or changes anything. A stand-alone rollout is planned from `rollout` alone.
+"""
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from math import ceil
+
+from treadle.config.root import Config, TrainConfig
+from treadle.config.rules import check_rules
+from treadle.errors import ConfigError, Mistake
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """One computer that is there to be used."""
+
+    name: str
+    num_gpus: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """One node of a role: where it is, and which GPUs it has; none means CPU."""
+
+    role: str
+    node: int
+    machine: str
+    gpus: tuple[int, ...]
+
+    def __str__(self) -> str:
+        devices = f"GPU {_ranges(self.gpus)}" if self.gpus else "CPU"
+        return f"{self.role} node {self.node}: {self.machine}, {devices}"
+
+
+@dataclass(frozen=True, slots=True)
+class Batches:
+    """How one training step divides. Micro batches are packed by tokens, so their number has an upper bound only."""
+
+    tasks: int
+    samples: int
+    trajectories: int
+    mini_batches: int
+    epochs: int
+    optimizer_steps: int
+    ranks: int
+    trajectories_per_rank: int
+    """In one optimizer step."""
+    tokens_per_micro_batch: int
+    max_micro_batches: int
+    """Per rank and optimizer step; reached when every trajectory is as long as it may be."""
+
+
+@dataclass(frozen=True, slots=True)
+class Staleness:
+    """Policy versions between the weights that sampled a token and the weights it trains."""
+
+    least: int
+    most: int
+
+    def __str__(self) -> str:
+        return str(self.least) if self.least == self.most else f"{self.least} to {self.most}"
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """Everything that follows from a config and the machines it runs on."""
+
+    mode: str
+    placements: tuple[Placement, ...]
+    shares_devices: bool
+    replicas: int
+    gpus_per_replica: int
+    batches: Batches | None
+    staleness: Staleness | None
+    unused_gpus: int
+
+    def nodes(self, role: str) -> tuple[Placement, ...]:
+        return tuple(placement for placement in self.placements if placement.role == role)
+
+
+def make_plan(config: Config, machines: Sequence[Machine]) -> Plan:
+    """The plan for a config on these machines; refuses, with the numbers that clash, what does not fit."""
+    if mistakes := check_rules(config):
+        raise ConfigError(mistakes)
+    placements = _place(config, machines)
+    training = config if isinstance(config, TrainConfig) else None
+    used = sum(len(placement.gpus) for placement in placements)
+    return Plan(
+        mode=training.trainer.mode if training else "rollout",
+        placements=placements,
+        shares_devices=training is not None and config.rollout.nnodes == 0,
+        replicas=_replicas(config),
+        gpus_per_replica=config.rollout.tensor_model_parallel_size if _engine_gpus(config) else 0,
+        batches=_batches(training) if training else None,
+        staleness=_staleness(training) if training else None,
+        unused_gpus=sum(machine.num_gpus for machine in machines) - used,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Wanted:
+    role: str
+    nodes: int
+    gpus: int
+    key: str
+
+
+def _wanted(config: Config) -> Iterator[_Wanted]:
+    rollout = config.rollout
+    if isinstance(config, TrainConfig):
+        trainer = config.trainer
+        role = "trainer + rollout" if rollout.nnodes == 0 else "trainer"
+        yield _Wanted(role, trainer.nnodes, trainer.n_gpus_per_node, "trainer.n_gpus_per_node")
+        if rollout.nnodes:
+            yield _Wanted("rollout", rollout.nnodes, rollout.n_gpus_per_node, "rollout.n_gpus_per_node")
+    else:
+        yield _Wanted("rollout", rollout.nnodes or 1, rollout.n_gpus_per_node, "rollout.n_gpus_per_node")
+
+
+def _place(config: Config, machines: Sequence[Machine]) -> tuple[Placement, ...]:
+    """Give each node a machine, the largest nodes first. Two nodes share a machine only where there is no other."""
+    free = [list(range(machine.num_gpus)) for machine in machines]
+    load = [0] * len(machines)
+    placed: dict[str, list[Placement]] = {want.role: [] for want in _wanted(config)}
+    mistakes: list[Mistake] = []
+    for want in sorted(_wanted(config), key=lambda want: -want.gpus):
+        for node in range(want.nodes):
+            room = [at for at, gpus in enumerate(free) if len(gpus) >= want.gpus]
+            if not room:
+                mistakes.append(_too_few(config, want, machines))
+                break
+            at = min(room, key=lambda at: (load[at], len(free[at])))
+            load[at] += 1
+            gpus, free[at] = tuple(free[at][: want.gpus]), free[at][want.gpus :]
+            placed[want.role].append(Placement(want.role, node, machines[at].name, gpus))
+    if mistakes:
+        raise ConfigError(mistakes)
+    return tuple(placement for nodes in placed.values() for placement in nodes)
+
+
+def _too_few(config: Config, want: _Wanted, machines: Sequence[Machine]) -> Mistake:
+    sizes = Counter(machine.num_gpus for machine in machines)
+    have = " and ".join(f"{_machines(count)} with {_gpus(size)}" for size, count in sizes.items()) or "no machine"
+    wanted = f"{want.nodes} × {_gpus(want.gpus)} = {want.nodes * want.gpus}" if want.nodes > 1 else _gpus(want.gpus)
+    others = [
+        f", besides {item.nodes * item.gpus} for {item.role}" for item in _wanted(config) if item.role != want.role
+    ]
+    there = "there is" if len(machines) < 2 else "there are"
+    problem = f"{wanted} wanted for {want.role}{''.join(others)}; {there} {have}"
+    fix = "ask for fewer, or set it to 0 to run on the CPU" if any(sizes) else "no GPU is visible: 0 runs on the CPU"
+    return Mistake(want.key, problem, want.gpus, config.origin(want.key), fix)
+
+
+def _machines(count: int) -> str:
+    return "1 machine" if count == 1 else f"{count} machines"
+
+
+def _gpus(count: int) -> str:
+    return "1 GPU" if count == 1 else f"{count} GPUs"
+
+
+def _engine_gpus(config: Config) -> int:
+    """GPUs the engines are spread over."""
+    rollout = config.rollout
+    if not rollout.uses_gpus():
+        return 0
+    if isinstance(config, TrainConfig) and rollout.nnodes == 0:
+        return config.trainer.nnodes * config.trainer.n_gpus_per_node
+    return max(1, rollout.nnodes) * rollout.n_gpus_per_node
+
+
+def _replicas(config: Config) -> int:
+    rollout = config.rollout
+    if gpus := _engine_gpus(config):
+        return gpus // rollout.tensor_model_parallel_size
+    shares = isinstance(config, TrainConfig) and rollout.nnodes == 0
+    nodes = config.trainer.nnodes if shares and isinstance(config, TrainConfig) else max(1, rollout.nnodes)
+    return nodes * rollout.replicas_per_node
+
+
+def _batches(config: TrainConfig) -> Batches:
+    actor, trainer, rollout, tasks = config.actor, config.trainer, config.rollout, config.data.train_batch_size
+    ranks = trainer.nnodes * max(1, trainer.n_gpus_per_node)
+    mini_batches = tasks // actor.ppo_mini_batch_size
+    per_rank = actor.ppo_mini_batch_size * rollout.n // ranks
+    per_micro_batch = actor.ppo_max_token_len_per_gpu // rollout.trajectory_length()
+    return Batches(
+        tasks=tasks,
+        samples=rollout.n,
+        trajectories=tasks * rollout.n,
+        mini_batches=mini_batches,
+        epochs=actor.ppo_epochs,
+        optimizer_steps=mini_batches * actor.ppo_epochs,
+        ranks=ranks,
+        trajectories_per_rank=per_rank,
+        tokens_per_micro_batch=actor.ppo_max_token_len_per_gpu,
+        max_micro_batches=ceil(per_rank / per_micro_batch),
+    )
+
+
+def _staleness(config: TrainConfig) -> Staleness:
+    trainer = config.trainer
+    if trainer.mode == "sync":
+        return Staleness(0, 0)
+    if trainer.mode == "one_step_off":
+        return Staleness(1, 1)
+    return Staleness(0, trainer.max_staleness)
+
+
+def _ranges(numbers: Sequence[int]) -> str:
+    first, last = numbers[0], numbers[-1]
+    return str(first) if first == last else f"{first}–{last}"

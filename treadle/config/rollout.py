@@ -1,0 +1,183 @@
+"""The `rollout` section: engines, sampling, agent loops, tools, limits and what happens to failures.
+
+A rollout reads this section, `model` and `reward`, and no other; so it runs with or without a trainer.
+"""
+
+from collections.abc import Mapping
+from typing import Literal
+
+from treadle.config.section import REQUIRED, Options, Section, Strings, key
+
+AGENT_LOOPS = ("single_turn_agent", "tool_agent", "environment_agent")
+"""The agent loops that come with treadle."""
+
+TOOL_FORMATS = (
+    "hermes",
+    "jamba",
+    "granite",
+    "internlm",
+    "mistral",
+    "kimi",
+    "deepseek_v3",
+    "deepseek_v31",
+    "deepseek_v32",
+    "minimax",
+    "qwen3_coder",
+    "seed_oss",
+    "glm",
+    "llama3_json",
+    "gpt-oss",
+)
+"""The tool-call formats that come with treadle."""
+
+
+class SamplingConfig(Section):
+    """How validation samples, where it differs from training."""
+
+    n: int = key(1, "samples per validation task", ge=1)
+    temperature: float = key(0.0, "sampling temperature; 0 is greedy", ge=0)
+    top_p: float = key(1.0, "keep the smallest set of tokens with this much probability", gt=0, le=1)
+    top_k: int = key(-1, "keep this many most likely tokens; -1 for all", ge=-1)
+
+
+class AgentLoopConfig(Section):
+    """A named agent loop: a class by import path, and the arguments it is built with."""
+
+    path: str = key(REQUIRED, "the class", names=())
+    kwargs: Options = key({}, "keyword arguments for the class")
+
+
+class AgentConfig(Section):
+    """Which agent loops exist, and where they run."""
+
+    num_workers: int = key(1, "agent worker processes; 1 runs inside the manager's own process", ge=1)
+    max_concurrent_sessions: int = key(1024, "sessions that may be open at once, over all workers", ge=1)
+    default_agent_loop: str = key("single_turn_agent", "loop for tasks that name none: a name or an import path")
+    loops: Mapping[str, AgentLoopConfig] = key({}, "further loops by name")
+
+
+class MCPServerConfig(Section):
+    """One MCP server whose tools the model may call. Give `command` (stdio) or `url` (HTTP)."""
+
+    command: Strings = key((), "program and arguments of a server that speaks over standard input and output")
+    url: str | None = key(None, "address of a server that speaks streamable HTTP")
+    env: Mapping[str, str] = key({}, "environment variables for the program")
+    tools: Strings = key((), "names of the tools to offer; empty for all")
+    startup_timeout_s: float = key(30.0, "how long the server may take to answer its first request", gt=0)
+
+
+class MultiTurnConfig(Section):
+    """Turns, tools and the environment of multi-turn loops."""
+
+    max_assistant_turns: int | None = key(None, "assistant turns per trajectory; null for no limit", ge=1)
+    max_user_turns: int | None = key(None, "turns an environment may add; null for no limit", ge=1)
+    tools: Strings = key((), "functions, or classes with one instance per session", names=())
+    mcp_servers: Mapping[str, MCPServerConfig] = key({}, "MCP servers by name, whose tools are offered too")
+    environment: str | None = key(None, "the environment or user simulator of environment_agent", names=())
+    environment_kwargs: Options = key({}, "keyword arguments for the environment")
+    format: str = key("hermes", "tool-call format the model writes", names=TOOL_FORMATS)
+    max_parallel_calls: int = key(4, "tool calls of one turn that run at once", ge=1)
+    max_invalid_calls: int = key(3, "malformed or unknown calls in a row that end a trajectory", ge=1)
+    max_tool_response_length: int = key(4096, "characters of a tool's answer that are kept", ge=1)
+    tool_response_truncate_side: Literal["left", "middle", "right"] = key(
+        "middle", "which part of a longer answer is cut out"
+    )
+    tool_timeout_s: float = key(30.0, "deadline of one tool call", gt=0)
+    tool_retries: int = key(2, "further attempts when a tool's infrastructure fails", ge=0)
+
+
+class LimitsConfig(Section):
+    """Deadlines. A limit that ends a trajectory is its stop reason; a limit on a wait is an error that names it."""
+
+    session_timeout_s: float = key(600.0, "wall clock of one trajectory", gt=0)
+    session_tool_time_s: float | None = key(None, "time one trajectory may spend in tools; null for no limit", gt=0)
+    request_timeout_s: float = key(300.0, "deadline of one engine request", gt=0)
+    launch_timeout_s: float = key(300.0, "how long an engine may take to start", gt=0)
+    close_timeout_s: float = key(30.0, "how long running sessions may take to end when the manager closes", gt=0)
+    stall_report_s: float = key(60.0, "report what is being waited for after this long", gt=0)
+
+
+class FailureConfig(Section):
+    """What happens when a trajectory fails for reasons that are not the model's."""
+
+    request_retries: int = key(2, "further attempts of an engine request, on another replica where there is one", ge=0)
+    session_retries: int = key(1, "further attempts of a whole trajectory that failed", ge=0)
+    max_failed_fraction: float = key(
+        0.2, "fraction of finished trajectories that may fail before the run ends", ge=0, le=1
+    )
+    min_finished: int = key(20, "finished trajectories before that fraction is looked at", ge=1)
+    min_group_size: int = key(1, "survivors a group needs; a smaller group is sampled again", ge=1)
+
+
+class OpenAIConfig(Section):
+    """An OpenAI-compatible endpoint, for `rollout.name: openai`."""
+
+    base_url: str | None = key(None, "address of the endpoint, such as http://localhost:8000/v1")
+    model: str | None = key(None, "model name to ask for; null for the endpoint's first")
+    api_key_env: str = key(
+        "OPENAI_API_KEY", "environment variable that holds the key; it may be unset for local servers"
+    )
+    extra_body: Options = key({}, "further fields for every request")
+
+
+class ScriptedConfig(Section):
+    """The scripted engine, for `rollout.name: scripted`: answers, delays and faults drawn by seed; no model."""
+
+    script: str | None = key(None, "the function that writes the answers; null echoes the prompt", names=())
+    latency_s: float = key(0.0, "mean time of one request", ge=0)
+    latency_tail: float = key(1.0, "longest request over the mean; 1 for no tail", ge=1)
+    failure_rate: float = key(0.0, "fraction of requests that fail", ge=0, le=1)
+    hang_rate: float = key(0.0, "fraction of requests that never answer", ge=0, le=1)
+
+
+class RolloutConfig(Section):
+    """Everything a rollout needs to know."""
+
+    name: Literal["native", "vllm", "openai", "scripted"] = key("native", "engine that turns tokens into completions")
+    nnodes: int = key(0, "nodes of the rollout's own; 0 shares the trainer's devices", ge=0)
+    n_gpus_per_node: int = key(0, "GPUs on each of those nodes, or of a stand-alone rollout; 0 for CPU", ge=0)
+    tensor_model_parallel_size: int = key(1, "GPUs that one engine is split over", ge=1)
+    replicas_per_node: int = key(1, "engines per node where they use no GPU; with GPUs the plan computes it", ge=1)
+
+    n: int = key(1, "samples per task", ge=1)
+    temperature: float = key(1.0, "sampling temperature; 0 is greedy", ge=0)
+    top_p: float = key(1.0, "keep the smallest set of tokens with this much probability", gt=0, le=1)
+    top_k: int = key(-1, "keep this many most likely tokens; -1 for all", ge=-1)
+    seed: int = key(42, "seed of all sampling: same seed and weights, same tokens", ge=0)
+    ignore_eos: bool = key(False, "go on after the end-of-turn token, up to the limits")
+    prompt_length: int = key(512, "tokens a prompt may have", ge=1)
+    response_length: int = key(512, "tokens of a trajectory after its prompt, over all turns", ge=1)
+    overlong_prompts: Literal["error", "drop", "truncate_left", "truncate_right", "truncate_middle"] = key(
+        "error", "what happens to a prompt over prompt_length; drops and cuts are counted"
+    )
+    val_kwargs: SamplingConfig = key(SamplingConfig(), "sampling for validation")
+
+    agent: AgentConfig = key(AgentConfig(), "agent loops and workers")
+    multi_turn: MultiTurnConfig = key(MultiTurnConfig(), "turns, tools and environments")
+    limits: LimitsConfig = key(LimitsConfig(), "deadlines")
+    failures: FailureConfig = key(FailureConfig(), "retries and failure budgets")
+
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = key("auto", "number format of the engine's weights")
+    gpu_memory_utilization: float = key(0.5, "fraction of a GPU's memory for weights and KV cache", gt=0, le=1)
+    max_model_len: int | None = key(None, "longest sequence; null for prompt_length + response_length", ge=1)
+    max_num_seqs: int = key(256, "sequences one engine decodes at once", ge=1)
+    max_num_batched_tokens: int = key(8192, "tokens one engine step may process", ge=1)
+    enforce_eager: bool = key(False, "do without CUDA graphs")
+    enable_prefix_caching: bool = key(True, "reuse the KV cache of shared prefixes")
+    enable_chunked_prefill: bool = key(True, "split long prompts over several engine steps")
+    free_cache_engine: bool = key(True, "give the KV cache's memory back while the policy trains on the same devices")
+    engine_kwargs: Options = key({}, "further arguments by engine name, handed on as they are")
+    openai: OpenAIConfig = key(OpenAIConfig(), "the endpoint, for name: openai")
+    scripted: ScriptedConfig = key(ScriptedConfig(), "the script, for name: scripted")
+
+    def trajectory_length(self) -> int:
+        """The longest a prompt and its response can be together."""
+        return self.prompt_length + self.response_length
+
+    def sequence_length(self) -> int:
+        """The longest sequence an engine must hold."""
+        return self.max_model_len or self.trajectory_length()
+
+    def uses_gpus(self) -> bool:
+        """Whether the engine runs on the rollout's devices, where it has any; the others compute elsewhere."""
+        return self.name in ("native", "vllm")

@@ -1,0 +1,285 @@
+"""What must hold between keys, beyond each key's own type: checked after loading, all of it, before anything starts.
+
+Each rule is a generator of mistakes and names the two values that clash. Rules read devices from no machine; the plan
+does that.
+"""
+
+from collections.abc import Callable, Iterator
+from typing import Any, NoReturn
+
+from treadle.config.actor import FSDPActorConfig, FSDPCriticConfig, FSDPRefConfig
+from treadle.config.algorithm import GROUP_ESTIMATORS, OTHER_ESTIMATORS
+from treadle.config.rollout import AGENT_LOOPS
+from treadle.config.root import Config, TrainConfig
+from treadle.config.section import Section
+from treadle.config.value import Bounds
+from treadle.errors import Mistake, nearest
+
+Clash = Iterator[tuple[str, str, str | None]]
+"""The key to blame, what is wrong, and how to mend it."""
+
+
+class AskedUnknown(Exception):
+    """A rule asked for a value that nobody knows."""
+
+
+class _Unknown:
+    """Stands for a value that has a mistake of its own: whoever looks at it stops asking."""
+
+    def _stop(self, *_: object) -> NoReturn:
+        raise AskedUnknown
+
+    __eq__ = __ne__ = __lt__ = __le__ = __gt__ = __ge__ = __hash__ = __bool__ = __str__ = __format__ = _stop
+    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __mod__ = __rmod__ = __floordiv__ = _stop
+    __rfloordiv__ = __iter__ = __len__ = __contains__ = __getattr__ = _stop
+
+
+UNKNOWN: Any = _Unknown()
+
+
+def check_rules(config: Config) -> list[Mistake]:
+    """Every clash between the values of a config."""
+    rules: list[Callable[..., Clash]] = [*ROLLOUT_RULES, *(TRAINING_RULES if isinstance(config, TrainConfig) else ())]
+    return [_mistake(config, *clash) for rule in rules for clash in _known(rule(config))]
+
+
+def _known(clashes: Clash) -> Clash:
+    try:
+        yield from clashes
+    except AskedUnknown:
+        return
+
+
+def _mistake(config: Config, name: str, problem: str, fix: str | None) -> Mistake:
+    value: object = config
+    for part in name.split("."):
+        value = getattr(value, part) if isinstance(value, Section) else value[part]  # type: ignore[index]
+    return Mistake(name, problem, value, config.origin(name), fix)
+
+
+def sequence_fits(config: Config) -> Clash:
+    rollout = config.rollout
+    needed = rollout.trajectory_length()
+    if rollout.max_model_len is not None and rollout.max_model_len < needed:
+        problem = f"{rollout.max_model_len} is less than prompt_length + response_length = {needed}"
+        yield "rollout.max_model_len", problem, f"raise it to {needed}, or leave it null"
+    longest, at_once = rollout.sequence_length(), rollout.max_num_batched_tokens
+    if not rollout.enable_chunked_prefill and at_once < longest:
+        problem = f"{at_once} holds no sequence of {longest} tokens, and enable_chunked_prefill is false"
+        yield "rollout.max_num_batched_tokens", problem, f"raise it to {longest}, or split prompts"
+
+
+def engine_has_its_devices(config: Config) -> Clash:
+    rollout = config.rollout
+    shares = isinstance(config, TrainConfig) and rollout.nnodes == 0
+    if shares and rollout.n_gpus_per_node:
+        problem = f"{rollout.n_gpus_per_node}, but rollout.nnodes is 0, so the rollout shares the trainer's devices"
+        yield "rollout.n_gpus_per_node", problem, "set rollout.nnodes for devices of its own, or leave this 0"
+    elif rollout.n_gpus_per_node and not rollout.uses_gpus():
+        yield "rollout.n_gpus_per_node", f"{rollout.n_gpus_per_node}, but {rollout.name} uses no GPU", "leave it 0"
+    else:
+        yield from _engine_is_split_evenly(config, shares)
+
+
+def _engine_is_split_evenly(config: Config, shares: bool) -> Clash:
+    rollout = config.rollout
+    devices = config.trainer if shares and isinstance(config, TrainConfig) else rollout
+    gpus = devices.n_gpus_per_node if rollout.uses_gpus() else 0
+    split, where = rollout.tensor_model_parallel_size, "trainer" if shares else "rollout"
+    if split > 1 and (gpus % split or not gpus):
+        problem = f"{split} does not divide {where}.n_gpus_per_node {devices.n_gpus_per_node}"
+        fix = "an engine lives on one node" if gpus > split else f"{gpus} GPUs hold no engine of {split}"
+        yield "rollout.tensor_model_parallel_size", problem, fix
+    if gpus and rollout.replicas_per_node > 1:
+        problem = f"{rollout.replicas_per_node}, but with {gpus} GPUs a node has {gpus // split}"
+        yield "rollout.replicas_per_node", problem, "leave it 1: it counts engines that use no GPU"
+
+
+def endpoint_is_named(config: Config) -> Clash:
+    if config.rollout.name == "openai" and not config.rollout.openai.base_url:
+        fix = "give the endpoint, as http://host:port/v1"
+        yield "rollout.openai.base_url", "is needed by rollout.name: openai", fix
+
+
+def faults_are_fractions(config: Config) -> Clash:
+    scripted = config.rollout.scripted
+    if scripted.failure_rate + scripted.hang_rate > 1:
+        problem = f"{scripted.hang_rate:g}, and failure_rate {scripted.failure_rate:g}, are together more than 1"
+        yield "rollout.scripted.hang_rate", problem, "lower one of them"
+
+
+def agent_loop_exists(config: Config) -> Clash:
+    agent, multi_turn = config.rollout.agent, config.rollout.multi_turn
+    name, known = agent.default_agent_loop, [*AGENT_LOOPS, *agent.loops]
+    if name not in known and Bounds(names=()).problem(name):
+        problem = f"no agent loop is called {name!r}; there are {', '.join(known)}"
+        fix = nearest(name, known) or "or give an import path (package.module:Class)"
+        yield "rollout.agent.default_agent_loop", problem, fix
+    if name == "environment_agent" and name not in agent.loops and not multi_turn.environment:
+        fix = "give the import path of an environment (package.module:Class)"
+        yield "rollout.multi_turn.environment", "is needed by the agent loop environment_agent", fix
+
+
+def every_worker_has_sessions(config: Config) -> Clash:
+    agent = config.rollout.agent
+    if agent.max_concurrent_sessions < agent.num_workers:
+        problem = f"{agent.max_concurrent_sessions} is less than rollout.agent.num_workers {agent.num_workers}"
+        yield "rollout.agent.max_concurrent_sessions", problem, "every worker needs at least one"
+
+
+def mcp_servers_have_one_door(config: Config) -> Clash:
+    for name, server in config.rollout.multi_turn.mcp_servers.items():
+        if bool(server.command) == bool(server.url):
+            given = "both are set" if server.url else "neither is set"
+            yield f"rollout.multi_turn.mcp_servers.{name}.url", f"give command or url: {given}", None
+
+
+def groups_can_be_complete(config: Config) -> Clash:
+    n, least = config.rollout.n, config.rollout.failures.min_group_size
+    if least > n:
+        problem = f"{least} is more than rollout.n {n}: no group could have enough"
+        yield "rollout.failures.min_group_size", problem, f"at most {n}"
+
+
+def cluster_is_asked_for(config: Config) -> Clash:
+    cluster = config.cluster
+    if cluster.backend != "ray":
+        for name, value in (("address", cluster.address), ("ray_init", cluster.ray_init)):
+            if value:
+                yield (
+                    f"cluster.{name}",
+                    f"is given, but cluster.backend is {cluster.backend}",
+                    "set cluster.backend=ray",
+                )
+
+
+def async_modes_have_their_own_rollout(config: TrainConfig) -> Clash:
+    trainer = config.trainer
+    if trainer.mode != "sync" and config.rollout.nnodes == 0:
+        problem = f"0, but trainer.mode {trainer.mode} needs a rollout server of its own"
+        yield "rollout.nnodes", problem, "set rollout.nnodes=1 or more, or trainer.mode=sync"
+
+
+def async_modes_choose_a_correction(config: TrainConfig) -> Clash:
+    mode = config.trainer.mode
+    if mode != "sync" and config.algorithm.rollout_correction.rollout_is is None:
+        problem = f"trainer.mode {mode} trains on samples of older weights: choose a correction"
+        yield "algorithm.rollout_correction.rollout_is", problem, "token, sequence, or none if you mean it"
+
+
+def samples_can_train(config: TrainConfig) -> Clash:
+    rollout = config.rollout
+    if rollout.name == "openai":
+        yield "rollout.name", "an external endpoint cannot take new weights, so it cannot be trained", "native or vllm"
+    if rollout.temperature == 0:
+        problem = "0 samples greedily: such tokens have no probability to train"
+        yield "rollout.temperature", problem, "validation has its own: rollout.val_kwargs.temperature"
+
+
+def tasks_are_given(config: TrainConfig) -> Clash:
+    data, trainer = config.data, config.trainer
+    if not data.train_files and not trainer.val_only:
+        yield "data.train_files", "is empty: there is nothing to train on", "list task files or generators"
+    if not data.val_files and (trainer.val_only or trainer.test_freq > 0):
+        why = "trainer.val_only" if trainer.val_only else f"trainer.test_freq {trainer.test_freq}"
+        yield "data.val_files", f"is empty, but {why} asks for validation", "list task files or generators"
+
+
+def mini_batches_are_equal(config: TrainConfig) -> Clash:
+    batch = config.data.train_batch_size
+    minis = {"actor": config.actor.ppo_mini_batch_size}
+    if config.algorithm.needs_critic():
+        minis["critic"] = config.critic.ppo_mini_batch_size or minis["actor"]
+    for section, mini in minis.items():
+        name = f"{section}.ppo_mini_batch_size"
+        if mini > batch:
+            yield name, f"{mini} is more than data.train_batch_size {batch}", f"at most {batch}"
+        elif batch % mini:
+            problem = f"{mini} does not divide data.train_batch_size {batch}: {batch % mini} would be left over"
+            yield name, problem, f"use a divisor of {batch}"
+
+
+def ranks_get_equal_shares(config: TrainConfig) -> Clash:
+    mini, n = config.actor.ppo_mini_batch_size, config.rollout.n
+    nodes, gpus = config.trainer.nnodes, config.trainer.n_gpus_per_node
+    ranks = nodes * max(1, gpus)
+    if mini * n % ranks:
+        problem = f"{mini} tasks × rollout.n {n} = {mini * n} trajectories do not split over {ranks} ranks"
+        yield "actor.ppo_mini_batch_size", problem, f"make the product a multiple of {ranks}"
+    for section, network in (("actor", config.actor), ("ref", config.ref), ("critic", config.critic)):
+        if isinstance(network, FSDPActorConfig | FSDPRefConfig | FSDPCriticConfig):
+            size = network.fsdp_config.fsdp_size
+            if size != -1 and (size < 1 or ranks % size):
+                yield f"{section}.fsdp_config.fsdp_size", f"{size} does not divide {ranks} ranks", "-1 uses all"
+
+
+def micro_batches_hold_a_sequence(config: TrainConfig) -> Clash:
+    longest = config.rollout.trajectory_length()
+    budgets = {"actor.ppo_max_token_len_per_gpu": config.actor.ppo_max_token_len_per_gpu}
+    if config.actor.use_kl_loss or config.algorithm.use_kl_in_reward:
+        budgets["ref.log_prob_max_token_len_per_gpu"] = config.ref.log_prob_max_token_len_per_gpu
+    if config.algorithm.needs_critic():
+        budgets["critic.ppo_max_token_len_per_gpu"] = config.critic.ppo_max_token_len_per_gpu
+    for name, budget in budgets.items():
+        if budget < longest:
+            yield name, f"{budget} holds no sequence of {longest} tokens", f"raise it to {longest} or more"
+
+
+def groups_can_be_compared(config: TrainConfig) -> Clash:
+    n, estimator = config.rollout.n, config.algorithm.adv_estimator
+    if n == 1 and estimator in GROUP_ESTIMATORS:
+        problem = f"1, but {estimator} compares the samples of one task: every advantage would be zero"
+        yield "rollout.n", problem, f"draw at least 2 samples, or choose {', '.join(OTHER_ESTIMATORS)}"
+    groups, known = config.algorithm.filter_groups, ["reward", *config.reward.functions]
+    if groups.enable and groups.metric not in known:
+        problem = f"{groups.metric!r} is not measured; there are {', '.join(known)}"
+        yield "algorithm.filter_groups.metric", problem, nearest(groups.metric, known)
+
+
+def critic_exists(config: TrainConfig) -> Clash:
+    warmup, estimator = config.trainer.critic_warmup, config.algorithm.adv_estimator
+    if warmup and estimator in (*GROUP_ESTIMATORS, *OTHER_ESTIMATORS) and not config.algorithm.needs_critic():
+        yield "trainer.critic_warmup", f"{warmup}, but {estimator} has no critic to warm up", "leave it 0"
+
+
+def loss_bounds_are_ordered(config: TrainConfig) -> Clash:
+    loss = config.actor.policy_loss
+    if loss.clip_cov_lb >= loss.clip_cov_ub:
+        problem = f"{loss.clip_cov_lb:g} is not below clip_cov_ub {loss.clip_cov_ub:g}"
+        yield "actor.policy_loss.clip_cov_lb", problem, None
+
+
+def resume_path_is_read(config: TrainConfig) -> Clash:
+    checkpoint = config.checkpoint
+    by_path = checkpoint.resume_mode == "resume_path"
+    if by_path and not checkpoint.resume_from_path:
+        yield "checkpoint.resume_from_path", "is needed by checkpoint.resume_mode: resume_path", None
+    if checkpoint.resume_from_path and not by_path:
+        problem = f"is given, but checkpoint.resume_mode is {checkpoint.resume_mode}"
+        yield "checkpoint.resume_from_path", problem, "set checkpoint.resume_mode=resume_path"
+
+
+ROLLOUT_RULES: tuple[Callable[[Config], Clash], ...] = (
+    sequence_fits,
+    engine_has_its_devices,
+    endpoint_is_named,
+    faults_are_fractions,
+    agent_loop_exists,
+    every_worker_has_sessions,
+    mcp_servers_have_one_door,
+    groups_can_be_complete,
+    cluster_is_asked_for,
+)
+TRAINING_RULES: tuple[Callable[[TrainConfig], Clash], ...] = (
+    async_modes_have_their_own_rollout,
+    async_modes_choose_a_correction,
+    samples_can_train,
+    tasks_are_given,
+    mini_batches_are_equal,
+    ranks_get_equal_shares,
+    micro_batches_hold_a_sequence,
+    groups_can_be_compared,
+    critic_exists,
+    loss_bounds_are_ordered,
+    resume_path_is_read,
+)

@@ -1,0 +1,133 @@
+"""Shows a whole config to people: as YAML that loads again, or compared with another."""
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any
+
+import yaml
+
+from treadle.config.outline import TARGET, public_name, section_in_map, usual_class
+from treadle.config.reference import escape
+from treadle.config.section import Section, types_of
+from treadle.config.syntax import Loader, read_scalar
+
+_WORD = re.compile(r"[A-Za-z][\w./-]*", re.ASCII)
+"""Text that no quoting could change; most values are of this kind, and the dumper is slow."""
+
+
+class _Dumper(yaml.SafeDumper):
+    """Plain YAML, quoted exactly where our reader would otherwise see another type."""
+
+    def ignore_aliases(self, data: Any) -> bool:
+        return True
+
+
+def _represent_text(dumper: _Dumper, value: str) -> yaml.ScalarNode:
+    is_plain = value.isprintable() and value == value.strip() and value != "<<"
+    return dumper.represent_scalar("tag:yaml.org,2002:str", value, style=None if is_plain else '"')
+
+
+_Dumper.yaml_implicit_resolvers = Loader.yaml_implicit_resolvers
+_Dumper.add_representer(str, _represent_text)
+_Dumper.add_representer(tuple, lambda dumper, value: dumper.represent_sequence("tag:yaml.org,2002:seq", value, True))
+_Dumper.add_multi_representer(dict, lambda dumper, value: dumper.represent_dict(dict(value).items()))
+
+
+def to_yaml(config: Section, *, origins: bool = False) -> str:
+    """Every value, in an order a reader expects; loading it again gives an equal config."""
+    return "\n".join(_lines(config, "", origins)) + "\n"
+
+
+def _lines(section: Section, indent: str, origins: bool) -> Iterator[str]:
+    for name, value in section.values().items():
+        if isinstance(value, Section):
+            yield f"{indent}{name}:"
+            yield from _section_lines(value, usual_class(type(section), name), f"{indent}  ", origins)
+        elif section_in_map(types_of(type(section))[name]) and value:
+            yield f"{indent}{name}:"
+            for inner, below in value.items():
+                yield f"{indent}  {as_yaml(inner)}:"
+                yield from _section_lines(below, usual_class(type(section), name), f"{indent}    ", origins)
+        else:
+            yield f"{indent}{name}: {as_yaml(value)}{_note(section, name) if origins else ''}"
+
+
+def _section_lines(section: Section, usual: type[Section], indent: str, origins: bool) -> Iterator[str]:
+    if type(section) is not usual:
+        yield f"{indent}{TARGET}: {public_name(type(section))}{_note(section, TARGET) if origins else ''}"
+    yield from _lines(section, indent, origins)
+
+
+def _note(section: Section, name: str) -> str:
+    found = dict.fromkeys(str(section.origin(key)) for key in section.traced(name) or [name])
+    text = "; ".join(found)
+    return f"  # {text if text.isprintable() else ascii(text)}"
+
+
+def as_yaml(value: Any) -> str:
+    """A value on one line, as our own reader reads it back."""
+    if value is None or isinstance(value, bool | int):
+        return "null" if value is None else str(value).lower()
+    if isinstance(value, str) and _WORD.fullmatch(value) and isinstance(read_scalar(value), str):
+        return value
+    text = yaml.dump(_escaped(value), Dumper=_Dumper, default_flow_style=True, width=10**9, allow_unicode=True)
+    return text.removesuffix("\n").removesuffix("\n...")
+
+
+def _escaped(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {name: _escaped(item) for name, item in value.items()}
+    if isinstance(value, list | tuple):
+        return tuple(_escaped(item) for item in value)
+    return escape(value) if isinstance(value, str) else value
+
+
+def flatten(section: Section, prefix: str = "") -> dict[str, Any]:
+    """Every leaf by its dotted key; sections that are not of the usual class also give their `_target_`."""
+    found: dict[str, Any] = {}
+    for name, value in section.values().items():
+        usual = usual_class(type(section), name)
+        if section_in_map(types_of(type(section))[name]):
+            parts = {f"{prefix}{name}.{inner}": below for inner, below in value.items()}
+        elif isinstance(value, Section):
+            parts = {f"{prefix}{name}": value}
+        else:
+            found[f"{prefix}{name}"] = value
+            continue
+        for path, below in parts.items():
+            if type(below) is not usual:
+                found[f"{path}.{TARGET}"] = public_name(type(below))
+            found.update(flatten(below, f"{path}."))
+    return found
+
+
+class Absent(Enum):
+    """Stands for the value of a key that one of two configs does not have."""
+
+    ABSENT = "(absent)"
+
+
+ABSENT = Absent.ABSENT
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """A key whose value differs between two configs; `ABSENT` where one of them has no such key."""
+
+    key: str
+    left: Any
+    right: Any
+
+    def __str__(self) -> str:
+        left, right = (item.value if item is ABSENT else as_yaml(item) for item in (self.left, self.right))
+        return f"{self.key}: {left} → {right}"
+
+
+def diff(left: Section, right: Section) -> list[Difference]:
+    """The keys whose resolved values differ, in the order of the left config."""
+    before, after = flatten(left), flatten(right)
+    keys = [*before, *(key for key in after if key not in before)]
+    pairs = ((key, before.get(key, ABSENT), after.get(key, ABSENT)) for key in keys)
+    return [Difference(key, old, new) for key, old, new in pairs if old != new]

@@ -1,0 +1,36 @@
+"""The `trainer` and `checkpoint` sections: the schedule, its length, and what survives a crash."""
+
+from typing import Literal
+
+from treadle.config.section import Section, key
+
+
+class TrainerConfig(Section):
+    """How rollout and training overlap, and for how long."""
+
+    mode: Literal["sync", "one_step_off", "fully_async"] = key("sync", "schedule")
+    nnodes: int = key(1, "nodes that train", ge=1)
+    n_gpus_per_node: int = key(0, "GPUs on each of those nodes; 0 for CPU", ge=0)
+    total_training_steps: int | None = key(None, "steps; null to derive them from total_epochs", ge=1)
+    total_epochs: int = key(1, "passes over the training tasks, where total_training_steps is null", ge=1)
+    val_before_train: bool = key(True, "validate the model as it starts")
+    val_only: bool = key(False, "validate and stop")
+    test_freq: int = key(-1, "validate every this many steps; -1 for at the end only", ge=-1)
+    critic_warmup: int = key(0, "steps that train the critic alone", ge=0)
+    max_staleness: int = key(1, "policy versions a sample may be behind in fully_async", ge=0)
+    stale_samples: Literal["wait", "drop"] = key("wait", "at that bound: hold new samples back, or drop old ones")
+    on_weight_update: Literal["continue", "wait", "drop"] = key(
+        "continue", "running sessions at a weight update: go on with the new weights, finish first, or start again"
+    )
+    parameter_sync_steps: int = key(1, "training steps between weight updates in fully_async", ge=1)
+
+
+class CheckpointConfig(Section):
+    """What is saved, how often, and where a run picks up."""
+
+    save_freq: int = key(-1, "save every this many steps; -1 for at the end and on interruption only", ge=-1)
+    keep_last: int | None = key(2, "checkpoints to keep; null for all", ge=1)
+    resume_mode: Literal["auto", "disable", "resume_path"] = key(
+        "auto", "continue the newest checkpoint of the run directory, start afresh, or continue resume_from_path"
+    )
+    resume_from_path: str | None = key(None, "checkpoint to continue from")

@@ -1,0 +1,1 @@
+"""An agent that learns to use a calculator which does one operation at a time."""

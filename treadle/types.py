@@ -1,0 +1,283 @@
+"""The records that cross folder borders: what a task is, what came of it, and how it ended.
+
+Owns no behaviour beyond small derived values, and imports nothing heavy: no torch, no ray.
+Invariant: records are frozen; `ids`, `mask`, `logprobs` and `versions` of one row always have the same length.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any, NoReturn
+
+from treadle.errors import Boundary, Failure
+
+Message = Mapping[str, Any]
+"""A chat message in OpenAI's shape: role, content, and where they apply tool_calls, tool_call_id and name."""
+
+
+class _Nothing(dict[str, Any]):
+    """An empty map that stays empty, and stays itself when it is pickled."""
+
+    def __setitem__(self, name: str, value: Any) -> NoReturn:
+        raise TypeError("records are frozen")
+
+    def __hash__(self) -> int:  # type: ignore[override]
+        return 0
+
+    def __reduce__(self) -> str:
+        return "NOTHING"
+
+
+NOTHING: Mapping[str, Any] = _Nothing()
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """One row of data."""
+
+    uid: str
+    messages: tuple[Message, ...]
+    ground_truth: Any = None
+    data_source: str = ""
+    agent: str | None = None
+    """Agent loop by name or import path; None for the configured default."""
+    n: int | None = None
+    """Samples to draw; None for `rollout.n`."""
+    tools: tuple[str, ...] | None = None
+    """Names of the tools this task may use; None for all."""
+    tool_kwargs: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    """Arguments for tools, by tool name; the model never sees them."""
+    environment_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    extra: Mapping[str, Any] = field(default_factory=dict)
+    """Every other field of the row, for reward functions and loops."""
+
+
+class StopReason(StrEnum):
+    """Why a completion or a trajectory ended. An engine reports the first three only."""
+
+    STOP = "stop"
+    LENGTH = "length"
+    ABORT = "abort"
+    TURN_LIMIT = "turn_limit"
+    INVALID_CALLS = "invalid_calls"
+    TOOL_TIME = "tool_time"
+    DEADLINE = "deadline"
+    FAILURE = "failure"
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """How one completion is sampled."""
+
+    max_tokens: int
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = -1
+    stop_token_ids: tuple[int, ...] = ()
+    seed: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """What a session asks of an engine. The same (seed, uid, sample, position) always draws the same noise."""
+
+    uid: str
+    sample: int
+    ids: tuple[int, ...]
+    sampling: SamplingParams
+    position: int = 0
+    """Tokens of this trajectory sampled before this request."""
+    messages: tuple[Message, ...] = ()
+    """The conversation behind `ids`, for engines that only take text."""
+    tools: tuple[Mapping[str, Any], ...] = ()
+    """Schemas of the tools on offer, for the same engines."""
+
+    @property
+    def session(self) -> str:
+        return f"{self.uid}/{self.sample}"
+
+
+@dataclass(frozen=True, slots=True)
+class Completion:
+    """What an engine returned: one logprob and one policy version for each sampled id."""
+
+    ids: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    versions: tuple[int, ...]
+    stop: StopReason
+    text: str = ""
+    replica: str = ""
+    calls: tuple["ToolCall", ...] = ()
+    """Tool calls, from engines that parse them themselves."""
+
+
+@dataclass(frozen=True, slots=True)
+class ToolCall:
+    """One call the model asked for. `problem` says why it cannot be made, if it cannot."""
+
+    name: str
+    arguments: Mapping[str, Any]
+    id: str = ""
+    problem: str | None = None
+
+
+class ToolStatus(StrEnum):
+    """How a tool call ended, as the model is told."""
+
+    OK = "ok"
+    ERROR = "error"
+    TIMEOUT = "timeout"
+    INVALID = "invalid"
+
+
+@dataclass(frozen=True, slots=True)
+class ToolResult:
+    """What a tool answered: the text the model reads, and what only the reward sees."""
+
+    text: str
+    status: ToolStatus = ToolStatus.OK
+    reward: float | None = None
+    extra: Mapping[str, Any] = NOTHING
+    seconds: float = 0.0
+    truncated: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """One completion plus the observation that follows it, as spans of its row's response."""
+
+    start: int
+    sampled_end: int
+    end: int
+    stop: StopReason
+    calls: tuple[ToolCall, ...] = ()
+    results: tuple[ToolResult, ...] = ()
+    generate_s: float = 0.0
+    tool_s: float = 0.0
+    replica: str = ""
+    reward: float | None = None
+    """What an environment gave for this turn."""
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One training sequence: prompt, then response with a mask that is 1 exactly on sampled tokens."""
+
+    prompt_ids: tuple[int, ...]
+    ids: tuple[int, ...]
+    mask: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    versions: tuple[int, ...]
+    """Policy version per token; -1 on tokens that were not sampled."""
+    turns: tuple[Turn, ...] = ()
+
+    @property
+    def num_sampled(self) -> int:
+        return sum(self.mask)
+
+
+class Status(StrEnum):
+    """The three ways a trajectory can end."""
+
+    COMPLETED = "completed"
+    TRUNCATED = "truncated"
+    FAILED = "failed"
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """How a trajectory ended: on its own, at a limit, or by a failure at one boundary."""
+
+    status: Status
+    reason: StopReason
+    boundary: Boundary | None = None
+    detail: str = ""
+
+    @classmethod
+    def ended(cls, reason: StopReason) -> "Outcome":
+        return cls(Status.COMPLETED if reason is StopReason.STOP else Status.TRUNCATED, reason)
+
+    @classmethod
+    def failed(cls, failure: Failure) -> "Outcome":
+        return cls(Status.FAILED, StopReason.FAILURE, failure.boundary, str(failure))
+
+    @property
+    def ok(self) -> bool:
+        return self.status is not Status.FAILED
+
+
+@dataclass(frozen=True, slots=True)
+class Score:
+    """A reward: the weighted sum, its parts by function, and whatever else the functions reported."""
+
+    value: float
+    parts: Mapping[str, float] = NOTHING
+    extra: Mapping[str, Any] = NOTHING
+
+
+@dataclass(frozen=True, slots=True)
+class Timing:
+    """Where the time of a trajectory went, in seconds."""
+
+    started_at: float = 0.0
+    total_s: float = 0.0
+    generate_s: float = 0.0
+    tool_s: float = 0.0
+    score_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Trajectory:
+    """The finished record of a session. The first row is the main one; forks add rows that share the reward."""
+
+    uid: str
+    sample: int
+    rows: tuple[Row, ...]
+    outcome: Outcome
+    reward: Score | None = None
+    messages: tuple[Message, ...] = ()
+    """The conversation as text, for people and reward functions; training reads the rows."""
+    timing: Timing = Timing()
+    attempt: int = 0
+    data_source: str = ""
+    extra: Mapping[str, Any] = NOTHING
+    """What the loop wants to be known about this trajectory."""
+
+    @property
+    def num_sampled(self) -> int:
+        return sum(row.num_sampled for row in self.rows)
+
+    @property
+    def num_turns(self) -> int:
+        return sum(len(row.turns) for row in self.rows)
+
+    @property
+    def response_text(self) -> str:
+        """What the model said last."""
+        spoken = (message["content"] for message in reversed(self.messages) if message["role"] == "assistant")
+        return next(spoken, None) or ""
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """The trajectories of one task."""
+
+    task: Task
+    trajectories: tuple[Trajectory, ...]
+
+    @property
+    def survivors(self) -> tuple[Trajectory, ...]:
+        return tuple(trajectory for trajectory in self.trajectories if trajectory.outcome.ok)
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """What a rollout returned: groups in the order of their tasks, and the tasks that were dropped."""
+
+    groups: tuple[Group, ...]
+    dropped: tuple[str, ...] = ()
+    """uids whose prompts were too long, where `rollout.overlong_prompts` is drop."""
+
+    @property
+    def trajectories(self) -> tuple[Trajectory, ...]:
+        return tuple(trajectory for group in self.groups for trajectory in group.trajectories)
