@@ -1,0 +1,28 @@
+"""The run directory: tasks, trajectories, events and metrics of a run, crash-safe and readable while it runs.
+
+run_dir/
+  config.yaml      resolved config, with origins; config.1.yaml … of earlier starts where it differed
+  run.json         every start: command, versions, host, status
+  journal.sqlite   everything else; see `schema`
+  metrics.jsonl    the metrics once more, for other tools
+  lock             who holds the directory
+"""
+
+from treadle.journal.directory import Start, read_starts
+from treadle.journal.journal import Journal
+from treadle.journal.reader import JournalReader
+from treadle.journal.record import Counts, Entry, Event, Filter, Headline, Metrics, RunStatus
+
+__all__ = [
+    "Counts",
+    "Entry",
+    "Event",
+    "Filter",
+    "Headline",
+    "Journal",
+    "JournalReader",
+    "Metrics",
+    "RunStatus",
+    "Start",
+    "read_starts",
+]

@@ -1,0 +1,218 @@
+"""A trajectory as columns, and back.
+
+Owns the form of every stored record. Knows nothing of connections, threads or files.
+Invariant: ids, mask, versions and logprobs come back bit for bit. Logprobs take four bytes each where every value is
+a float32, as engines give them, and eight otherwise; the length of the blob says which.
+"""
+
+import math
+import struct
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from treadle.errors import Boundary
+from treadle.journal.record import Headline
+from treadle.journal.text import decode, encode, label
+from treadle.types import (
+    NOTHING,
+    Message,
+    Outcome,
+    Row,
+    Score,
+    Status,
+    StopReason,
+    Task,
+    Timing,
+    ToolCall,
+    ToolResult,
+    ToolStatus,
+    Trajectory,
+    Turn,
+)
+
+Value = str | bytes | float | int | None
+Values = tuple[Value, ...]
+Mask = bytes
+
+
+def pack_ints(values: Sequence[int]) -> bytes:
+    """Four bytes for each; `struct` does this in half the time of `array`."""
+    return struct.pack(f"<{len(values)}i", *values)
+
+
+def unpack_ints(blob: bytes) -> tuple[int, ...]:
+    return struct.unpack(f"<{len(blob) // 4}i", blob)
+
+
+def pack_floats(values: tuple[float, ...]) -> bytes:
+    """Four bytes for each where that keeps every value, else eight."""
+    form = f"<{len(values)}f"
+    try:
+        blob = struct.pack(form, *values)
+        exact = struct.unpack(form, blob) == values
+    except OverflowError:
+        exact = False
+    return blob if exact else struct.pack(f"<{len(values)}d", *values)
+
+
+def unpack_floats(blob: bytes, count: int) -> tuple[float, ...]:
+    return struct.unpack(f"<{count}{'f' if len(blob) == 4 * count else 'd'}", blob)
+
+
+def row_values(trajectory_id: int, position: int, row: Row, mask: Mask) -> Values:
+    """The columns of `rows`. The first row's prompt is in `prompts`."""
+    return (
+        trajectory_id,
+        position,
+        pack_ints(row.prompt_ids) if position else None,
+        pack_ints(row.ids),
+        mask,
+        pack_floats(row.logprobs),
+        pack_ints(row.versions),
+        encode([_turn_fields(turn) for turn in row.turns]),
+    )
+
+
+def read_row(prompt_ids: bytes, ids: bytes, mask: bytes, logprobs: bytes, versions: bytes, turns: str) -> Row:
+    ids_T = unpack_ints(ids)
+    return Row(
+        unpack_ints(prompt_ids),
+        ids_T,
+        tuple(mask),
+        unpack_floats(logprobs, len(ids_T)),
+        unpack_ints(versions),
+        tuple(_read_turn(**fields) for fields in decode(turns)),
+    )
+
+
+def _turn_fields(turn: Turn) -> dict[str, Any]:
+    fields: dict[str, Any] = {
+        "start": turn.start,
+        "sampled_end": turn.sampled_end,
+        "end": turn.end,
+        "stop": turn.stop,
+        "generate_s": turn.generate_s,
+        "tool_s": turn.tool_s,
+        "replica": turn.replica,
+    }
+    if turn.calls:
+        fields["calls"] = [_call_fields(call) for call in turn.calls]
+    if turn.results:
+        fields["results"] = [_result_fields(result) for result in turn.results]
+    if turn.reward is not None:
+        fields["reward"] = turn.reward
+    return fields
+
+
+def _read_turn(stop: str, calls: Sequence[Any] = (), results: Sequence[Any] = (), **fields: Any) -> Turn:
+    return Turn(
+        stop=StopReason(stop),
+        calls=tuple(ToolCall(**call) for call in calls),
+        results=tuple(_read_result(**result) for result in results),
+        **fields,
+    )
+
+
+def _call_fields(call: ToolCall) -> dict[str, Any]:
+    fields: dict[str, Any] = {"name": call.name, "arguments": call.arguments, "id": call.id}
+    if call.problem is not None:
+        fields["problem"] = call.problem
+    return fields
+
+
+def _result_fields(result: ToolResult) -> dict[str, Any]:
+    fields: dict[str, Any] = {"text": result.text, "status": result.status, "seconds": result.seconds}
+    if result.reward is not None:
+        fields["reward"] = result.reward
+    if result.extra:
+        fields["extra"] = result.extra
+    if result.truncated:
+        fields["truncated"] = True
+    return fields
+
+
+def _read_result(status: str, **fields: Any) -> ToolResult:
+    return ToolResult(status=ToolStatus(status), **fields)
+
+
+def headline_values(written_at: float, id: int, prompt: int, trajectory: Trajectory, masks: Sequence[Mask]) -> Values:
+    """The columns of `trajectories`."""
+    outcome, timing, reward, rows = trajectory.outcome, trajectory.timing, trajectory.reward, trajectory.rows
+    boundary = None if outcome.boundary is None else outcome.boundary.value
+    return (
+        *(id, written_at, label(trajectory.uid), trajectory.sample, trajectory.attempt, prompt),
+        # `.value`: SQLite's binding is slow for anything but plain strings.
+        *(label(trajectory.data_source), outcome.status.value, outcome.reason.value, boundary, label(outcome.detail)),
+        *((None, None) if reward is None else (reward.value, encode(reward.parts))),
+        *(len(rows), sum(len(row.turns) for row in rows), len(rows[0].prompt_ids) if rows else 0),
+        *(sum(map(len, masks)), sum(mask.count(1) for mask in masks)),
+        *(timing.started_at, timing.total_s, timing.generate_s, timing.tool_s, timing.score_s),
+    )
+
+
+def read_headline(stored: Sequence[Any], has_body: bool) -> Headline:
+    """The columns of `trajectories`, in their order."""
+    id, written_at, uid, sample, attempt, _, data_source = stored[:7]
+    status, reason, boundary, detail, reward, parts = stored[7:13]
+    num_rows, num_turns, prompt_tokens, response_tokens, num_sampled = stored[13:18]
+    return Headline(
+        id=id,
+        written_at=written_at,
+        uid=uid,
+        sample=sample,
+        attempt=attempt,
+        outcome=Outcome(Status(status), StopReason(reason), Boundary(boundary) if boundary else None, detail),
+        # SQLite keeps a NaN as NULL; the parts say that there was a reward at all.
+        reward=None if parts is None else Score(math.nan if reward is None else reward, decode(parts)),
+        timing=Timing(*stored[18:]),
+        data_source=data_source,
+        num_rows=num_rows,
+        num_turns=num_turns,
+        prompt_tokens=prompt_tokens,
+        response_tokens=response_tokens,
+        num_sampled=num_sampled,
+        has_body=has_body,
+    )
+
+
+def text_values(trajectory_id: int, opening: int, trajectory: Trajectory) -> Values:
+    """The columns of `texts`; the first `opening` messages are in `prompts`."""
+    return (
+        trajectory_id,
+        encode(trajectory.messages[opening:]),
+        _optional(trajectory.extra),
+        _optional(trajectory.reward.extra) if trajectory.reward else None,
+    )
+
+
+def read_messages(*texts: str) -> tuple[Message, ...]:
+    return tuple(message for text in texts for message in decode(text))
+
+
+def read_extra(text: str | None) -> Mapping[str, Any]:
+    return NOTHING if text is None else decode(text)
+
+
+def _optional(extra: Mapping[str, Any]) -> str | None:
+    return encode(extra) if extra else None
+
+
+def task_values(task: Task) -> Values:
+    """The columns of `tasks`."""
+    fields = {
+        "messages": task.messages,
+        "ground_truth": task.ground_truth,
+        "agent": task.agent,
+        "n": task.n,
+        "tools": task.tools,
+        "tool_kwargs": task.tool_kwargs,
+        "environment_kwargs": task.environment_kwargs,
+        "extra": task.extra,
+    }
+    return label(task.uid), label(task.data_source), encode(fields)
+
+
+def read_task(uid: str, data_source: str, text: str) -> Task:
+    fields = decode(text)
+    messages, tools = fields.pop("messages"), fields.pop("tools")
+    return Task(uid, tuple(messages), data_source=data_source, tools=None if tools is None else tuple(tools), **fields)

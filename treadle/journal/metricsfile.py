@@ -1,0 +1,46 @@
+"""`metrics.jsonl`: a copy of the metrics, one JSON object a line, for people and their tools.
+
+Owns the file. The journal's table is the truth: after a crash this may hold a last line that the table does not.
+Invariant: each line is whole. A line that a crash cut short is taken away when the file is opened again.
+"""
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+FILE_NAME = "metrics.jsonl"
+_BLOCK = 65536
+
+
+class MetricsFile:
+    """An append-only file of lines."""
+
+    def __init__(self, descriptor: int) -> None:
+        self._descriptor = descriptor
+
+    @classmethod
+    def open(cls, run_dir: Path) -> "MetricsFile":
+        """Open for appending, and cut off an unfinished last line."""
+        descriptor = os.open(run_dir / FILE_NAME, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
+        os.ftruncate(descriptor, _end_of_last_line(descriptor))
+        return cls(descriptor)
+
+    def append(self, lines: Sequence[str]) -> None:
+        """Write lines that hold no line break of their own."""
+        rest = memoryview("".join(f"{line}\n" for line in lines).encode())
+        while rest:
+            rest = rest[os.write(self._descriptor, rest) :]
+
+    def close(self) -> None:
+        os.close(self._descriptor)
+
+
+def _end_of_last_line(descriptor: int) -> int:
+    end = os.fstat(descriptor).st_size
+    while end:
+        start = max(end - _BLOCK, 0)
+        found = os.pread(descriptor, end - start, start).rfind(b"\n")
+        if found >= 0:
+            return start + found + 1
+        end = start
+    return 0

@@ -1,0 +1,201 @@
+"""The reading side of a run directory, for resume, the viewer and anyone else; also while a run writes.
+
+Owns a read-only connection. Never writes, and never holds a snapshot between two answers, so that it cannot keep the
+writer's log from being folded back into the file.
+Invariant: every trajectory it gives is whole, or says that its body was dropped.
+"""
+
+import sqlite3
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from treadle.errors import Boundary
+from treadle.journal import schema
+from treadle.journal.codec import read_extra, read_headline, read_messages, read_row, read_task
+from treadle.journal.record import Counts, Entry, Event, Filter, Headline, Metrics
+from treadle.journal.text import decode, label
+from treadle.types import Row, Status, StopReason, Task, Trajectory
+
+_PAGE = 64
+_HEADLINE = ",".join(f"t.{column}" for column in schema.TRAJECTORIES.columns)
+_HAS_BODY = "t.id >= (SELECT ifnull(min(trajectory), 1 << 62) FROM texts)"
+_LATEST = (
+    "NOT EXISTS (SELECT 1 FROM trajectories later "
+    "WHERE later.uid = t.uid AND later.sample = t.sample AND later.id > t.id)"
+)
+EVERYTHING = Filter()
+
+
+class JournalReader:
+    """Answers questions about a run, live or over."""
+
+    def __init__(self, connection: sqlite3.Connection) -> None:
+        self._connection = connection
+
+    @classmethod
+    def open(cls, run_dir: Path) -> "JournalReader":
+        return cls(schema.connect_reader(run_dir / schema.FILE_NAME))
+
+    def headlines(self, wanted: Filter = EVERYTHING, *, after: int = 0) -> Iterator[Headline]:
+        """How each trajectory ended, in the order they were written; `after` an id, for those that came since."""
+        while page := self._page(wanted, after):
+            yield from page
+            after = page[-1].id
+
+    def trajectories(self, wanted: Filter = EVERYTHING, *, after: int = 0) -> Iterator[Entry]:
+        """Whole trajectories, in the order they were written."""
+        while True:
+            with self._snapshot():
+                entries = [self._entry(headline) for headline in self._page(wanted, after)]
+            if not entries:
+                return
+            yield from entries
+            after = entries[-1].headline.id
+
+    def trajectory(self, uid: str, sample: int, attempt: int | None = None) -> Entry | None:
+        """One trajectory: the latest of this (uid, sample), or the latest with this attempt number."""
+        with self._snapshot():
+            found = self._connection.execute(
+                f"SELECT {_HEADLINE}, {_HAS_BODY} FROM trajectories t "
+                "WHERE uid = ? AND sample = ? AND (? IS NULL OR attempt = ?) ORDER BY id DESC LIMIT 1",
+                (label(uid), sample, attempt, attempt),
+            ).fetchone()
+            return None if found is None else self._entry(read_headline(found[:-1], bool(found[-1])))
+
+    def task(self, uid: str) -> Task | None:
+        """A task as it was given."""
+        found = self._connection.execute("SELECT uid, data_source, task FROM tasks WHERE uid = ?", (label(uid),))
+        stored = found.fetchone()
+        return None if stored is None else read_task(*stored)
+
+    def finished(self) -> set[tuple[str, int]]:
+        """The (uid, sample) that need not be run again: whose latest attempt neither failed nor was aborted."""
+        found = self._connection.execute(
+            # SQLite takes the other columns from the row that holds the maximum.
+            "SELECT uid, sample, status, reason, max(id) FROM trajectories GROUP BY uid, sample"
+        )
+        return {
+            (uid, sample)
+            for uid, sample, status, reason, _ in found.fetchall()
+            if status != Status.FAILED and reason != StopReason.ABORT
+        }
+
+    def counts(self) -> Counts:
+        """How many trajectories there are, by how they ended and where they came from."""
+        with self._snapshot():
+            reasons = self._tally("reason")
+            boundaries = self._tally("boundary")
+            return Counts(
+                trajectories=sum(reasons.values()),
+                by_reason={StopReason(reason): count for reason, count in reasons.items()},
+                by_boundary={Boundary(boundary): count for boundary, count in boundaries.items() if boundary},
+                by_source=self._tally("data_source"),
+                superseded=self._count(f"NOT {_LATEST}"),
+                without_body=self._count(f"NOT {_HAS_BODY}"),
+            )
+
+    def events(self, after: int = 0, kind: str | None = None, limit: int = 1000) -> tuple[Event, ...]:
+        """At most `limit` events that came after event `after`, oldest first."""
+        found = self._connection.execute(
+            "SELECT id, time, kind, fields FROM events WHERE id > ? AND (? IS NULL OR kind = ?) ORDER BY id LIMIT ?",
+            (after, kind, kind, limit),
+        )
+        return tuple(Event(id, time, kind, decode(fields)) for id, time, kind, fields in found.fetchall())
+
+    def metrics(self, after: int = 0, limit: int = 1000) -> tuple[Metrics, ...]:
+        """At most `limit` measurements that came after measurement `after`, oldest first."""
+        found = self._connection.execute(
+            "SELECT id, time, step, items FROM metrics WHERE id > ? ORDER BY id LIMIT ?", (after, limit)
+        )
+        return tuple(Metrics(id, time, step, decode(items)) for id, time, step, items in found.fetchall())
+
+    def close(self) -> None:
+        self._connection.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    @contextmanager
+    def _snapshot(self) -> Iterator[None]:
+        """Several questions about the same moment."""
+        self._connection.execute("BEGIN")
+        try:
+            yield
+        finally:
+            self._connection.execute("COMMIT")
+
+    def _page(self, wanted: Filter, after: int) -> list[Headline]:
+        condition, values = _where(wanted)
+        found = self._connection.execute(
+            f"SELECT {_HEADLINE}, {_HAS_BODY} FROM trajectories t "
+            f"WHERE t.id > ?{condition} ORDER BY t.id LIMIT {_PAGE}",
+            (after, *values),
+        )
+        return [read_headline(stored[:-1], bool(stored[-1])) for stored in found.fetchall()]
+
+    def _entry(self, headline: Headline) -> Entry:
+        bare = Trajectory(
+            headline.uid,
+            headline.sample,
+            (),
+            headline.outcome,
+            headline.reward,
+            timing=headline.timing,
+            attempt=headline.attempt,
+            data_source=headline.data_source,
+        )
+        return Entry(headline, self._with_body(bare, headline.id) if headline.has_body else bare)
+
+    def _with_body(self, bare: Trajectory, id: int) -> Trajectory:
+        prompt_ids, opening, messages, extra, score_extra = self._connection.execute(
+            "SELECT p.ids, p.messages, x.messages, x.extra, x.score_extra FROM trajectories t "
+            "JOIN prompts p ON p.id = t.prompt JOIN texts x ON x.trajectory = t.id WHERE t.id = ?",
+            (id,),
+        ).fetchone()
+        reward = bare.reward and replace(bare.reward, extra=read_extra(score_extra))
+        return replace(
+            bare,
+            rows=self._rows(id, prompt_ids),
+            reward=reward,
+            messages=read_messages(opening, messages),
+            extra=read_extra(extra),
+        )
+
+    def _rows(self, id: int, prompt_ids: bytes) -> tuple[Row, ...]:
+        found = self._connection.execute(
+            "SELECT prompt_ids, ids, mask, logprobs, versions, turns FROM rows WHERE trajectory = ? ORDER BY position",
+            (id,),
+        )
+        return tuple(read_row(prompt_ids if own is None else own, *rest) for own, *rest in found.fetchall())
+
+    def _tally(self, column: str) -> dict[str, int]:
+        found = self._connection.execute(f"SELECT {column}, count(*) FROM trajectories t WHERE {_LATEST} GROUP BY 1")
+        return dict(found.fetchall())
+
+    def _count(self, condition: str) -> int:
+        return int(self._connection.execute(f"SELECT count(*) FROM trajectories t WHERE {condition}").fetchone()[0])
+
+
+def _where(wanted: Filter) -> tuple[str, Sequence[Any]]:
+    """The SQL behind a filter, to follow another condition, and its values."""
+    narrowing = {
+        "t.uid = ?": None if wanted.uid is None else label(wanted.uid),
+        "t.data_source = ?": None if wanted.data_source is None else label(wanted.data_source),
+        "t.status = ?": wanted.status,
+        "t.reason = ?": wanted.reason,
+        "t.boundary = ?": wanted.boundary,
+        "t.reward >= ?": wanted.min_reward,
+        "t.reward <= ?": wanted.max_reward,
+    }
+    given = {condition: value for condition, value in narrowing.items() if value is not None}
+    conditions = [*given, *([] if wanted.superseded else [_LATEST])]
+    return "".join(f" AND {condition}" for condition in conditions), list(given.values())

@@ -1,0 +1,170 @@
+"""Everything that is written to a run directory while it runs: batches into SQLite, metrics into JSONL as well.
+
+Owns the writing connection and the metrics file. Knows nothing of threads or queues: one caller at a time.
+Invariant: a batch is in the journal whole or not at all; the file stays within its size by dropping the tokens and
+messages of the oldest trajectories, whose headlines stay.
+"""
+
+import sqlite3
+from collections.abc import Iterable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from itertools import chain
+from pathlib import Path
+
+from treadle.errors import RunError
+from treadle.journal import schema
+from treadle.journal.codec import Values, headline_values, pack_ints, row_values, task_values, text_values
+from treadle.journal.metricsfile import MetricsFile
+from treadle.journal.record import Measurement, Note, Stamped
+from treadle.journal.retention import Retention
+from treadle.journal.schema import Table
+from treadle.journal.text import encode, label
+from treadle.types import Message, Task, Trajectory
+
+_MAX_PROMPTS = 512
+_MAX_ROWS_PER_STATEMENT = 256
+_BYTES_PER_ROW = 128  # about what a row takes beside its blobs and long texts
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """A prompt that is in the journal already, for the next sample that starts with it."""
+
+    id: int
+    ids: bytes
+    opening: tuple[Message, ...]
+
+    def begins(self, ids: bytes, messages: tuple[Message, ...]) -> bool:
+        return self.ids == ids and self.opening == messages[: len(self.opening)]
+
+
+@dataclass(slots=True)
+class Pages:
+    """The rows of one batch, by table."""
+
+    rows: dict[Table, list[Values]] = field(default_factory=dict)
+    lines: list[str] = field(default_factory=list)
+    num_bytes: int = 0
+
+    def add(self, table: Table, values: Values) -> None:
+        self.num_bytes += _BYTES_PER_ROW
+        self.rows.setdefault(table, []).append(values)
+
+
+class Store:
+    """The writing side of a journal, as one thread sees it."""
+
+    def __init__(self, connection: sqlite3.Connection, metrics: MetricsFile, retention: Retention) -> None:
+        self._connection = connection
+        self._metrics = metrics
+        self._retention = retention
+        self._next_trajectory = _next_id(connection, "trajectories")
+        self._next_prompt = _next_id(connection, "prompts")
+        self._prompts: dict[str, Prompt] = {}
+        limit = connection.getlimit(sqlite3.SQLITE_LIMIT_VARIABLE_NUMBER)
+        self._max_rows = min(_MAX_ROWS_PER_STATEMENT, limit // schema.TRAJECTORIES.width)
+
+    @classmethod
+    def open(cls, run_dir: Path, max_bytes: int) -> "Store":
+        """Open the journal and the metrics file of a run directory, and make them if they are not there."""
+        path = run_dir / schema.FILE_NAME
+        with ExitStack() as undo:
+            connection = schema.connect_writer(path, max_bytes=max_bytes)
+            undo.callback(connection.close)
+            metrics = MetricsFile.open(run_dir)
+            undo.callback(metrics.close)
+            try:
+                store = cls(connection, metrics, Retention(connection, max_bytes))
+            except sqlite3.Error as error:
+                raise RunError(f"cannot use {path} as a journal: {error}") from error
+            undo.pop_all()
+        return store
+
+    def write(self, batch: Iterable[Stamped]) -> None:
+        """Put a batch into the journal, whole, and keep the file within its size."""
+        pages = Pages()
+        for stamped in batch:
+            self._lay_out(pages, stamped.time, stamped.record)
+        self._connection.execute("BEGIN")
+        try:
+            for table, rows in pages.rows.items():
+                self._insert(table, rows)
+            self._metrics.append(pages.lines)
+            self._connection.execute("COMMIT")
+        except (sqlite3.Error, OSError):
+            self._roll_back()
+            raise
+        if self._retention.tend(pages.num_bytes):
+            self._prompts.clear()
+
+    def close(self) -> None:
+        """Move what is in the write-ahead log into the file, and let go of both."""
+        self._metrics.close()
+        self._connection.close()
+
+    def _lay_out(self, pages: Pages, time: float, record: Trajectory | Task | Note | Measurement) -> None:
+        match record:
+            case Trajectory():
+                self._lay_out_trajectory(pages, time, record)
+            case Task():
+                pages.add(schema.TASKS, task_values(record))
+            case Note():
+                pages.add(schema.EVENTS, (time, label(record.kind), encode(record.fields)))
+            case Measurement():
+                pages.add(schema.METRICS, (time, record.step, encode(record.values)))
+                pages.lines.append(encode({**record.values, "step": record.step, "time": time}))
+
+    def _lay_out_trajectory(self, pages: Pages, time: float, trajectory: Trajectory) -> None:
+        id = self._next_trajectory
+        self._next_trajectory += 1
+        masks = [bytes(row.mask) for row in trajectory.rows]
+        prompt = self._prompt(pages, trajectory)
+        pages.add(schema.TRAJECTORIES, headline_values(time, id, prompt.id, trajectory, masks))
+        for position, (row, mask) in enumerate(zip(trajectory.rows, masks, strict=True)):
+            values = row_values(id, position, row, mask)
+            pages.add(schema.ROWS, values)
+            pages.num_bytes += 13 * len(mask) + len(str(values[-1]))
+        text = text_values(id, len(prompt.opening), trajectory)
+        pages.add(schema.TEXTS, text)
+        pages.num_bytes += len(str(text[1]))
+
+    def _prompt(self, pages: Pages, trajectory: Trajectory) -> Prompt:
+        """The stored prompt of a trajectory: that of an earlier sample of the same task where it is the same."""
+        ids = pack_ints(trajectory.rows[0].prompt_ids) if trajectory.rows else b""
+        known = self._prompts.get(trajectory.uid)
+        if known is not None and known.begins(ids, trajectory.messages):
+            return known
+        prompt = Prompt(self._next_prompt, ids, _opening(trajectory.messages))
+        self._next_prompt += 1
+        pages.add(schema.PROMPTS, (prompt.id, label(trajectory.uid), ids, encode(prompt.opening)))
+        pages.num_bytes += len(ids)
+        if len(self._prompts) >= _MAX_PROMPTS:
+            del self._prompts[next(iter(self._prompts))]
+        self._prompts[trajectory.uid] = prompt
+        return prompt
+
+    def _insert(self, table: Table, rows: Sequence[Values]) -> None:
+        """Insert in statements whose sizes are powers of two, so that few distinct statements are ever compiled."""
+        start = 0
+        while start < len(rows):
+            size = min(1 << ((len(rows) - start).bit_length() - 1), self._max_rows)
+            part = rows[start : start + size]
+            self._connection.execute(table.insert(size), list(chain.from_iterable(part)))
+            start += size
+
+    def _roll_back(self) -> None:
+        if self._connection.in_transaction:
+            self._connection.execute("ROLLBACK")
+
+
+def _opening(messages: tuple[Message, ...]) -> tuple[Message, ...]:
+    """The messages before the model's first."""
+    for index, message in enumerate(messages):
+        if message.get("role") == "assistant":
+            return messages[:index]
+    return messages
+
+
+def _next_id(connection: sqlite3.Connection, table: str) -> int:
+    return int(connection.execute(f"SELECT ifnull(max(id), 0) + 1 FROM {table}").fetchone()[0])

@@ -1,0 +1,173 @@
+"""The one thread that writes, and the queue in front of it.
+
+    who           waits for                       woken by
+    put           nobody: it appends and returns
+    the thread    a first record                  put
+                  then a full batch, or 0.2 s     put, mark, stop
+    room()        the queue to be half empty      the thread, after a batch
+    mark()        all that was put before it      the thread, after the batch that holds it
+
+Owns the queue and the thread. Knows nothing of what it writes.
+Invariant: what was put is written in order, or `error` says why not and how much was lost; once the thread has ended
+nobody waits for it.
+"""
+
+import errno
+import sqlite3
+import threading
+from collections import Counter, deque
+from concurrent.futures import Future
+from contextlib import closing
+from pathlib import Path
+
+from treadle.errors import MisuseError, RunError
+from treadle.journal.record import Stamped
+from treadle.journal.store import Store
+
+MAX_PENDING = 4096
+_BATCH = 256
+_BATCH_S = 0.2
+_OVERRUN = 4
+
+Mark = Future[None]
+
+
+class Writer:
+    """Takes records from any thread, and writes them in batches of its own."""
+
+    def __init__(self, store: Store, path: Path, max_pending: int = MAX_PENDING) -> None:
+        self._store = store
+        self._path = path
+        self._max_pending = max_pending
+        self._queue: deque[Stamped | Mark] = deque()
+        self._room: deque[Mark] = deque()
+        self._told: deque[Mark] = deque()
+        self._in_hand: list[Stamped] = []
+        self._releasing = threading.Lock()
+        self._some = threading.Event()
+        self._hurry = threading.Event()
+        self._stopping = False
+        self._num_written = 0
+        self.error: RunError | None = None
+        self.ended: Mark = Future()
+        self._thread = threading.Thread(target=self._run, name="treadle-journal", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    @property
+    def full(self) -> bool:
+        return len(self._queue) >= self._max_pending
+
+    @property
+    def num_pending(self) -> int:
+        return len(self._queue)
+
+    def put(self, record: Stamped) -> None:
+        """Hand a record over. Never waits; a caller that never lets the queue drain is refused at last."""
+        num_pending = len(self._queue)
+        if num_pending >= _OVERRUN * self._max_pending:
+            raise MisuseError(f"{num_pending} records wait for the journal: `await journal.drain()` where it is full")
+        self._queue.append(record)
+        if not self._some.is_set():
+            self._some.set()
+        if num_pending >= _BATCH and not self._hurry.is_set():
+            self._hurry.set()
+
+    def mark(self) -> Mark:
+        """Done once everything put so far is written."""
+        mark: Mark = Future()
+        self._queue.append(mark)
+        self._wake()
+        if self.ended.done():
+            self._release()
+        return mark
+
+    def room(self) -> Mark:
+        """Done once the queue is half empty."""
+        room: Mark = Future()
+        self._room.append(room)
+        self._wake()
+        if self.ended.done():
+            self._release()
+        return room
+
+    def stop(self) -> None:
+        """Write what is left and end; then `ended` is done, and `error` says how it went."""
+        self._stopping = True
+        self._wake()
+
+    def _wake(self) -> None:
+        self._hurry.set()
+        self._some.set()
+
+    def _run(self) -> None:
+        try:
+            with closing(self._store):
+                self._write_until_stopped()
+        except Exception as error:  # noqa: BLE001 - whatever it is, everyone who waits must hear of it
+            self._end(error)
+        else:
+            self._end(None)
+
+    def _write_until_stopped(self) -> None:
+        while not (self._stopping and not self._queue):
+            self._some.wait()
+            if not self._stopping:
+                self._hurry.wait(_BATCH_S)
+            self._some.clear()
+            self._hurry.clear()
+            while self._queue:
+                self._write(min(len(self._queue), _BATCH))
+            self._make_room()
+
+    def _write(self, size: int) -> None:
+        """Write the next `size` things of the queue, and tell those who wait for them."""
+        taken = [self._queue.popleft() for _ in range(size)]
+        self._in_hand = [thing for thing in taken if isinstance(thing, Stamped)]
+        marks = [thing for thing in taken if isinstance(thing, Future)]
+        self._told.extend(marks)
+        if self._in_hand:
+            self._store.write(self._in_hand)
+        self._num_written += len(self._in_hand)
+        self._in_hand = []
+        while self._told:
+            self._told.popleft().set_result(None)
+        self._make_room()
+
+    def _make_room(self) -> None:
+        while self._room and len(self._queue) <= self._max_pending // 2:
+            self._room.popleft().set_result(None)
+
+    def _end(self, cause: BaseException | None) -> None:
+        if cause is not None:
+            self.error = RunError(self._account(cause))
+            self.error.__cause__ = cause
+        self.ended.set_result(None)
+        self._release()
+
+    def _account(self, cause: BaseException) -> str:
+        """What went wrong, what was lost, and what was not."""
+        unwritten = [*self._in_hand, *(thing for thing in self._queue.copy() if isinstance(thing, Stamped))]
+        kinds = Counter(type(thing.record).__name__ for thing in unwritten)
+        lost = ", ".join(f"{count} × {kind}" for kind, count in kinds.items()) or "nothing"
+        fix = "free some space" if _disk_is_full(cause) else "see the cause"
+        return (
+            f"the journal {self._path} cannot be written: {cause}. Lost: {lost}. "
+            f"The {self._num_written} records before are safe and readable; {fix} and start again to continue"
+        )
+
+    def _release(self) -> None:
+        """Nobody waits for a thread that has ended."""
+        with self._releasing:
+            for waiting in (self._told, self._queue, self._room):
+                while waiting:
+                    thing = waiting.popleft()
+                    if isinstance(thing, Future):
+                        thing.set_exception(self.error or MisuseError(f"the journal {self._path} is closed"))
+
+
+def _disk_is_full(cause: BaseException) -> bool:
+    if isinstance(cause, sqlite3.Error):
+        return cause.sqlite_errorcode == sqlite3.SQLITE_FULL
+    return isinstance(cause, OSError) and cause.errno == errno.ENOSPC
