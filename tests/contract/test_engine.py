@@ -1,0 +1,331 @@
+"""What every engine promises, whatever it is made of.
+
+To add an engine, add a `Stage` to `STAGES`: how to open one, which loop runs it, and what it cannot do.
+A request made by `long` must run for well over `settle_s`; one made by `short` must end soon.
+"""
+
+import asyncio
+import random
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+
+from tests import virtual_time
+from tests.fake_endpoint import FakeEndpoint
+from tests.letters import STOP, ask, decode, encode, go_on
+from treadle.config.rollout import FailureConfig, LimitsConfig, OpenAIConfig, RolloutConfig, ScriptedConfig
+from treadle.engine.openai import OpenAIEngine
+from treadle.engine.protocol import Engine, WeightUpdate
+from treadle.engine.router import Router
+from treadle.engine.scripted import ScriptedEngine
+from treadle.errors import EngineFailure, MisuseError
+from treadle.types import Completion, Request, StopReason
+
+Body = Callable[[Engine], Awaitable[None]]
+
+
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """Where an engine is put to the test."""
+
+    open: Callable[[], AbstractAsyncContextManager[Engine]]
+    run: Callable[[Coroutine[Any, Any, None]], None]
+    settle_s: float
+    """Time after which a request surely runs and a long one surely has not ended."""
+    keeps_tokens: bool = True
+    takes_weights: bool = True
+
+    def play(self, body: Body) -> None:
+        async def main() -> None:
+            async with self.open() as engine:
+                try:
+                    await body(engine)
+                finally:
+                    await engine.close()
+
+        self.run(main())
+
+    async def settle(self) -> None:
+        await asyncio.sleep(self.settle_s)
+
+
+def letters(request: Request, rng: random.Random) -> str:
+    length = 12 if request.sampling.max_tokens < 100 else 200
+    return "".join(rng.choice("abcdefgh") for _ in range(length))
+
+
+def scripted(name: str) -> ScriptedEngine:
+    return ScriptedEngine.create(
+        ScriptedConfig(latency_s=100.0), name=name, encode=encode, decode=decode, seed=7, script=letters
+    )
+
+
+@asynccontextmanager
+async def open_scripted() -> AsyncIterator[Engine]:
+    yield scripted("scripted-0")
+
+
+@asynccontextmanager
+async def open_router() -> AsyncIterator[Engine]:
+    replicas = [scripted("scripted-0"), scripted("scripted-1")]
+    yield Router(replicas, limits=LimitsConfig(), failures=FailureConfig(), rng=random.Random(0))
+
+
+@asynccontextmanager
+async def open_openai() -> AsyncIterator[Engine]:
+    with FakeEndpoint() as endpoint:
+        endpoint.delay_s = lambda body: 30.0 if body["max_tokens"] >= 100 else 0.0
+        yield await OpenAIEngine.create(OpenAIConfig(base_url=endpoint.base_url), RolloutConfig(), encode=encode)
+
+
+STAGES = {
+    "scripted": Stage(open_scripted, virtual_time.run, settle_s=40.0),
+    "router": Stage(open_router, virtual_time.run, settle_s=40.0),
+    "openai": Stage(open_openai, asyncio.run, settle_s=0.05, keeps_tokens=False, takes_weights=False),
+}
+
+
+@pytest.fixture(params=STAGES)
+def stage(request: pytest.FixtureRequest) -> Stage:
+    return STAGES[request.param]
+
+
+def short(uid: str = "task", sample: int = 0, max_tokens: int = 16) -> Request:
+    return ask(uid=uid, sample=sample, max_tokens=max_tokens)
+
+
+def long(uid: str = "task", sample: int = 0) -> Request:
+    return ask(uid=uid, sample=sample, max_tokens=500)
+
+
+def check(completion: Completion, request: Request) -> None:
+    """What holds for any completion."""
+    assert len(completion.ids) == len(completion.logprobs) == len(completion.versions)
+    assert len(completion.ids) <= request.sampling.max_tokens
+    assert completion.stop in (StopReason.STOP, StopReason.LENGTH, StopReason.ABORT)
+    if completion.stop is StopReason.LENGTH:
+        assert len(completion.ids) == request.sampling.max_tokens
+    assert STOP not in completion.ids[:-1]
+
+
+async def ended(task: "asyncio.Task[Completion]") -> Completion:
+    """What a task returned; not to return soon is a failure."""
+    async with asyncio.timeout(10):
+        return await task
+
+
+def test_a_completion_is_whole(stage: Stage) -> None:
+    async def body(engine: Engine) -> None:
+        request = short()
+        completion = await engine.generate(request)
+        check(completion, request)
+        assert completion.ids and completion.stop is StopReason.STOP
+        assert completion.replica
+        assert set(completion.versions) == {engine.version}
+        assert decode(completion.ids).startswith(completion.text) and completion.text
+
+    stage.play(body)
+
+
+@pytest.mark.parametrize("limit", [1, 5])
+def test_the_token_limit_is_kept_and_reported(stage: Stage, limit: int) -> None:
+    async def body(engine: Engine) -> None:
+        request = short(max_tokens=limit)
+        completion = await engine.generate(request)
+        check(completion, request)
+        assert completion.stop is StopReason.LENGTH
+
+    stage.play(body)
+
+
+def test_a_request_gets_the_same_answer_alone_and_among_others(stage: Stage) -> None:
+    async def body(engine: Engine) -> None:
+        alone = await engine.generate(short("x"))
+        crowd = [short(f"t{at}") for at in range(20)] + [short("x")] + [short(f"u{at}") for at in range(20)]
+        together = await asyncio.gather(*(engine.generate(request) for request in crowd))
+        assert together[20].ids == alone.ids and together[20].text == alone.text
+        assert len({completion.ids for completion in together}) == len(crowd), "samples differ from each other"
+
+    stage.play(body)
+
+
+def test_samples_of_one_task_differ(stage: Stage) -> None:
+    async def body(engine: Engine) -> None:
+        first, second = await engine.generate(short(sample=0)), await engine.generate(short(sample=1))
+        assert first.ids != second.ids
+
+    stage.play(body)
+
+
+def test_abort_ends_one_session_and_leaves_the_others(stage: Stage) -> None:
+    async def body(engine: Engine) -> None:
+        async with asyncio.TaskGroup() as group:
+            mine = group.create_task(engine.generate(long("mine")))
+            other = group.create_task(engine.generate(long("other")))
+            await stage.settle()
+            await engine.abort("mine/0")
+            completion = await ended(mine)
+            check(completion, long())
+            assert completion.stop is StopReason.ABORT
+            assert bool(completion.ids) is stage.keeps_tokens
+            assert not other.done()
+            await engine.abort()
+            assert (await ended(other)).stop is StopReason.ABORT
+
+    stage.play(body)
+
+
+def test_abort_with_nothing_to_abort_is_harmless(stage: Stage) -> None:
+    async def body(engine: Engine) -> None:
+        await engine.abort()
+        await engine.abort("nobody/0")
+        assert (await engine.generate(short())).stop is StopReason.STOP
+
+    stage.play(body)
+
+
+def test_an_interrupted_answer_goes_on_as_if_nothing_had_happened(stage: Stage) -> None:
+    if not stage.keeps_tokens:
+        pytest.skip("this engine keeps no tokens of an aborted request")
+
+    async def body(engine: Engine) -> None:
+        whole = await engine.generate(long())
+        async with asyncio.TaskGroup() as group:
+            task = group.create_task(engine.generate(long()))
+            await stage.settle()
+            await engine.abort()
+            first = await ended(task)
+        rest = await engine.generate(go_on(long(), first.ids))
+        assert first.ids and rest.ids
+        assert first.ids + rest.ids == whole.ids
+        assert first.logprobs + rest.logprobs == whole.logprobs
+
+    stage.play(body)
+
+
+def test_pause_ends_what_runs_and_holds_what_comes(stage: Stage) -> None:
+    async def body(engine: Engine) -> None:
+        async with asyncio.TaskGroup() as group:
+            running = group.create_task(engine.generate(long("running")))
+            await stage.settle()
+            await engine.pause()
+            await engine.pause()
+            assert (await ended(running)).stop is StopReason.ABORT
+            held = group.create_task(engine.generate(short("held")))
+            await asyncio.sleep(5 * stage.settle_s)
+            assert not held.done()
+            await engine.resume()
+            await engine.resume()
+            assert (await held).stop is StopReason.STOP
+
+    stage.play(body)
+
+
+def test_a_held_request_can_be_aborted(stage: Stage) -> None:
+    async def body(engine: Engine) -> None:
+        await engine.pause()
+        async with asyncio.TaskGroup() as group:
+            held = [group.create_task(engine.generate(short(uid))) for uid in ("a", "b")]
+            await stage.settle()
+            await engine.abort("a/0")
+            completion = await ended(held[0])
+            assert completion.stop is StopReason.ABORT and completion.ids == ()
+            assert not held[1].done()
+            await engine.resume()
+            assert (await held[1]).stop is StopReason.STOP
+
+    stage.play(body)
+
+
+def test_a_cancelled_request_leaves_nothing_behind(stage: Stage) -> None:
+    async def body(engine: Engine) -> None:
+        tasks = [asyncio.ensure_future(engine.generate(long(f"t{at}"))) for at in range(5)]
+        await stage.settle()
+        for task in tasks:
+            task.cancel()
+        results = await asyncio.gather(*tasks, return_exceptions=True)
+        assert all(isinstance(result, asyncio.CancelledError) for result in results)
+        if isinstance(engine, Router):
+            assert [state.in_flight for state in engine.snapshot()] == [0, 0]
+        assert (await engine.generate(short())).stop is StopReason.STOP
+
+    stage.play(body)
+
+
+def test_a_held_request_can_be_cancelled(stage: Stage) -> None:
+    async def body(engine: Engine) -> None:
+        await engine.pause()
+        held = asyncio.ensure_future(engine.generate(short()))
+        await stage.settle()
+        held.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await held
+        await engine.resume()
+        assert (await engine.generate(short())).stop is StopReason.STOP
+
+    stage.play(body)
+
+
+def test_an_engine_that_serves_is_healthy(stage: Stage) -> None:
+    async def body(engine: Engine) -> None:
+        await engine.health()
+
+    stage.play(body)
+
+
+def test_new_weights_are_confirmed_and_show_in_the_versions(stage: Stage) -> None:
+    async def body(engine: Engine) -> None:
+        update = WeightUpdate(engine.version + 1, "checksum", {})
+        if not stage.takes_weights:
+            with pytest.raises(MisuseError, match="cannot be changed"):
+                await engine.update_weights(update)
+            return
+        assert await engine.update_weights(update) == "checksum"
+        assert engine.version == update.version
+        assert set((await engine.generate(short())).versions) == {update.version}
+
+    stage.play(body)
+
+
+def test_each_token_carries_the_version_that_sampled_it(stage: Stage) -> None:
+    if not stage.takes_weights:
+        pytest.skip("this engine's weights never change")
+
+    async def body(engine: Engine) -> None:
+        async with asyncio.TaskGroup() as group:
+            task = group.create_task(engine.generate(long()))
+            await stage.settle()
+            await engine.update_weights(WeightUpdate(5, "checksum", {}))
+        versions = task.result().versions
+        assert set(versions) == {0, 5} and list(versions) == sorted(versions)
+
+    stage.play(body)
+
+
+def test_close_ends_everything(stage: Stage) -> None:
+    async def body(engine: Engine) -> None:
+        async with asyncio.TaskGroup() as group:
+            running = group.create_task(engine.generate(long()))
+            await stage.settle()
+            await engine.close()
+            assert (await ended(running)).stop is StopReason.ABORT
+        with pytest.raises(EngineFailure, match="closed"):
+            await engine.generate(short())
+        await engine.close()
+
+    stage.play(body)
+
+
+def test_closing_does_not_leave_held_requests_waiting(stage: Stage) -> None:
+    async def body(engine: Engine) -> None:
+        await engine.pause()
+        held = asyncio.ensure_future(engine.generate(short()))
+        await stage.settle()
+        await engine.close()
+        with pytest.raises(EngineFailure, match="closed"):
+            await ended(held)
+
+    stage.play(body)

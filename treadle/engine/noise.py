@@ -1,0 +1,31 @@
+"""Numbers drawn by key, not by turn.
+
+Owns the arithmetic from (seed, task, sample, position) to bits that look random. Holds no state, so who asks first
+changes nothing, and every process draws the same.
+"""
+
+from hashlib import blake2b
+
+from treadle.types import Request
+
+_MASK = (1 << 64) - 1
+_STEP = 0x9E3779B97F4A7C15
+
+
+def stream_of(request: Request, *salt: object) -> int:
+    """64 bits for one trajectory: the same for all its requests."""
+    key = f"{request.sampling.seed}\0{request.uid}\0{request.sample}\0{salt}"
+    return int.from_bytes(blake2b(key.encode(errors="surrogatepass"), digest_size=8).digest(), "little")
+
+
+def bits_at(stream: int, position: int) -> int:
+    """64 well-mixed bits for one position of a stream."""
+    bits = (stream + (position + 1) * _STEP) & _MASK
+    bits = ((bits ^ bits >> 30) * 0xBF58476D1CE4E5B9) & _MASK
+    bits = ((bits ^ bits >> 27) * 0x94D049BB133111EB) & _MASK
+    return bits ^ bits >> 31
+
+
+def unit_at(stream: int, position: int) -> float:
+    """A number in [0, 1) for one position of a stream."""
+    return (bits_at(stream, position) >> 11) * 2.0**-53

@@ -1,0 +1,78 @@
+"""What an engine is: something that turns prompt ids into completions.
+
+Every engine, and the router in front of several, answers these calls; `tests/contract/test_engine.py` says what they
+promise. Failures are `EngineFailure`; a request that was aborted is not a failure but a completion that keeps the
+tokens it has. Refuses to know where an engine runs and who asks.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from treadle.types import Completion, Request
+
+Encode = Callable[[str], Sequence[int]]
+"""Text to ids, with no special tokens added."""
+
+Decode = Callable[[Sequence[int]], str]
+"""Ids to text."""
+
+
+@dataclass(frozen=True, slots=True)
+class WeightUpdate:
+    """New weights on their way to an engine, and what the engine must confirm."""
+
+    version: int
+    checksum: str
+    tensors: Mapping[str, Any]
+
+
+class Engine(Protocol):
+    """One replica. Built by its factory, whole; `close` is the last call. All calls come from one event loop."""
+
+    @property
+    def name(self) -> str:
+        """Which replica this is, in logs, reports and trajectories."""
+        ...
+
+    @property
+    def version(self) -> int:
+        """The policy version of the weights in use."""
+        ...
+
+    async def generate(self, request: Request) -> Completion:
+        """Sample until a stop token, the token limit or an abort.
+
+        The ids end with the stop token where there was one. Cancelling the call ends the work in the engine too.
+        """
+        ...
+
+    async def abort(self, session: str | None = None) -> None:
+        """End the requests of one session, or all: they return what they have, with stop reason ABORT.
+
+        Requests held back by a pause end as well, with no tokens. Later requests are served as ever.
+        """
+        ...
+
+    async def pause(self) -> None:
+        """Hold new requests back; running ones are aborted and keep their tokens. Then nothing is sampled."""
+        ...
+
+    async def resume(self) -> None:
+        """Let held requests go on. Harmless when nothing is paused."""
+        ...
+
+    async def health(self) -> None:
+        """Return if the engine can serve; raise EngineFailure, with the reason, if it cannot."""
+        ...
+
+    async def update_weights(self, update: WeightUpdate) -> str:
+        """Take new weights; return the checksum of what arrived, for the sender to compare.
+
+        Requests in flight go on with the new weights: each token carries the version that sampled it.
+        """
+        ...
+
+    async def close(self) -> None:
+        """Free everything. Running requests are aborted, later ones raise EngineFailure. Closing twice is harmless."""
+        ...

@@ -1,0 +1,282 @@
+"""One door to several replicas: each request goes to the least busy one, and moves on when that fails.
+
+Owns where sessions live, deadlines and retries. Refuses to know what an engine is made of; it is one itself.
+Invariant: every request ends, by an answer, an abort or an `EngineFailure` that names replica, age and session; and
+whatever way it ends, nothing of it is counted any more.
+
+Who waits for whom: a request waits for the gate (shut by `pause`), then for one replica, then maybe for the next. Each
+of these waits ends after `limits.request_timeout_s`. One timer serves them all, since the oldest flight is due first.
+Whoever restarts the last replica pauses the router meanwhile, so that requests wait instead of failing.
+"""
+
+import asyncio
+import random
+from collections import OrderedDict
+from collections.abc import Awaitable, Callable, Iterable
+from math import inf
+
+from treadle.config.rollout import FailureConfig, LimitsConfig
+from treadle.engine.fleet import Fleet, Routing
+from treadle.engine.gate import Gate
+from treadle.engine.interrupt import Flight, Flights, Interrupted
+from treadle.engine.protocol import Engine, WeightUpdate
+from treadle.engine.replica import FlightState, Replica, ReplicaState
+from treadle.errors import EngineFailure, RequestRefused
+from treadle.types import Completion, Request, StopReason
+
+DEFAULT_ROUTING = Routing()
+_ABORTED = Completion((), (), (), StopReason.ABORT)
+
+
+class Router:
+    """Engines behind one name. Owns them: `close` closes those that are still there."""
+
+    def __init__(
+        self,
+        replicas: Iterable[Engine],
+        *,
+        limits: LimitsConfig,
+        failures: FailureConfig,
+        rng: random.Random,
+        routing: Routing = DEFAULT_ROUTING,
+        name: str = "router",
+    ) -> None:
+        self.name = name
+        self._limits = limits
+        self._failures = failures
+        self._rng = rng
+        self._routing = routing
+        self._fleet = Fleet(replicas, routing)
+        self._gate = Gate()
+        self._homes: OrderedDict[str, Replica] = OrderedDict()
+        self._stranded = Flights()
+        """Requests that wait for a replica to come back."""
+        self._timer: asyncio.TimerHandle | None = None
+        self._control = asyncio.Lock()
+        """Pausing, resuming and adding happen one after the other, so that all replicas end up in the same state."""
+
+    @property
+    def version(self) -> int:
+        """The version of the last weights that arrived at a replica."""
+        return self._fleet.version
+
+    async def generate(self, request: Request) -> Completion:
+        session, now = request.session, asyncio.get_running_loop().time()
+        failed: dict[Replica, EngineFailure] | None = None
+        attempts_left = self._failures.request_retries + 1
+        while True:
+            if self._gate.shut and not await self._admit(session):
+                return _ABORTED
+            if self._fleet.next_probe <= now:
+                self._fleet.probe_due(now)
+            replica = self._pick(session, failed)
+            if replica is None:
+                await self._revive(session)
+                continue
+            try:
+                return await self._send(replica, request, session)
+            except RequestRefused:
+                raise
+            except EngineFailure as failure:
+                self._fleet.blame(replica, failure)
+                failed = {**(failed or {}), replica: failure}
+                attempts_left -= 1
+                if not attempts_left:
+                    raise self._give_up(session, failed) from failure
+                now = asyncio.get_running_loop().time()
+
+    async def abort(self, session: str | None = None) -> None:
+        self._gate.abort(session)
+        concerned = [
+            replica
+            for replica in self._fleet.replicas
+            if session is None or any(flight.session == session for flight in replica.flights)
+        ]
+        timeout_s = self._limits.request_timeout_s
+        answers = await self._fleet.ask(concerned, lambda engine: engine.abort(session), timeout_s)
+        for replica, answer in answers.items():
+            if answer is not None:
+                self._fleet.blame(replica, answer)
+
+    async def pause(self) -> None:
+        async with self._control:
+            self._gate.pause()
+            self._fleet.paused = True
+            await self._order(self._fleet.replicas, lambda engine: engine.pause(), "pause")
+
+    async def resume(self) -> None:
+        async with self._control:
+            self._fleet.paused = False
+            await self._order(self._fleet.replicas, lambda engine: engine.resume(), "resume")
+            self._gate.resume()
+
+    async def health(self) -> None:
+        """Ask every replica. Those that cannot serve are set aside; it raises when none is left."""
+        await self._fleet.probe()
+
+    async def update_weights(self, update: WeightUpdate) -> str:
+        """Hand new weights to every replica.
+
+        One that cannot take them is set aside until a later update reaches it; damage on the way is raised.
+        """
+        timeout_s = self._limits.request_timeout_s
+        answers = await self._fleet.ask(self._fleet.members, lambda engine: engine.update_weights(update), timeout_s)
+        arrived = [replica for replica, answer in answers.items() if answer == update.checksum]
+        if arrived:
+            self._fleet.version = update.version
+        for replica in arrived:
+            self._fleet.confirm(replica, update.version)
+        problems = [
+            self._missed(replica, answer, update) for replica, answer in answers.items() if replica not in arrived
+        ]
+        damaged = any(isinstance(answer, str) and answer != update.checksum for answer in answers.values())
+        if damaged or not arrived:
+            reasons = "; ".join(problems) or "there is no replica"
+            raise EngineFailure(f"weights of version {update.version} did not arrive: {reasons}")
+        return update.checksum
+
+    async def add(self, engine: Engine) -> None:
+        """Let a replica take part at once."""
+        async with self._control:
+            replica = self._fleet.join(engine)
+            if self._fleet.paused:
+                await self._order([replica], lambda engine: engine.pause(), "pause")
+
+    async def remove(self, name: str, *, timeout_s: float | None = None) -> Engine:
+        """Take a replica out and hand it back, idle, for the caller to close.
+
+        Its requests may end in peace for `timeout_s` (`limits.close_timeout_s` unless given). Then they are aborted,
+        and keep their tokens; what does not end even so is sent to another replica.
+        """
+        replica, grace_s = self._fleet.retire(name), self._routing.probe_timeout_s
+        if not await replica.flights.drain(self._limits.close_timeout_s if timeout_s is None else timeout_s):
+            await self._fleet.ask([replica], lambda engine: engine.abort(), grace_s)
+            if not await replica.flights.drain(grace_s):
+                replica.flights.end("the replica was removed")
+                await replica.flights.drain(grace_s)
+        self._fleet.drop(replica)
+        self._homes = OrderedDict((session, home) for session, home in self._homes.items() if home is not replica)
+        return replica.engine
+
+    def forget(self, session: str) -> None:
+        """A session has ended: its home need not be remembered."""
+        self._homes.pop(session, None)
+
+    def snapshot(self) -> tuple[ReplicaState, ...]:
+        """Every replica, those that leave included."""
+        return tuple(replica.state() for replica in self._fleet.replicas)
+
+    def flights(self) -> tuple[FlightState, ...]:
+        """Every request without an answer, oldest first."""
+        now = asyncio.get_running_loop().time()
+        found = [FlightState(session, "", now - since) for session, since in self._gate.waiting()]
+        found += [FlightState(flight.session, "", now - flight.started) for flight in self._stranded]
+        for replica in self._fleet.replicas:
+            found += [FlightState(flight.session, replica.name, now - flight.started) for flight in replica.flights]
+        return tuple(sorted(found, key=lambda flight: -flight.age_s))
+
+    async def close(self) -> None:
+        """Close every replica. One that does not end in `limits.close_timeout_s` is named in an EngineFailure."""
+        if not self._gate.close(f"{self.name} is closed"):
+            return
+        await self._fleet.end_probes()
+        answers = await self._fleet.ask(
+            self._fleet.replicas, lambda engine: engine.close(), self._limits.close_timeout_s
+        )
+        stuck = {replica: answer for replica, answer in answers.items() if answer is not None}
+        for replica in stuck:
+            replica.flights.end(f"{self.name} is closed")
+        if self._timer is not None:
+            self._timer.cancel()
+        if stuck:
+            raise EngineFailure("; ".join(f"{replica.name} did not close: {why}" for replica, why in stuck.items()))
+
+    def _pick(self, session: str, failed: dict[Replica, EngineFailure] | None) -> Replica | None:
+        """The session's own replica while that is no busier than it should be, else one of the least busy."""
+        ready = self._fleet.ready
+        if failed:
+            ready = tuple(replica for replica in ready if replica not in failed) or ready
+        if not ready:
+            return None
+        least = min([len(replica.flights) for replica in ready])
+        home = self._homes.get(session)
+        if home is None or home not in ready or len(home.flights) - least > self._routing.overload_margin:
+            idlest = [replica for replica in ready if len(replica.flights) == least]
+            home = idlest[0] if len(idlest) == 1 else self._rng.choice(idlest)
+            self._homes[session] = home
+            if len(self._homes) > self._routing.max_sessions:
+                self._homes.popitem(last=False)
+        self._homes.move_to_end(session)
+        return home
+
+    async def _send(self, replica: Replica, request: Request, session: str) -> Completion:
+        loop = asyncio.get_running_loop()
+        flight = Flight(session, loop.time())
+        replica.flights[flight] = None
+        if self._timer is None:
+            self._timer = loop.call_at(flight.started + self._limits.request_timeout_s, self._expire)
+        try:
+            with flight:
+                completion = await replica.engine.generate(request)
+        except Interrupted as interrupted:
+            age_s = loop.time() - flight.started
+            raise EngineFailure(f"{replica.name}: session {session}, {age_s:.1f} s old: {interrupted}") from None
+        finally:
+            replica.flights.land(flight)
+        if replica.failures or replica.backoff_s:
+            replica.failures, replica.backoff_s = 0, 0.0
+        return completion
+
+    async def _revive(self, session: str) -> None:
+        flight = Flight(session, asyncio.get_running_loop().time())
+        self._stranded[flight] = None
+        try:
+            await self._fleet.revive()
+        finally:
+            self._stranded.land(flight)
+
+    async def _admit(self, session: str) -> bool:
+        timeout_s = self._limits.request_timeout_s
+        try:
+            async with asyncio.timeout(timeout_s):
+                return await self._gate.admit(session)
+        except TimeoutError:
+            raise EngineFailure(
+                f"{self.name}: session {session} was held back by a pause for {timeout_s:g} s"
+            ) from None
+
+    def _expire(self) -> None:
+        """End the flights whose time is over, and come back for the next."""
+        loop, timeout_s, next_due = asyncio.get_running_loop(), self._limits.request_timeout_s, inf
+        now = loop.time() + 1e-6
+        for replica in self._fleet.replicas:
+            for flight in replica.flights:
+                if flight.started + timeout_s > now:
+                    next_due = min(next_due, flight.started + timeout_s)
+                    break
+                flight.fire(f"no answer in {timeout_s:g} s")
+        self._timer = loop.call_at(next_due, self._expire) if next_due < inf else None
+
+    async def _order(self, replicas: Iterable[Replica], call: Callable[[Engine], Awaitable[None]], word: str) -> None:
+        """Tell replicas what to do; one that does not is set aside, and loses its requests to the others."""
+        answers = await self._fleet.ask(replicas, call, self._limits.request_timeout_s)
+        for replica, answer in answers.items():
+            if answer is not None:
+                self._fleet.set_aside(replica, f"could not {word}: {answer}")
+                replica.flights.end(f"the replica could not {word}: {answer}")
+
+    def _missed(self, replica: Replica, answer: str | EngineFailure, update: WeightUpdate) -> str:
+        """Set aside a replica that lacks an update; returns why."""
+        if isinstance(answer, str):
+            why = f"sent checksum {update.checksum}, arrived {answer}"
+            self._fleet.confirm(replica, -1)
+            replica.flights.end(f"damaged weights: {why}")
+        else:
+            why = str(answer)
+        self._fleet.set_aside(replica, f"weights of version {update.version}: {why}")
+        return f"{replica.name}: {why}"
+
+    def _give_up(self, session: str, failed: dict[Replica, EngineFailure]) -> EngineFailure:
+        attempts = self._failures.request_retries + 1
+        reasons = "; ".join(str(failure) for failure in failed.values())
+        return EngineFailure(f"session {session} failed at all of {attempts} attempts: {reasons}")
