@@ -1,0 +1,134 @@
+"""The built-in functions that need no package: what counts as the answer, and what as the same."""
+
+from decimal import Decimal
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from treadle.reward.builtin import exact_match, format, number_match
+from treadle.reward.builtin.tag import read_tag
+
+
+@pytest.mark.parametrize(
+    ("text", "number"),
+    [
+        ("6 * 7 = 42\n#### 42", "42"),
+        ("#### 1,234.50 dollars", "1234.5"),
+        ("#### $-5", "-5"),
+        ("#### -$5", "-5"),
+        ("#### −3", "-3"),
+        ("#### 42 (that is 6*7)", "42"),
+        ("first #### 1 then #### 2", "2"),
+        ("The answer is 42.", "42"),
+        ("x = -7", "-7"),
+        ("10-4", "4"),
+        ("it grew by +3%", "3"),
+        ("between 2019,2020", "2020"),
+        ("1, 2, 3", "3"),
+        ("1,2,3", "3"),
+        ("12,345,678 people", "12345678"),
+        ("2019,123", "123"),
+        ("about .5 of it", "0.5"),
+        ("-.5", "-0.5"),
+        ("\\boxed{1,000}", "1000"),
+        ("3.14.", "3.14"),
+        ("007", "7"),
+        ("$1,234.5", "1234.5"),
+        ("costs -$20 in all", "-20"),
+        ("#### none, so 9", "9"),
+    ],
+)
+def test_the_answer_is_the_number_a_solution_ends_in(text: str, number: str) -> None:
+    assert number_match.read_answer(text) == Decimal(number)
+
+
+@pytest.mark.parametrize("text", ["", "no idea", "####", "-", "...", ","])
+def test_a_text_without_a_number_has_no_answer_and_scores_nothing(text: str) -> None:
+    assert number_match.read_answer(text) is None
+    assert number_match.score(text, "42") == 0.0
+
+
+def test_strict_wants_the_mark() -> None:
+    assert number_match.score("the answer is 42", "42", strict=True) == 0.0
+    assert number_match.score("#### 42", "42", strict=True) == 1.0
+
+
+def test_the_ground_truth_may_be_a_whole_solution_or_a_bare_number() -> None:
+    assert number_match.score("so 1,000", "Half of 2000 is <<2000/2=1000>>1000\n#### 1,000") == 1.0
+    assert number_match.score("so 42.0", 42) == 1.0
+    assert number_match.score("so 43", 42.0) == 0.0
+
+
+def test_a_tolerance_allows_a_distance() -> None:
+    assert number_match.score("3.14", "3.1416") == 0.0
+    assert number_match.score("3.14", "3.1416", tolerance=0.01) == 1.0
+
+
+def test_a_ground_truth_without_a_number_is_an_error_and_not_a_wrong_answer() -> None:
+    with pytest.raises(ValueError, match="holds no number"):
+        number_match.score("42", "many")
+
+
+@given(st.integers(-(10**12), 10**12), st.integers(0, 99), st.sampled_from(["", ",", "."]), st.integers(0, 1200))
+def test_a_written_number_is_read_back_wherever_the_tail_is_cut(whole: int, cents: int, end: str, words: int) -> None:
+    text = f"{'1 x' * 9}so it is {whole:,}.{cents:02}{end}" + " y" * words
+    assert number_match.read_answer(text) == Decimal(f"{whole}.{cents:02}")
+
+
+@given(st.text(alphabet="0123456789,.-−+$# \nx)", max_size=1500))
+def test_reading_the_tail_agrees_with_reading_the_whole_text(text: str) -> None:
+    whole = number_match._BACKWARD.search(text[::-1])
+    assert number_match._read_last(text) == (number_match._to_number(whole[0][::-1]) if whole else None)
+
+
+@given(st.text(alphabet="0123456789<>/a#$ \n\x00é−٣😀", max_size=300))
+def test_no_text_breaks_a_built_in(text: str) -> None:
+    assert number_match.score(text, "42") in (0.0, 1.0)
+    assert exact_match.score(text, "42", tag="answer") in (0.0, 1.0)
+    assert format.score(text, r"(?s)^<a>.*</a>$") in (0.0, 1.0)
+
+
+def test_a_megabyte_of_digits_is_read_in_linear_time() -> None:
+    assert number_match.score("1," * 500_000, "1") == 1.0
+    assert number_match.score("9" * 1_000_000, "1") == 0.0
+
+
+def test_exact_match_compares_letter_for_letter() -> None:
+    assert exact_match.score(" Paris\n", "Paris") == 1.0
+    assert exact_match.score("paris", "Paris") == 0.0
+    assert exact_match.score("paris", "Paris", ignore_case=True) == 1.0
+    assert exact_match.score("Lutetia", ["Paris", "Lutetia"]) == 1.0
+    assert exact_match.score("42", 42) == 1.0
+
+
+def test_exact_match_in_a_tag_takes_the_last_pair() -> None:
+    assert exact_match.score("<answer>A</answer> no: <answer> B </answer>", "B", tag="answer") == 1.0
+    assert exact_match.score("B", "B", tag="answer") == 0.0
+
+
+def test_a_task_without_ground_truth_cannot_be_matched() -> None:
+    with pytest.raises(ValueError, match="no ground truth"):
+        exact_match.score("42", None)
+
+
+@pytest.mark.parametrize("text", ["", "<a>", "</a>", "</a><a>", "<a", "<a>x"])
+def test_an_incomplete_pair_of_tags_holds_nothing(text: str) -> None:
+    assert read_tag(text, "a") is None
+
+
+def test_format_searches_and_leaves_anchors_to_the_pattern() -> None:
+    pattern = r"(?s)^<think>.*</think>\s*<answer>.*</answer>\s*$"
+    assert format.score("<think>a\nb</think>\n<answer>42</answer>", pattern) == 1.0
+    assert format.score("well: <think>a</think><answer>42</answer>", pattern) == 0.0
+    assert format.score("the 42nd", r"\d+") == 1.0
+
+
+def test_a_pattern_that_explodes_gives_up() -> None:
+    with pytest.raises(TimeoutError):
+        format.score("a" * 40 + "b", r"^(a|a)+$")
+
+
+def test_a_wrong_pattern_is_refused_before_the_first_score() -> None:
+    with pytest.raises(ValueError, match="pattern"):
+        format.prepare("(")

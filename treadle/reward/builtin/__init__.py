@@ -1,0 +1,27 @@
+"""The reward functions that come with treadle, one small module each.
+
+A module here has `score`, a function like any user's, and `prepare`, which is called once with the configured
+arguments, where the function will run, and raises ValueError (bad arguments) or ImportError (a package that `EXTRA`
+installs is missing).
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Builtin:
+    """Where a built-in lives, and whether the text a model wrote can make it run code or run on."""
+
+    module: str
+    evaluates_text: bool = False
+    """True: only ever in a worker process. False: pure and bounded, so it runs in the parent."""
+
+
+BUILTINS: Mapping[str, Builtin] = {
+    "exact_match": Builtin("treadle.reward.builtin.exact_match"),
+    "number_match": Builtin("treadle.reward.builtin.number_match"),
+    "format": Builtin("treadle.reward.builtin.format"),
+    "math": Builtin("treadle.reward.builtin.math", evaluates_text=True),
+    "reasoning_gym": Builtin("treadle.reward.builtin.reasoning_gym", evaluates_text=True),
+}

@@ -1,0 +1,81 @@
+"""Why a trajectory has no score: one kind for each way a reward function can fail.
+
+Owns the kinds and the one exception that carries them. Knows nothing about processes or functions.
+Invariant: a failure names its kind first, so a table can count kinds by the text before the colon.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from enum import StrEnum
+from traceback import extract_tb
+
+from treadle.errors import RewardFailure
+
+MAX_DETAIL = 500
+
+
+class Fault(StrEnum):
+    """The ways a reward function can fail."""
+
+    TIMEOUT = "timeout"
+    CPU_TIME = "cpu_time"
+    MEMORY = "memory"
+    CRASH = "crash"
+    EXCEPTION = "exception"
+    NO_RESULT = "no_result"
+    NOT_A_NUMBER = "not_a_number"
+    TOO_LARGE = "too_large"
+    CLOSED = "closed"
+
+    @property
+    def may_pass(self) -> bool:
+        """Another attempt may do better; a wrong kind of result comes back the same."""
+        return self in (Fault.TIMEOUT, Fault.CPU_TIME, Fault.MEMORY, Fault.CRASH, Fault.EXCEPTION)
+
+
+class ScoreFailure(RewardFailure):
+    """One failed attempt at a score. `problem` completes the sentence "reward function X …"."""
+
+    def __init__(self, fault: Fault, problem: str, function: str = "") -> None:
+        super().__init__(fault, problem, function)
+        self.fault, self.problem, self.function = fault, problem, function
+
+    def __str__(self) -> str:
+        return f"{self.fault}: reward function {self.function!r} {self.problem}"
+
+    def by(self, function: str) -> "ScoreFailure":
+        """The same failure with the function it belongs to."""
+        return ScoreFailure(self.fault, self.problem, function)
+
+
+@contextmanager
+def name_function(function: str) -> Iterator[None]:
+    """A failure inside belongs to this function."""
+    try:
+        yield
+    except ScoreFailure as failure:
+        raise failure.by(function) from failure.__cause__
+
+
+@contextmanager
+def blame_function(function: str) -> Iterator[None]:
+    """Whatever breaks inside is this function's."""
+    try:
+        yield
+    except ScoreFailure as failure:
+        raise failure.by(function) from failure.__cause__
+    except MemoryError as error:
+        raise ScoreFailure(Fault.MEMORY, "ran out of memory (reward.memory_mb)", function) from error
+    except SystemExit as error:
+        raise ScoreFailure(Fault.CRASH, f"called sys.exit({str(error.code)[:80]})", function) from error
+    except TimeoutError as error:
+        raise ScoreFailure(Fault.TIMEOUT, f"raised {describe(error)}", function) from error
+    except Exception as error:
+        raise ScoreFailure(Fault.EXCEPTION, f"raised {describe(error)}", function) from error
+
+
+def describe(error: BaseException) -> str:
+    """An exception in one bounded line, with the place it was raised at."""
+    text = " ".join(f"{type(error).__name__}: {error}".split())[:MAX_DETAIL]
+    frames = extract_tb(error.__traceback__)
+    return f"{text} ({frames[-1].filename}:{frames[-1].lineno})" if frames else text

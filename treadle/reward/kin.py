@@ -1,0 +1,32 @@
+"""The processes a process has started, and how to end them.
+
+Owns reading the process tree and killing it. Used by the parent on its workers, and by a worker on what a score left.
+Invariant: only ever signals descendants of a process that the caller started, and that process's own group.
+"""
+
+import os
+import signal
+from contextlib import suppress
+from pathlib import Path
+
+
+def list_children(pid: int) -> set[int]:
+    """Direct children of `pid`; empty where it is gone, or where the system does not tell."""
+    children: set[int] = set()
+    for listing in Path(f"/proc/{pid}/task").glob("*/children"):
+        with suppress(OSError):  # the thread ended meanwhile
+            children.update(map(int, listing.read_text().split()))
+    return children
+
+
+def kill_tree(pid: int) -> None:
+    """Kill `pid` and everything below it, with the process groups they lead, in sessions of their own too."""
+    for member in _list_tree(pid):
+        for kill in (os.killpg, os.kill):
+            with suppress(ProcessLookupError, PermissionError):
+                kill(member, signal.SIGKILL)
+
+
+def _list_tree(pid: int) -> list[int]:
+    """All of it before the first dies: a dead parent no longer knows its children."""
+    return [pid, *(member for child in list_children(pid) for member in _list_tree(child))]

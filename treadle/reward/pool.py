@@ -1,0 +1,121 @@
+"""The workers that run untrusted reward functions, and who uses which.
+
+Owns a fixed number of places. A score holds one place from start to end; whoever finds its place without a live
+worker starts one. So there is no background task, and nothing waits but the callers.
+
+    caller    waits for a place (first come, first served), then for its turn under the rate limit, then for its score
+    place     freed by its caller: score, failure or cancellation
+
+Invariant: at most `num_workers` processes run scores; a failure or cancellation ends only the process that ran it.
+"""
+
+import asyncio
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from treadle.config.reward import RewardConfig
+from treadle.errors import ConfigError, DeadlineError, RunError
+from treadle.reward.argument import gather
+from treadle.reward.failure import Fault, ScoreFailure, blame_function
+from treadle.reward.packing import pack
+from treadle.reward.process import END_TIMEOUT_S, WorkerProcess
+from treadle.reward.rate import RateLimit
+from treadle.types import Score, Task, Trajectory
+
+
+class Pool:
+    """Workers that have all loaded the same functions."""
+
+    def __init__(self, reward: RewardConfig, names: tuple[str, ...], rate: RateLimit) -> None:
+        self.needs: tuple[str, ...] = ()
+        self._reward, self._names, self._rate = reward, names, rate
+        self._places = asyncio.Semaphore(reward.num_workers)
+        self._workers: set[WorkerProcess] = set()
+        self._idle: list[WorkerProcess] = []
+        self._closed = False
+
+    @classmethod
+    async def create(cls, reward: RewardConfig, names: tuple[str, ...], rate: RateLimit) -> "Pool":
+        """A pool whose workers are all up; ConfigError or RunError, and no process left, otherwise."""
+        pool = cls(reward, names, rate)
+        try:
+            starts = (pool._start() for _ in range(reward.num_workers))
+            started = await asyncio.gather(*starts, return_exceptions=True)
+            for worker in started:
+                if isinstance(worker, BaseException):
+                    raise worker
+                pool._idle.append(worker)
+                pool.needs = worker.needs
+        except BaseException as error:
+            await asyncio.shield(pool.close())
+            if isinstance(error, ScoreFailure | OSError):
+                raise RunError(f"reward workers did not start: {error}") from error
+            raise
+        return pool
+
+    async def run(self, task: Task, trajectory: Trajectory) -> dict[str, Score]:
+        """The score of each function, from one worker. Nothing is packed before there is a place for it."""
+        async with self._places:
+            with self._explain_close():
+                worker = self._take() or await self._restart()
+                try:
+                    await self._rate.turn()
+                    return await worker.ask(self._pack_arguments(task, trajectory))
+                finally:
+                    if worker.usable:
+                        self._idle.append(worker)
+                    else:
+                        worker.kill()
+
+    def _pack_arguments(self, task: Task, trajectory: Trajectory) -> bytes:
+        with blame_function(", ".join(self._names)):
+            return pack(gather(self.needs, task, trajectory))
+
+    def _take(self) -> WorkerProcess | None:
+        """An idle worker that did not die in the meantime."""
+        while self._idle:
+            worker = self._idle.pop()
+            if worker.usable:
+                return worker
+            worker.kill()
+        return None
+
+    async def _restart(self) -> WorkerProcess:
+        """A new worker, where the functions once could be loaded; that they now cannot is no mistake of the config."""
+        try:
+            return await self._start()
+        except (ConfigError, OSError) as error:
+            names = ", ".join(self._names)
+            raise ScoreFailure(Fault.CRASH, f"could not be loaded again: {error}", names) from error
+
+    async def _start(self) -> WorkerProcess:
+        worker = await WorkerProcess.start(self._reward, self._names)
+        self._workers.add(worker)
+        worker.gone.add_done_callback(lambda _: self._workers.discard(worker))
+        if self._closed:
+            await asyncio.shield(worker.end())
+        return worker
+
+    @contextmanager
+    def _explain_close(self) -> Iterator[None]:
+        """A worker that `close` killed under its score did not crash."""
+        closed = ScoreFailure(Fault.CLOSED, "was ended: the scorer is closed", ", ".join(self._names))
+        if self._closed:
+            raise closed
+        try:
+            yield
+        except ScoreFailure:
+            if self._closed:
+                raise closed from None
+            raise
+
+    async def close(self) -> None:
+        """Kill every worker and wait until they are gone. Scores that run fail as closed."""
+        self._closed = True
+        leaving = {worker.gone: worker for worker in self._workers}
+        for worker in leaving.values():
+            worker.kill()
+        if leaving:
+            _, late = await asyncio.wait(leaving, timeout=END_TIMEOUT_S)
+            if late:
+                raise DeadlineError(f"{len(late)} reward workers were killed but not gone after {END_TIMEOUT_S:g} s")

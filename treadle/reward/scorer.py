@@ -1,0 +1,132 @@
+"""Scores trajectories: which functions run where, attempts, and the weighted sum.
+
+Owns the split between this process (built-ins that are pure and bounded, or everything where `reward.num_workers` is
+0) and worker processes (all else), and the retries. What the limits do and do not cover: see `treadle.reward`.
+Invariant: a Score is what the functions said; anything that kept one from speaking is a RewardFailure, never a number.
+"""
+
+import asyncio
+import inspect
+from collections.abc import Awaitable, Mapping
+from types import TracebackType
+from typing import Any
+
+from treadle.config.reward import RewardConfig
+from treadle.errors import ConfigError, Mistake, MisuseError
+from treadle.reward.argument import gather
+from treadle.reward.builtin import BUILTINS
+from treadle.reward.failure import Fault, ScoreFailure, blame_function
+from treadle.reward.function import Function, load_function
+from treadle.reward.packing import copy
+from treadle.reward.pool import Pool
+from treadle.reward.process import locate
+from treadle.reward.rate import RateLimit
+from treadle.reward.verdict import combine, read_score, settle
+from treadle.types import Score, Task, Trajectory
+
+
+class Scorer:
+    """The reward functions of one `reward` section, ready to score. Built by `create`, on the loop that uses it."""
+
+    def __init__(
+        self, reward: RewardConfig, inline: Mapping[str, Function], pool: Pool | None, rate: RateLimit
+    ) -> None:
+        self._reward, self._inline, self._pool, self._rate = reward, inline, pool, rate
+        self._weights = {name: function.weight for name, function in reward.functions.items()}
+        self._closed = False
+
+    @classmethod
+    async def create(cls, reward: RewardConfig) -> "Scorer":
+        """A started scorer. ConfigError with every mistake, or RunError where workers cannot start."""
+        sandboxed = tuple(name for name in reward.functions if _needs_worker(reward, name))
+        rate = RateLimit(reward.rate_limit_per_s)
+        mistakes = [] if reward.functions else [Mistake("reward.functions", "is empty: nothing can be scored")]
+        inline = _load_inline(reward, [name for name in reward.functions if name not in sandboxed], mistakes)
+        pool = None
+        try:
+            pool = await Pool.create(reward, sandboxed, rate) if sandboxed else None
+        except ConfigError as error:
+            mistakes += error.mistakes
+        if mistakes:
+            if pool is not None:
+                await asyncio.shield(pool.close())
+            raise ConfigError(mistakes)
+        return cls(reward, inline, pool, rate)
+
+    async def score(self, task: Task, trajectory: Trajectory) -> Score:
+        """The score of a finished trajectory. Raises RewardFailure where there is none, whose text begins with why."""
+        if self._closed:
+            raise MisuseError("this scorer is closed; build another with Scorer.create")
+        for attempt in range(self._reward.retries + 1):
+            try:
+                return await self._attempt(task, trajectory)
+            except ScoreFailure as failure:
+                if attempt == self._reward.retries or not failure.fault.may_pass:
+                    raise
+        raise AssertionError("every attempt returns or raises")
+
+    async def _attempt(self, task: Task, trajectory: Trajectory) -> Score:
+        scores: dict[str, Score] = {}
+        if self._pool is None:
+            await self._rate.turn()
+        for name, function in self._inline.items():
+            scores[name] = await self._run_inline(function, task, trajectory)
+        if self._pool is not None:
+            scores |= await self._pool.run(task, trajectory)
+        return combine({name: scores[name] for name in self._weights}, self._weights)
+
+    async def _run_inline(self, function: Function, task: Task, trajectory: Trajectory) -> Score:
+        """Run in this process: a built-in on the records themselves, a user's function on a copy of them."""
+        with blame_function(function.name):
+            values = gather(function.needs, task, trajectory)
+            if function.pure:
+                return read_score(function(values))
+            result = function(copy(values))
+            if inspect.isawaitable(result):
+                result = await self._wait_for(result)
+            return settle(read_score(result))
+
+    async def _wait_for(self, result: Awaitable[Any]) -> Any:
+        try:
+            async with asyncio.timeout(self._reward.timeout_s) as deadline:
+                return await result
+        except TimeoutError as error:
+            if deadline.expired():
+                raise ScoreFailure(Fault.TIMEOUT, f"ran past reward.timeout_s={self._reward.timeout_s:g}") from error
+            raise
+
+    async def close(self) -> None:
+        """End the workers. Scores that run fail; later ones are a MisuseError. Closing twice is fine."""
+        self._closed = True
+        if self._pool is not None:
+            await asyncio.shield(self._pool.close())
+
+    async def __aenter__(self) -> "Scorer":
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.close()
+
+
+def _needs_worker(reward: RewardConfig, name: str) -> bool:
+    builtin = BUILTINS.get(reward.functions[name].path)
+    return reward.num_workers > 0 and (builtin is None or builtin.evaluates_text)
+
+
+def _load_inline(reward: RewardConfig, names: list[str], mistakes: list[Mistake]) -> dict[str, Function]:
+    """The functions that run here; what is wrong with the others is added to `mistakes`."""
+    loaded: dict[str, Function] = {}
+    for name in names:
+        function = reward.functions[name]
+        builtin = BUILTINS.get(function.path)
+        if builtin is not None and builtin.evaluates_text:
+            problem = f"{function.path!r} evaluates model text and runs only in a worker process"
+            mistakes.append(locate(reward, name, Mistake("path", problem, fix="set reward.num_workers to 1 or more")))
+            continue
+        try:
+            loaded[name] = load_function(name, function.path, function.kwargs)
+        except ConfigError as error:
+            mistakes += (locate(reward, name, mistake) for mistake in error.mistakes)
+    return loaded

@@ -1,0 +1,115 @@
+"""What a reward function returned, read as a Score or refused.
+
+Owns the shapes that are accepted (a number, a Score, verl's map with "score"), their JSON form, and the weighted sum.
+Knows nothing about processes. JSON is the only form in which a worker's results enter the parent.
+Invariant: a Score that leaves this module holds finite numbers and JSON-like extra fields of bounded size.
+"""
+
+import json
+import math
+from collections import Counter
+from collections.abc import Mapping
+from typing import Any
+
+from treadle.reward.failure import Fault, ScoreFailure
+from treadle.types import Score
+
+MAX_RESULT_BYTES = 1 << 20
+
+
+def read_score(result: Any) -> Score:
+    """The score in what a function returned."""
+    if isinstance(result, Score):
+        parts = {str(name): read_number(part) for name, part in result.parts.items()}
+        return Score(read_number(result.value), parts, result.extra)
+    if isinstance(result, Mapping):
+        if "score" not in result:
+            keys = ", ".join(map(str, list(result)[:5])) or "nothing"
+            raise ScoreFailure(Fault.NO_RESULT, f'returned a map without "score"; it has {keys}')
+        extra = {name: value for name, value in result.items() if name != "score"}
+        return Score(read_number(result["score"]), extra=extra)
+    return Score(read_number(result))
+
+
+def read_number(value: Any) -> float:
+    """A finite float. Scalars of array libraries count; text does not."""
+    if not isinstance(value, int | float) and callable(getattr(value, "item", None)):
+        value = value.item()
+    if not isinstance(value, int | float):
+        raise ScoreFailure(Fault.NO_RESULT, f"returned {type(value).__name__} {value!r:.80} instead of a number")
+    try:
+        number = float(value)
+    except OverflowError:
+        number = math.inf
+    if not math.isfinite(number):
+        raise ScoreFailure(Fault.NOT_A_NUMBER, f"returned {number}")
+    return number
+
+
+def encode(score: Score) -> bytes:
+    """A score as JSON. Array scalars and arrays become numbers and lists; what JSON cannot say becomes its repr."""
+    fields = {"score": score.value, "parts": dict(score.parts), "extra": dict(score.extra)}
+    try:
+        data = json.dumps(fields, default=_simplify, ensure_ascii=False).encode(errors="replace")
+    except (TypeError, ValueError, RecursionError) as error:
+        raise ScoreFailure(Fault.NO_RESULT, f"reported fields that are not JSON: {error}") from error
+    if len(data) > MAX_RESULT_BYTES:
+        raise ScoreFailure(Fault.TOO_LARGE, f"reported {len(data)} bytes of fields; {MAX_RESULT_BYTES} are allowed")
+    return data
+
+
+def _simplify(value: Any) -> Any:
+    if callable(to_list := getattr(value, "tolist", None)):
+        return to_list()
+    if isinstance(value, Mapping):
+        return dict(value)
+    return list(value) if isinstance(value, set | frozenset) else repr(value)
+
+
+def settle(score: Score) -> Score:
+    """The same score as a worker's answer would give it."""
+    if not score.extra and not score.parts:
+        return score
+    settled = decode(encode(score))
+    assert isinstance(settled, Score), "a score reads back as a score"
+    return settled
+
+
+def decode(data: bytes) -> Score | ScoreFailure:
+    """The score in a worker's answer, or the failure it reports. Nothing in `data` is trusted: nonsense raises."""
+    try:
+        fields = json.loads(data)
+        if "fault" in fields:
+            return ScoreFailure(Fault(fields["fault"]), str(fields["problem"]))
+        parts = {str(name): read_number(part) for name, part in fields["parts"].items()}
+        return Score(read_number(fields["score"]), parts, dict(fields["extra"]))
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+        raise ScoreFailure(Fault.CRASH, "garbled its worker's answer") from error
+
+
+def encode_failure(failure: ScoreFailure) -> bytes:
+    """A failure as `decode` reads it."""
+    return json.dumps({"fault": failure.fault, "problem": failure.problem}).encode()
+
+
+def combine(scores: Mapping[str, Score], weights: Mapping[str, float]) -> Score:
+    """The weighted sum, each function's own score by name, and what they reported."""
+    value = read_number(sum(weights[name] * score.value for name, score in scores.items()))
+    parts: dict[str, float] = {}
+    for name, score in scores.items():
+        parts[name] = score.value
+        for part, number in score.parts.items():
+            parts[f"{name}/{part}"] = number
+    return Score(value, parts, _merge({name: score.extra for name, score in scores.items()}))
+
+
+def _merge(extras: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+    """All fields in one map; a field that two functions report carries the function's name before it."""
+    if not any(extras.values()):
+        return {}
+    times = Counter(field for extra in extras.values() for field in extra)
+    return {
+        field if times[field] == 1 else f"{name}/{field}": value
+        for name, extra in extras.items()
+        for field, value in extra.items()
+    }

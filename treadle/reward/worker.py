@@ -1,0 +1,96 @@
+"""The process that runs reward functions which are not trusted to end.
+
+Started by the parent with `BOOT`; imports its functions, then answers one score at a time until its channel closes.
+Owns nothing that lasts: the parent may kill it at any moment. Imports neither torch nor the config.
+Invariant: one reply per function and score, as JSON; standard input is empty, and what is printed is dropped.
+
+Results leave on a channel of their own, so a function may print what it likes.
+"""
+
+import asyncio
+import inspect
+import json
+import os
+import pickle
+import sys
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from treadle.errors import ConfigError, Mistake
+from treadle.reward.failure import ScoreFailure, blame_function
+from treadle.reward.fence import fence
+from treadle.reward.frame import read_frame, write_frame
+from treadle.reward.function import Function, load_function
+from treadle.reward.kin import list_children
+from treadle.reward.limits import confine, die_with_parent, end_strays, limit_cpu
+from treadle.reward.verdict import encode, encode_failure, read_score
+
+BOOT = "import json, sys; sys.path[:] = json.loads(sys.argv[1]); from treadle.reward.worker import main; main()"
+"""The program text of a worker. Arguments: the parent's import path, the channel, the lifeline."""
+
+
+@dataclass(frozen=True, slots=True)
+class Setup:
+    """The first message to a worker: what to load (name, path, kwargs), and the limits."""
+
+    functions: tuple[tuple[str, str, Mapping[str, Any]], ...]
+    cpu_time_s: float
+    memory_mb: int
+
+
+def main() -> None:
+    """Load, say what was loaded, then score until the parent hangs up."""
+    channel, lifeline = int(sys.argv[2]), int(sys.argv[3])
+    for descriptor in (channel, lifeline):
+        os.set_inheritable(descriptor, False)
+    die_with_parent(lifeline)
+    setup: Setup = pickle.loads(read_frame(channel) or b"")
+    confine(setup.memory_mb)
+    functions = _load(channel, setup)
+    kept = list_children(os.getpid())
+    with asyncio.Runner() as runner:
+        while (payload := read_frame(channel)) is not None:
+            with limit_cpu(setup.cpu_time_s):
+                for reply in _score_all(functions, payload, runner):
+                    end_strays(kept)
+                    write_frame(channel, reply)
+
+
+def _load(channel: int, setup: Setup) -> list[Function]:
+    """Load every function and report what they need, or every mistake; with mistakes the parent then hangs up."""
+    functions: list[Function] = []
+    mistakes: dict[str, list[Mistake]] = {}
+    for name, path, kwargs in setup.functions:
+        try:
+            functions.append(load_function(name, path, kwargs))
+        except ConfigError as error:
+            mistakes[name] = list(error.mistakes)
+    report = {
+        "needs": sorted({need for function in functions for need in function.needs}),
+        "mistakes": {name: [[m.key, m.problem, m.fix] for m in found] for name, found in mistakes.items()},
+    }
+    write_frame(channel, json.dumps(report).encode())
+    return functions
+
+
+def _score_all(functions: list[Function], payload: bytes, runner: asyncio.Runner) -> Iterator[bytes]:
+    """A reply from each function, up to the first that fails: the parent reads no further."""
+    try:
+        for function in functions:
+            yield _score(function, payload, runner)
+    except ScoreFailure as failure:
+        yield encode_failure(failure)
+
+
+def _score(function: Function, payload: bytes, runner: asyncio.Runner) -> bytes:
+    """One function's score as JSON. Each unpacks its own arguments, so none sees what another did to them."""
+    with blame_function(function.name), fence(function.fenced):
+        result = function(pickle.loads(payload))
+        if inspect.isawaitable(result):
+            result = runner.run(_wait_for(result))
+        return encode(read_score(result))
+
+
+async def _wait_for(result: Any) -> Any:
+    return await result
