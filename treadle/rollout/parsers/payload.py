@@ -1,0 +1,139 @@
+"""JSON as models write it: decoded strictly where meaning is at stake, and within limits.
+
+Owns what counts as a well-formed call. Refused: duplicate keys, NaN and Infinity, numbers beyond a float, lone
+surrogates, deep nesting, great size. Accepted: raw line breaks inside strings, since their meaning is plain, and
+arguments that are an object written as a JSON string.
+"""
+
+import json
+import math
+import re
+from typing import Any, NoReturn
+
+from treadle.rollout.parsers.protocol import MAX_CALL_CHARS, MAX_DEPTH, MAX_NAME_CHARS
+from treadle.types import ToolCall
+
+
+class Malformed(Exception):
+    """A call that cannot be made: why, and its name as far as it is known."""
+
+    def __init__(self, problem: str, name: str = "") -> None:
+        super().__init__(problem)
+        self.problem = problem
+        self.name = name
+
+    def call(self) -> ToolCall:
+        return ToolCall(self.name, {}, problem=self.problem)
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        names = [name for name, _ in pairs]
+        twice = next(name for name in names if names.count(name) > 1)
+        raise Malformed(f"the key {twice[:MAX_NAME_CHARS]!r} is given more than once")
+    return found
+
+
+def _refuse_constant(word: str) -> NoReturn:
+    raise Malformed(f"{word} is not JSON")
+
+
+def _finite(digits: str) -> float:
+    number = float(digits)
+    if not math.isfinite(number):
+        raise Malformed(f"the number {digits[:MAX_NAME_CHARS]} is too large")
+    return number
+
+
+_DECODER = json.JSONDecoder(
+    object_pairs_hook=_unique, parse_constant=_refuse_constant, parse_float=_finite, strict=False
+)
+_BLANK = re.compile(r"\s*")
+
+
+def skip_blank(text: str, at: int) -> int:
+    """The position of the next character that is not white space."""
+    match = _BLANK.match(text, at)
+    assert match is not None
+    return match.end()
+
+
+def decode(text: str, at: int) -> tuple[Any, int]:
+    """The JSON value that starts at `at`, and where it ends; Malformed if there is none within the limits."""
+    cut = len(text) - at > MAX_CALL_CHARS
+    source, start = (text[at : at + MAX_CALL_CHARS], 0) if cut else (text, at)
+    try:
+        value, end = _DECODER.raw_decode(source, start)
+    except json.JSONDecodeError as error:
+        if cut and (error.pos >= MAX_CALL_CHARS - 1 or error.msg.startswith("Unterminated")):
+            raise Malformed(f"over {MAX_CALL_CHARS} characters") from None
+        raise Malformed(f"not JSON: {error.msg} at character {error.pos - start}") from None
+    except RecursionError:
+        raise Malformed(f"nested more than {MAX_DEPTH} deep") from None
+    except ValueError as error:  # a whole number with thousands of digits
+        raise Malformed(f"not JSON: {error}") from None
+    if source.count("{", start, end) + source.count("[", start, end) > MAX_DEPTH and _depth(value) > MAX_DEPTH:
+        raise Malformed(f"nested more than {MAX_DEPTH} deep")
+    if source.find("\\u", start, end) >= 0 and not _is_text(value):
+        raise Malformed("a string holds half of a surrogate pair, which is not text")
+    return value, end + at - start
+
+
+def decode_all(text: str) -> Any:
+    """The JSON value that is all of `text`, white space aside."""
+    value, end = decode(text, skip_blank(text, 0))
+    if skip_blank(text, end) != len(text):
+        raise Malformed(f"not JSON: there is more text after the value, at character {end}")
+    return value
+
+
+def call_of(value: Any) -> ToolCall:
+    """The call that a JSON object with a name and arguments describes."""
+    if type(value) is not dict:
+        raise Malformed("a call must be an object with a name and arguments")
+    name = check_name(value.get("name"))
+    given = value.get("arguments", value.get("parameters"))
+    identity = value.get("id", "")
+    arguments = given if type(given) is dict else arguments_of(given, name)
+    return ToolCall(name, arguments, identity if type(identity) is str else "")
+
+
+def check_name(name: Any) -> str:
+    """`name`, if it can be a tool's."""
+    if type(name) is not str or not name.strip():
+        raise Malformed("a call must name its tool, as a string")
+    if len(name) > MAX_NAME_CHARS:
+        raise Malformed(f"the name of the tool is over {MAX_NAME_CHARS} characters")
+    return name
+
+
+def arguments_of(given: Any, name: str) -> dict[str, Any]:
+    """Arguments as an object, also where they were left out or written as a JSON string."""
+    if isinstance(given, str):
+        try:
+            given = decode_all(given)
+        except Malformed as malformed:
+            raise Malformed(f"the arguments are {malformed.problem}", name) from None
+    if given is None:
+        return {}
+    if type(given) is not dict:
+        raise Malformed("the arguments must be an object", name)
+    return given
+
+
+def _depth(value: Any) -> int:
+    """How deep lists and objects are nested, without recursion."""
+    depth, level = 0, [value]
+    while level := [part for part in level if type(part) in (dict, list)]:
+        depth += 1
+        level = [part for item in level for part in (item.values() if type(item) is dict else item)]
+    return depth
+
+
+def _is_text(value: Any) -> bool:
+    try:
+        json.dumps(value, ensure_ascii=False).encode()
+    except UnicodeEncodeError:
+        return False
+    return True

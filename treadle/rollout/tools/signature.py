@@ -1,0 +1,212 @@
+"""What a typed function takes: a JSON schema for the model, and how JSON values become the types it asked for.
+
+Owns the annotations a tool may use. Refuses the rest by name: a parameter that cannot be described cannot be called.
+"""
+
+import enum
+import inspect
+import types
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import MISSING, dataclass, fields, is_dataclass
+from functools import partial
+from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints, is_typeddict
+
+from treadle.rollout.tools.docstring import Docs, read_docstring
+from treadle.rollout.tools.fit import Misfit
+from treadle.rollout.tools.schema import compile_check
+
+T = TypeVar("T")
+
+
+class Hidden:
+    """Marks a parameter that the task fills in and the model never sees."""
+
+
+Injected = Annotated[T, Hidden()]
+"""`secret: Injected[str]`: filled from `task.tool_kwargs[tool]["secret"]`, and left out of the schema."""
+
+Convert = Callable[[Any], Any]
+
+SUPPORTED = (
+    "str, int, float, bool, None, Any, Literal, Enum, list, tuple[T, ...], dict[str, T], unions, dataclass, TypedDict"
+)
+
+_SCALARS: Mapping[Any, str] = {str: "string", int: "integer", float: "number", bool: "boolean", types.NoneType: "null"}
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """A type as JSON schema, and what turns a fitting JSON value into it; None where that is the value itself."""
+
+    schema: dict[str, Any]
+    convert: Convert | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Signature:
+    """What a function takes from the model, and what from the task."""
+
+    description: str
+    parameters: dict[str, Any]
+    converts: tuple[tuple[str, Convert], ...]
+    injected: Mapping[str, bool]
+    """Injected parameters, and whether each must be given."""
+
+
+def read_signature(function: Callable[..., Any], where: str, skip_first: bool = False) -> Signature:
+    """The signature of `function`; a ValueError names `where` and the parameter if it cannot be described."""
+    hints = _hints(function, where)
+    docs = read_docstring(function.__doc__)
+    properties: dict[str, Any] = {}
+    required: list[str] = []
+    converts: list[tuple[str, Convert]] = []
+    injected: dict[str, bool] = {}
+    for parameter in list(inspect.signature(function).parameters.values())[1 if skip_first else 0 :]:
+        name, needed = parameter.name, parameter.default is parameter.empty
+        hint = _checked_hint(parameter, hints, where)
+        if _is_hidden(hint):
+            injected[name] = needed
+            continue
+        shape = shape_of(hint, f"{where}: parameter {name!r}")
+        properties[name] = _described(shape.schema, name, docs, parameter.default)
+        required += [name] if needed else []
+        converts += [(name, shape.convert)] if shape.convert else []
+    parameters: dict[str, Any] = {"type": "object", "properties": properties, "required": required}
+    return Signature(docs.description, parameters, tuple(converts), injected)
+
+
+def _hints(function: Callable[..., Any], where: str) -> dict[str, Any]:
+    try:
+        return get_type_hints(function, include_extras=True)
+    except (NameError, TypeError) as error:
+        raise ValueError(f"{where}: its annotations cannot be read: {error}") from error
+
+
+def _checked_hint(parameter: inspect.Parameter, hints: Mapping[str, Any], where: str) -> Any:
+    if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD, parameter.POSITIONAL_ONLY):
+        raise ValueError(f"{where}: parameter {str(parameter).partition(':')[0]!r} cannot be given by name")
+    if parameter.name not in hints:
+        raise ValueError(
+            f"{where}: parameter {parameter.name!r} has no annotation; add one, such as {parameter.name}: str"
+        )
+    return hints[parameter.name]
+
+
+def _is_hidden(hint: Any) -> bool:
+    return any(isinstance(extra, Hidden) for extra in getattr(hint, "__metadata__", ()))
+
+
+def _described(schema: dict[str, Any], name: str, docs: Docs, default: Any) -> dict[str, Any]:
+    """The schema of one parameter with its description, and its default where JSON has a word for it."""
+    found = dict(schema)
+    if name in docs.parameters:
+        found["description"] = docs.parameters[name]
+    if isinstance(default, str | int | float | bool) and not isinstance(default, enum.Enum):
+        found["default"] = default
+    return found
+
+
+def shape_of(hint: Any, where: str, seen: tuple[Any, ...] = ()) -> Shape:
+    """The shape of an annotation."""
+    origin, arguments = get_origin(hint), get_args(hint)
+    if origin is Annotated:
+        words = next((extra for extra in arguments[1:] if isinstance(extra, str)), None)
+        inner = shape_of(arguments[0], where, seen)
+        return Shape({**inner.schema, "description": words}, inner.convert) if words else inner
+    if hint is Any:
+        return Shape({})
+    if hint in _SCALARS:
+        return Shape({"type": _SCALARS[hint]}, float if hint is float else None)
+    if origin is Literal:
+        return _choice(list(arguments), None, where)
+    if origin in (Union, types.UnionType):
+        return _union([shape_of(part, where, seen) for part in arguments])
+    if isinstance(hint, type) and issubclass(hint, enum.Enum):
+        return _choice([member.value for member in hint], hint, where)
+    return _compound(hint, origin or hint, arguments, where, seen)
+
+
+def _compound(hint: Any, origin: Any, arguments: tuple[Any, ...], where: str, seen: tuple[Any, ...]) -> Shape:
+    if hint in seen:
+        raise ValueError(f"{where}: {hint.__name__} refers to itself, which a schema cannot show; use dict")
+    if is_dataclass(hint) or is_typeddict(hint):
+        return _record(hint, where, (*seen, hint))
+    if origin in (list, Sequence) or (origin is tuple and arguments[1:] in ((), (Ellipsis,))):
+        item = shape_of(arguments[0], where, seen) if arguments else Shape({})
+        return _list(item, tuple if origin is tuple else list)
+    if origin in (dict, Mapping) and (not arguments or arguments[0] is str):
+        item = shape_of(arguments[1], where, seen) if arguments else Shape({})
+        return _dict(item)
+    raise ValueError(f"{where} has a type that JSON arguments cannot have: {hint!r}; supported: {SUPPORTED}")
+
+
+def _choice(values: list[Any], convert: Convert | None, where: str) -> Shape:
+    foreign = [value for value in values if type(value) not in _SCALARS]
+    if foreign:
+        raise ValueError(f"{where} offers {foreign[0]!r}, which is no plain JSON value")
+    kinds = {_SCALARS[type(value)] for value in values}
+    return Shape({"type": kinds.pop(), "enum": values} if len(kinds) == 1 else {"enum": values}, convert)
+
+
+def _list(item: Shape, made: type) -> Shape:
+    schema = {"type": "array", "items": item.schema} if item.schema else {"type": "array"}
+    if item.convert is None and made is list:
+        return Shape(schema)
+    return Shape(schema, partial(_convert_list, item.convert, made))
+
+
+def _dict(item: Shape) -> Shape:
+    schema = {"type": "object", "additionalProperties": item.schema} if item.schema else {"type": "object"}
+    return Shape(schema, partial(_convert_dict, item.convert) if item.convert else None)
+
+
+def _union(shapes: list[Shape]) -> Shape:
+    """Plain types as a list of their names, anything richer as alternatives."""
+    plain = [shape.schema["type"] for shape in shapes if shape.schema.keys() == {"type"}]
+    schema = {"type": plain} if len(plain) == len(shapes) else {"anyOf": [shape.schema for shape in shapes]}
+    if not any(shape.convert for shape in shapes):
+        return Shape(schema)
+    tries = tuple((compile_check(shape.schema), shape.convert) for shape in shapes)
+    return Shape(schema, partial(_convert_union, tries))
+
+
+def _record(hint: Any, where: str, seen: tuple[Any, ...]) -> Shape:
+    hints = get_type_hints(hint, include_extras=True)
+    if is_dataclass(hint):
+        needed = [f.name for f in fields(hint) if f.default is MISSING and f.default_factory is MISSING and f.init]
+        names = [f.name for f in fields(hint) if f.init]
+    else:
+        needed, names = sorted(hint.__required_keys__), list(hints)
+    shapes = {name: shape_of(hints[name], f"{where}, field {name!r}", seen) for name in names}
+    schema = {
+        "type": "object",
+        "properties": {name: shape.schema for name, shape in shapes.items()},
+        "required": needed,
+        "additionalProperties": False,
+    }
+    converts = {name: shape.convert for name, shape in shapes.items() if shape.convert}
+    made = hint if is_dataclass(hint) else dict
+    return Shape(schema, partial(_convert_record, made, converts) if converts or made is not dict else None)
+
+
+def _convert_list(convert: Convert | None, made: type, value: list[Any]) -> Any:
+    return made(map(convert, value) if convert else value)
+
+
+def _convert_dict(convert: Convert, value: dict[str, Any]) -> dict[str, Any]:
+    return {name: convert(item) for name, item in value.items()}
+
+
+def _convert_record(made: Any, converts: Mapping[str, Convert], value: dict[str, Any]) -> Any:
+    return made(**{name: converts[name](item) if name in converts else item for name, item in value.items()})
+
+
+def _convert_union(tries: tuple[tuple[Convert, Convert | None], ...], value: Any) -> Any:
+    """The first alternative that fits; the arguments were checked, so one does."""
+    for check, convert in tries:
+        try:
+            check(value)
+        except Misfit:
+            continue
+        return convert(value) if convert else value
+    raise AssertionError("a checked value fits one of its alternatives")

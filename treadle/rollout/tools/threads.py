@@ -1,0 +1,121 @@
+"""Threads for blocking tools, of one event loop.
+
+Owns how many run at once and what happens to those that never come back. A thread cannot be stopped: one whose tool
+outlives its deadline is left alone and replaced, up to a limit, and does not keep the process from ending.
+Waits: a call waits for a free thread before its deadline starts, so that a queue is never mistaken for a slow tool.
+Invariant: all bookkeeping happens on the event loop; a thread only runs its job and posts the result.
+"""
+
+import asyncio
+from collections.abc import Callable
+from contextvars import copy_context
+from dataclasses import dataclass
+from queue import SimpleQueue
+from threading import Thread
+
+from treadle.errors import ToolFailure
+from treadle.rollout.tools.spec import Expired, within
+
+MAX_THREADS = 64
+MAX_STUCK = 64
+
+
+@dataclass(frozen=True, slots=True)
+class Ran:
+    """How a job ended."""
+
+    value: object = None
+    error: BaseException | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class _Job:
+    run: Callable[[], object]
+    post: Callable[[Ran], None]
+
+
+class Threads:
+    """A pool of daemon threads. Built and used on one event loop."""
+
+    def __init__(self, max_threads: int = MAX_THREADS, max_stuck: int = MAX_STUCK) -> None:
+        self._free = asyncio.Semaphore(max_threads)
+        self._idle: list[_Worker] = []
+        self._max_threads = max_threads
+        self._max_stuck = max_stuck
+        self.num_stuck = 0
+        self._closed = False
+
+    async def run(self, function: Callable[[], object], timeout_s: float) -> object:
+        """What `function` returns or raises; Expired if that takes longer than `timeout_s`."""
+        await self._wait_for_turn(timeout_s)
+        worker = self._idle.pop() if self._idle else _Worker()
+        done: asyncio.Future[Ran] = asyncio.get_running_loop().create_future()
+        worker.start(function, lambda ran: self._finish(worker, done, ran))
+        try:
+            ran = await within(timeout_s, done)
+        finally:
+            self.num_stuck += done.cancelled()
+            self._free.release()
+        if ran.error is not None:
+            raise ran.error
+        return ran.value
+
+    async def _wait_for_turn(self, timeout_s: float) -> None:
+        if self.num_stuck >= self._max_stuck:
+            raise ToolFailure(f"{self.num_stuck} threads are stuck in tools that outlived their deadlines")
+        if not self._free.locked():
+            await self._free.acquire()
+            return
+        try:
+            await within(timeout_s, self._free.acquire())
+        except Expired:
+            raise ToolFailure(f"no thread became free for a blocking tool within {timeout_s:g} s") from None
+
+    def _finish(self, worker: "_Worker", done: asyncio.Future[Ran], ran: Ran) -> None:
+        """Runs on the loop when a job has ended, perhaps long after anybody waited for it."""
+        if done.cancelled():
+            self.num_stuck -= 1
+        else:
+            done.set_result(ran)
+        if self._closed or len(self._idle) >= self._max_threads:
+            worker.stop()
+        else:
+            self._idle.append(worker)
+
+    def close(self) -> None:
+        """Let the idle threads end, and the busy ones when they are done."""
+        self._closed = True
+        while self._idle:
+            self._idle.pop().stop()
+
+
+class _Worker:
+    """One thread and the queue it takes its jobs from; the queue never holds more than one."""
+
+    def __init__(self) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._jobs: SimpleQueue[_Job | None] = SimpleQueue()
+        Thread(target=self._work, name="treadle-tool", daemon=True).start()
+
+    def start(self, function: Callable[[], object], post: Callable[[Ran], None]) -> None:
+        context = copy_context()
+        self._jobs.put(_Job(lambda: context.run(function), post))
+
+    def stop(self) -> None:
+        self._jobs.put(None)
+
+    def _work(self) -> None:
+        while (job := self._jobs.get()) is not None:
+            ran = _run(job.run)
+            try:
+                self._loop.call_soon_threadsafe(job.post, ran)
+            except RuntimeError:  # the loop is closed: nobody waits any more
+                return
+            del job, ran
+
+
+def _run(function: Callable[[], object]) -> Ran:
+    try:
+        return Ran(function())
+    except BaseException as error:  # noqa: BLE001  it is raised again where the call is awaited
+        return Ran(error=error)
