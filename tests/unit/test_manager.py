@@ -1,0 +1,295 @@
+"""One manager, every way to call it: awaited, blocking, streamed; with no loop, inside one, from many threads."""
+
+import asyncio
+import gc
+import threading
+import time
+import warnings
+from concurrent.futures import ThreadPoolExecutor
+from contextvars import ContextVar
+
+import pytest
+
+from tests.rollouts import CALL, FINAL, engine, renderer, rollout, say, task, tasks
+from treadle.config import FailureConfig, LimitsConfig, ModelConfig, RewardConfig, RewardFunctionConfig
+from treadle.errors import ConfigError, EngineFailure, MisuseError
+from treadle.journal import Journal, JournalReader
+from treadle.rollout.agent_loop import AgentLoopBase
+from treadle.rollout.manager import AgentLoopManager
+from treadle.rollout.service import Parts
+from treadle.rollout.session import Session
+from treadle.types import Batch, Status, Trajectory
+
+MODEL = ModelConfig(path="unused")
+FORGIVING = FailureConfig(max_failed_fraction=1.0, session_retries=0, request_retries=0)
+CALLER: ContextVar[str] = ContextVar("caller", default="nobody")
+
+
+def parts(script=None, **fields) -> Parts:
+    return Parts(engines=[engine(script, **fields)], renderer=renderer())
+
+
+def manager(config=None, script=None, reward=None, **fields) -> AgentLoopManager:
+    return AgentLoopManager.create_blocking(
+        rollout=config or rollout(), model=MODEL, reward=reward, parts=parts(script, **fields)
+    )
+
+
+def uids(batch: Batch) -> list[str]:
+    return [group.task.uid for group in batch.groups]
+
+
+def test_blocking_in_a_plain_script():
+    with manager() as made:
+        assert uids(made.generate_sequences_blocking(tasks(3))) == ["task0", "task1", "task2"]
+
+
+def test_blocking_from_sync_code_inside_a_running_loop():
+    async def main() -> list[str]:
+        with manager() as made:
+            return uids(made.generate_sequences_blocking(tasks(2)))
+
+    assert asyncio.run(main()) == ["task0", "task1"]
+
+
+def test_awaited():
+    async def main() -> list[str]:
+        async with await AgentLoopManager.create(rollout=rollout(), model=MODEL, parts=parts()) as made:
+            return uids(await made.generate_sequences(tasks(2)))
+
+    assert asyncio.run(main()) == ["task0", "task1"]
+
+
+def test_in_comprehensions_and_generator_expressions_under_gather():
+    async def main() -> None:
+        async with await AgentLoopManager.create(rollout=rollout(), model=MODEL, parts=parts()) as made:
+            batches = await asyncio.gather(*(made.generate_sequences([item]) for item in tasks(5)))
+            assert [uids(batch)[0] for batch in batches] == [item.uid for item in tasks(5)]
+            again = [await made.generate_sequences([item]) for item in tasks(2)]
+            assert len(again) == 2
+
+    asyncio.run(main())
+
+
+def test_from_an_async_generator():
+    async def main() -> list[str]:
+        async def steps(made: AgentLoopManager):
+            for item in tasks(3):
+                yield await made.generate_sequences([item])
+
+        async with await AgentLoopManager.create(rollout=rollout(), model=MODEL, parts=parts()) as made:
+            return [uids(batch)[0] async for batch in steps(made)]
+
+    assert asyncio.run(main()) == ["task0", "task1", "task2"]
+
+
+def test_from_several_threads_and_several_loops_at_once():
+    with manager(latency_s=0.01) as made, ThreadPoolExecutor(8) as pool:
+
+        async def awaited(uid: str) -> list[str]:
+            return uids(await made.generate_sequences([task(uid)]))
+
+        blocking = [pool.submit(made.generate_sequences_blocking, [task(f"b{at}")]) for at in range(4)]
+        loops = [pool.submit(asyncio.run, awaited(f"a{at}")) for at in range(4)]
+        assert [uids(future.result()) for future in blocking] == [[f"b{at}"] for at in range(4)]
+        assert [future.result() for future in loops] == [[f"a{at}"] for at in range(4)]
+
+
+def test_the_blocking_form_on_the_managers_own_loop_is_refused_at_once():
+    class Recursive(AgentLoopBase):
+        made: AgentLoopManager
+
+        async def run(self, session: Session) -> None:
+            Recursive.made.generate_sequences_blocking([task("inner")])
+
+    globals()["Recursive"] = Recursive
+    config = rollout(default_agent_loop=f"{__name__}:Recursive")
+    with manager(config) as Recursive.made:
+        (trajectory,) = Recursive.made.generate_sequences_blocking([task()]).trajectories
+    assert "await generate_sequences instead" in trajectory.outcome.detail
+
+
+def test_context_variables_arrive_in_both_colours():
+    seen = []
+
+    def script(request, rng):
+        seen.append(CALLER.get())
+        return FINAL
+
+    async def awaited(made: AgentLoopManager) -> None:
+        CALLER.set("awaiting")
+        await made.generate_sequences([task("a")])
+
+    with manager(script=script) as made:
+        CALLER.set("blocking")
+        made.generate_sequences_blocking([task("b")])
+        asyncio.run(awaited(made))
+    assert seen == ["blocking", "awaiting"]
+
+
+def test_a_heartbeat_on_the_callers_loop_does_not_stall():
+    async def main() -> float:
+        worst = 0.0
+
+        async def beat() -> None:
+            nonlocal worst
+            last = time.perf_counter()
+            while True:
+                await asyncio.sleep(0.005)
+                now = time.perf_counter()
+                worst, last = max(worst, now - last - 0.005), now
+
+        async with await AgentLoopManager.create(
+            rollout=rollout(tools=("tests.rollouts:add",), default_agent_loop="tool_agent"),
+            model=MODEL,
+            parts=parts(say(CALL, CALL, FINAL)),
+        ) as made:
+            await made.generate_sequences(tasks(2))  # warm
+            gc.collect()
+            heart = asyncio.ensure_future(beat())
+            await made.generate_sequences(tasks(300))
+            heart.cancel()
+        return worst
+
+    assert min(asyncio.run(main()) for _ in range(3)) < 0.05
+
+
+def test_streaming_delivers_each_trajectory_as_it_ends():
+    def script(request, rng):
+        return "x" * (1 if request.uid == "task1" else 40)
+
+    async def main() -> list[str]:
+        async with await AgentLoopManager.create(
+            rollout=rollout(), model=MODEL, parts=parts(script, latency_s=0.02)
+        ) as made:
+            return [item.uid async for item in made.stream(tasks(3)) if isinstance(item, Trajectory)]
+
+    assert sorted(asyncio.run(main())) == ["task0", "task1", "task2"]
+
+
+def test_a_stream_left_early_stops_its_sessions():
+    with manager(latency_s=0.05) as made:
+        for _ in made.stream_blocking(tasks(50)):
+            break
+        assert len(made.generate_sequences_blocking([task("after")]).groups) == 1
+
+
+def test_a_slow_reader_holds_sessions_back_and_loses_nothing():
+    with manager() as made:
+        seen = 0
+        for _ in made.stream_blocking(tasks(600)):
+            if seen == 0:
+                time.sleep(0.2)
+            seen += 1
+    assert seen == 600
+
+
+def test_a_call_nobody_awaited_cannot_pass_unnoticed():
+    made = manager()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        made.generate_sequences(tasks(1))  # type: ignore[unused-coroutine]
+        gc.collect()
+    with pytest.raises(MisuseError, match="without await"):
+        made.close_blocking()
+
+
+def test_cancelling_the_caller_cancels_the_work():
+    async def main() -> None:
+        async with await AgentLoopManager.create(rollout=rollout(), model=MODEL, parts=parts(hang_rate=1.0)) as made:
+            call = asyncio.ensure_future(made.generate_sequences(tasks(3)))
+            await asyncio.sleep(0.05)
+            call.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await call
+
+    asyncio.run(asyncio.wait_for(main(), 10))
+
+
+def test_a_manager_that_cannot_start_is_never_reached_and_leaves_no_thread():
+    before = threading.active_count()
+    config = rollout(tools=("no.such.module:tool",))
+    with pytest.raises(ConfigError, match=r"no\.such"):
+        AgentLoopManager.create_blocking(rollout=config, model=MODEL, parts=parts())
+    assert threading.active_count() == before
+
+
+def test_closing_twice_is_fine_and_calls_after_it_are_refused():
+    made = manager()
+    made.close_blocking()
+    made.close_blocking()
+    with pytest.raises(MisuseError, match="closed"):
+        made.generate_sequences_blocking(tasks(1))
+
+
+def test_closing_ends_sessions_that_hang():
+    made = manager(hang_rate=1.0)
+    running = ThreadPoolExecutor(1).submit(made.generate_sequences_blocking, tasks(2))
+    time.sleep(0.05)
+    began = time.perf_counter()
+    made.close_blocking()
+    assert time.perf_counter() - began < 5
+    assert running.exception() is not None
+
+
+def test_validation_samples_as_val_kwargs_say():
+    seen = set()
+
+    def script(request, rng):
+        seen.add((request.sampling.temperature, request.sample))
+        return FINAL
+
+    with manager(rollout(n=2), script) as made:
+        made.generate_sequences_blocking([task()])
+        assert seen == {(1.0, 0), (1.0, 1)}
+        seen.clear()
+        made.generate_sequences_blocking([task()], validate=True)
+        assert seen == {(0.0, 0)}
+
+
+def test_rewards_arrive_with_the_batch_and_a_wrong_answer_is_not_a_failure():
+    reward = RewardConfig(functions={"match": RewardFunctionConfig(path="exact_match")}, num_workers=0)
+    with manager(script=say("3"), reward=reward) as made:
+        right, wrong = (
+            made.generate_sequences_blocking([task(uid, ground_truth=truth)]).trajectories[0]
+            for uid, truth in (("right", "3"), ("wrong", "4"))
+        )
+    assert right.reward.value == 1.0
+    assert wrong.reward.value == 0.0
+    assert wrong.outcome.status is Status.COMPLETED
+
+
+def test_tasks_with_equal_uids_are_refused():
+    with manager() as made, pytest.raises(MisuseError, match="share a uid"):
+        made.generate_sequences_blocking([task("same"), task("same")])
+
+
+def test_a_wait_that_takes_too_long_is_reported_by_name():
+    reports = []
+    config = rollout(limits=LimitsConfig(stall_report_s=0.05, session_timeout_s=0.3), failures=FORGIVING)
+    stuck = Parts(engines=[engine(hang_rate=1.0)], renderer=renderer(), on_stall=reports.append)
+    with AgentLoopManager.create_blocking(rollout=config, model=MODEL, parts=stuck) as made:
+        made.generate_sequences_blocking([task("the-stuck-one")])
+    wait = reports[0].waits[0]
+    assert (wait.uid, wait.stage, wait.server) == ("the-stuck-one", "generate", "scripted-0")
+    assert "the-stuck-one/0" in reports[0].text()
+
+
+def test_every_attempt_is_in_the_journal_and_the_last_one_counts(tmp_path):
+    failing = iter([True, False])
+
+    def script(request, rng):
+        if next(failing):
+            raise EngineFailure("once")
+        return FINAL
+
+    config = rollout(failures=FailureConfig(request_retries=0, session_retries=1))
+    with Journal.open(tmp_path, max_mb=10) as journal:
+        parts = Parts(engines=[engine(script)], renderer=renderer(), journal=journal)
+        with AgentLoopManager.create_blocking(rollout=config, model=MODEL, parts=parts) as made:
+            made.generate_sequences_blocking([task()])
+    with JournalReader.open(tmp_path) as reader:
+        assert reader.finished() == {("one", 0)}
+        assert reader.counts().superseded == 1
+        entry = reader.trajectory("one", 0)
+    assert entry.trajectory.messages[-1]["content"] == FINAL

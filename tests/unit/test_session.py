@@ -1,0 +1,252 @@
+"""A session only appends: what was sampled is what is recorded, and every limit has its own reason."""
+
+import asyncio
+from dataclasses import dataclass, field
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.rollouts import rollout, task
+from treadle.config import LimitsConfig, RolloutConfig
+from treadle.errors import EngineFailure, MisuseError
+from treadle.rollout.parsers import parser
+from treadle.rollout.session import Services, Session, SessionRecord
+from treadle.types import Completion, Request, Row, SamplingParams, StopReason, ToolCall, ToolResult, ToolStatus
+
+PROMPT = (1, 2, 3)
+
+
+class Codec:
+    """Observations are as many ids as their text has characters."""
+
+    stop_token_ids = (9,)
+
+    def prompt(self, messages, tools=()):
+        return tuple(range(100, 100 + sum(len(message["content"]) for message in messages)))
+
+    def observation(self, messages, tools=()):
+        return tuple(7 for message in messages for _ in message["content"])
+
+    def decode(self, ids):
+        return "".join(chr(at) for at in ids)
+
+
+@dataclass
+class Canned:
+    """Answers in a row; remembers what it was asked."""
+
+    answers: list[Completion]
+    asked: list[Request] = field(default_factory=list)
+
+    async def generate(self, request: Request) -> Completion:
+        self.asked.append(request)
+        answer = self.answers.pop(0)
+        ids = answer.ids[: request.sampling.max_tokens]
+        stop = answer.stop if len(ids) == len(answer.ids) else StopReason.LENGTH
+        return Completion(ids, answer.logprobs[: len(ids)], answer.versions[: len(ids)], stop)
+
+
+class Tools:
+    def __init__(self, *statuses: ToolStatus) -> None:
+        self.statuses = list(statuses)
+
+    async def call_many(self, calls, max_parallel):
+        return [ToolResult("ok", self.statuses.pop(0) if self.statuses else ToolStatus.OK) for _ in calls]
+
+
+def said(*ids: int, stop: StopReason = StopReason.STOP, version: int = 0) -> Completion:
+    return Completion(ids, tuple(-0.1 * at for at in ids), (version,) * len(ids), stop)
+
+
+def with_session(config: RolloutConfig, answers: list[Completion], use, tools: Tools | None = None) -> Row:
+    """Run `use(session, engine)`; the rows it left."""
+
+    async def run() -> tuple[Row, ...]:
+        engine = Canned(answers)
+        services = Services(config, engine, Codec(), parser("hermes"))
+        session = Session(task(), 0, services, tools or Tools(), (), SamplingParams(10_000), PROMPT)
+        await use(session, engine)
+        return SessionRecord(session).rows()
+
+    return asyncio.run(run())
+
+
+def test_sampled_ids_are_recorded_with_mask_logprob_and_version():
+    async def use(session: Session, engine: Canned) -> None:
+        await session.generate()
+        await session.observe("abc")
+        await session.generate()
+
+    (row,) = with_session(rollout(), [said(5, 9, version=3), said(6, 9, version=4)], use)
+    assert row.prompt_ids == PROMPT
+    assert row.ids == (5, 9, 7, 7, 7, 6, 9)
+    assert row.mask == (1, 1, 0, 0, 0, 1, 1)
+    assert row.logprobs == (-0.5, -0.9, 0.0, 0.0, 0.0, -0.6000000000000001, -0.9)
+    assert row.versions == (3, 3, -1, -1, -1, 4, 4)
+    assert [(turn.start, turn.sampled_end, turn.end) for turn in row.turns] == [(0, 2, 5), (5, 7, 7)]
+
+
+def test_the_engine_is_asked_with_every_id_so_far_and_history_is_never_rendered_again():
+    async def use(session: Session, engine: Canned) -> None:
+        await session.generate()
+        await session.observe("xy")
+        await session.generate()
+        assert engine.asked[1].ids == (*PROMPT, 5, 9, 7, 7)
+        assert engine.asked[1].position == 2
+
+    with_session(rollout(), [said(5, 9), said(6, 9)], use)
+
+
+def test_an_interrupted_turn_goes_on_from_its_tokens_with_the_new_weights():
+    async def use(session: Session, engine: Canned) -> None:
+        completion = await session.generate()
+        assert completion.ids == (5, 6, 7, 9)
+        assert completion.text == "\x05\x06\x07\x09"
+        assert engine.asked[1].ids == (*PROMPT, 5, 6)
+        assert engine.asked[1].position == 2
+
+    answers = [said(5, 6, stop=StopReason.ABORT, version=1), said(7, 9, version=2)]
+    (row,) = with_session(rollout(), answers, use)
+    assert row.versions == (1, 1, 2, 2)
+    assert len(row.turns) == 1
+
+
+def test_sampled_tokens_over_all_turns_never_exceed_response_length():
+    async def use(session: Session, engine: Canned) -> None:
+        await session.generate()
+        await session.observe("abc")
+        completion = await session.generate()
+        assert completion.stop is StopReason.LENGTH
+        assert session.done
+
+    (row,) = with_session(rollout(response_length=8), [said(1, 1, 1, 9), said(*range(50))], use)
+    assert len(row.ids) == 8
+
+
+def test_an_observation_that_leaves_no_room_to_answer_ends_the_session_and_is_not_kept():
+    async def use(session: Session, engine: Canned) -> None:
+        await session.generate()
+        await session.observe("a" * 6)
+        assert session.done
+
+    (row,) = with_session(rollout(response_length=8), [said(1, 9)], use)
+    assert row.ids == (1, 9)
+
+
+def test_generating_after_the_end_is_refused():
+    async def use(session: Session, engine: Canned) -> None:
+        session.end(StopReason.TURN_LIMIT)
+        with pytest.raises(MisuseError, match=r"check session\.done"):
+            await session.generate()
+
+    with_session(rollout(), [], use)
+
+
+def test_the_turn_limit_ends_a_session_that_wants_another_turn():
+    async def use(session: Session, engine: Canned) -> None:
+        await session.generate()
+        await session.observe("more")
+        assert SessionRecord(session).ledger.ended is StopReason.TURN_LIMIT
+
+    with_session(rollout(max_assistant_turns=1), [said(1, 9)], use)
+
+
+def test_the_user_turn_limit_counts_user_messages_only():
+    async def use(session: Session, engine: Canned) -> None:
+        await session.generate()
+        await session.observe({"role": "tool", "content": "t"})
+        await session.generate()
+        await session.observe("u")
+        await session.generate()
+        await session.observe("u")
+        assert SessionRecord(session).ledger.ended is StopReason.TURN_LIMIT
+
+    with_session(rollout(max_user_turns=1), [said(1, 9)] * 3, use)
+
+
+def test_invalid_calls_in_a_row_end_the_session_and_a_good_one_starts_the_count_anew():
+    async def use(session: Session, engine: Canned) -> None:
+        call = ToolCall("x", {})
+        await session.generate()
+        await session.call_tools([call, call, call])  # invalid, ok, invalid
+        assert not session.done
+        await session.call_tools([call])
+        assert SessionRecord(session).ledger.ended is StopReason.INVALID_CALLS
+
+    bad, good = ToolStatus.INVALID, ToolStatus.OK
+    with_session(rollout(max_invalid_calls=2), [said(1, 9)], use, Tools(bad, good, bad, bad))
+
+
+def test_tool_time_is_a_budget_of_the_whole_session():
+    class Slow(Tools):
+        async def call_many(self, calls, max_parallel):
+            await asyncio.sleep(0.03)
+            return await super().call_many(calls, max_parallel)
+
+    async def use(session: Session, engine: Canned) -> None:
+        await session.generate()
+        await session.call_tools([ToolCall("x", {})])
+        assert SessionRecord(session).ledger.ended is StopReason.TOOL_TIME
+
+    config = rollout(limits=LimitsConfig(session_tool_time_s=0.02))
+    with_session(config, [said(1, 9)], use, Slow())
+
+
+def test_an_engine_that_returns_unequal_lengths_fails_and_nothing_is_appended():
+    async def use(session: Session, engine: Canned) -> None:
+        with pytest.raises(EngineFailure, match="2 ids, 1 logprobs"):
+            await session.generate()
+
+    (row,) = with_session(rollout(), [Completion((1, 9), (0.0,), (0, 0), StopReason.STOP)], use)
+    assert row.ids == ()
+
+
+def test_a_fork_is_a_row_of_its_own_that_shares_budgets_and_the_last_word():
+    async def use(session: Session, engine: Canned) -> None:
+        await session.generate()
+        shorter = session.fork([{"role": "user", "content": "summary"}])
+        await shorter.generate()
+        assert shorter.num_turns == 2
+        assert SessionRecord(session).messages[0]["content"] == "summary"
+
+    first, second = with_session(rollout(), [said(1, 9), said(2, 9)], use)
+    assert first.ids == (1, 9)
+    assert (len(second.prompt_ids), second.ids) == (7, (2, 9))
+
+
+def test_a_fork_cannot_sample_more_than_what_is_left_of_the_budget():
+    async def use(session: Session, engine: Canned) -> None:
+        await session.generate()
+        fork = session.fork([{"role": "user", "content": "s"}])
+        assert fork.tokens_left == 4
+
+    with_session(rollout(response_length=6), [said(1, 9)], use)
+
+
+@given(
+    steps=st.lists(
+        st.tuples(st.integers(1, 12), st.integers(0, 6), st.sampled_from([StopReason.STOP, StopReason.ABORT])),
+        min_size=1,
+        max_size=12,
+    ),
+    length=st.integers(1, 60),
+)
+def test_whatever_a_loop_does_rows_stay_whole_and_within_bounds(steps, length):
+    answers = [said(*range(20, 20 + size), stop=stop, version=at) for at, (size, _, stop) in enumerate(steps)]
+    answers.append(said(9))
+    sampled = []
+
+    async def use(session: Session, engine: Canned) -> None:
+        for _, words, _ in steps:
+            if session.done or not engine.answers:
+                break
+            sampled.extend((await session.generate()).ids)
+            if not session.done:
+                await session.observe("x" * words)
+
+    (row,) = with_session(rollout(response_length=length), answers, use)
+    assert len(row.ids) == len(row.mask) == len(row.logprobs) == len(row.versions) <= length
+    assert [at for at, bit in zip(row.ids, row.mask, strict=True) if bit] == sampled
+    assert all((version == -1) == (bit == 0) for version, bit in zip(row.versions, row.mask, strict=True))
+    assert all(turn.start <= turn.sampled_end <= turn.end for turn in row.turns)

@@ -1,0 +1,1 @@
+"""From trajectories to gradients: pure functions on tensors."""

@@ -1,0 +1,73 @@
+"""`treadle rollout`: agent loops, engine and rewards with no trainer."""
+
+import os
+import sys
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING
+
+from treadle.cli.parser import Arguments, Commands, add_command, add_words, load_words
+
+if TYPE_CHECKING:
+    from treadle.observe import Tally
+    from treadle.rollout.run import Result
+
+STATUS_FAILED = 1
+STATUS_INTERRUPTED = 130
+
+
+def register(commands: Commands) -> None:
+    examples = """
+    examples:
+      treadle rollout my.yaml                                  every task of data.train_files
+      treadle rollout my.yaml --validation rollout.val_kwargs.n=8
+      treadle rollout my.yaml rollout.name=openai rollout.openai.base_url=http://localhost:8000/v1
+
+    Everything is kept in logging.run_dir. Ctrl-C keeps what is done; the same command goes on from there.
+    """
+    command = add_command(commands, "rollout", rollout, examples)
+    add_words(command)
+    command.add_argument("--validation", action="store_true", help="roll out data.val_files, sampled as val_kwargs say")
+    command.add_argument("--json", action="store_true", help="print the summary as JSON")
+
+
+def rollout(arguments: Arguments) -> int:
+    """Run agent loops over tasks and score them, without a trainer.
+
+    Status 0 when no trajectory failed, 1 when some did, 130 when interrupted.
+    """
+    config = load_words(arguments.words)
+
+    from treadle.rollout.run import run_rollout
+
+    result = run_rollout(
+        config,
+        validation=arguments.validation,
+        command=sys.argv,
+        api_key=os.environ.get(config.rollout.openai.api_key_env),
+        progress=_show_progress,
+    )
+    if arguments.json:
+        print(result.summary.to_json())
+    else:
+        _print_summary(result)
+    if result.interrupted:
+        return STATUS_INTERRUPTED
+    return STATUS_FAILED if result.summary.num_failed else 0
+
+
+def _show_progress(tally: "Tally", total: int) -> AbstractContextManager[object]:
+    from treadle.observe import LiveProgress
+
+    return LiveProgress(tally, total=total, stream=sys.stderr)
+
+
+def _print_summary(result: "Result") -> None:
+    from rich.console import Console
+
+    from treadle.observe.table import render_summary
+
+    Console().print(render_summary(result.summary))
+    if result.run_dir is not None:
+        print(f"everything is in {result.run_dir}")
+    if result.interrupted:
+        print("interrupted: the same command goes on from here")

@@ -1,0 +1,206 @@
+"""Turns tasks into groups of scored trajectories, on the manager's own loop.
+
+Owns who runs when: samples per task, concurrency, retries, scoring, the journal, the failure budget.
+Waits: a job waits for a free place (`agent.max_concurrent_sessions`); a group waits for its samples; a stream waits for
+its reader. A failure ends a trajectory, never its batch; a spent failure budget ends everything.
+"""
+
+import asyncio
+from collections import Counter
+from collections.abc import Callable, Container, Coroutine, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any, Protocol, TypeVar
+
+from treadle.config import RolloutConfig
+from treadle.errors import Boundary, MisuseError, RewardFailure
+from treadle.journal import Journal
+from treadle.rollout.budget import FailureBudget
+from treadle.rollout.feed import Feed
+from treadle.rollout.worker import Dropped, Job
+from treadle.types import Batch, Group, Outcome, SamplingParams, Score, Task, Trajectory
+
+RETRIED = frozenset({Boundary.ENGINE, Boundary.TOOL, Boundary.ENVIRONMENT, Boundary.LOOP})
+"""Failures that another attempt may escape. A prompt stays as it is, and a scorer has retries of its own."""
+
+
+class Worker(Protocol):
+    """Whoever makes attempts: a worker here, or one behind a process border."""
+
+    async def run(self, job: Job) -> Trajectory | Dropped: ...
+
+
+class Scoring(Protocol):
+    """Whoever scores trajectories."""
+
+    async def score(self, task: Task, trajectory: Trajectory) -> Score: ...
+
+
+class Observer(Protocol):
+    """Told as trajectories come and go, on the manager's loop; must not block."""
+
+    def start(self) -> None: ...
+
+    def retry(self, finished: Trajectory) -> None: ...
+
+    def finish(self, finished: Trajectory) -> None: ...
+
+    def drop(self) -> None: ...
+
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class Order:
+    """What a caller asked for: sampling, samples per task, and which samples it already has."""
+
+    sampling: SamplingParams
+    n: int
+    done: Container[tuple[str, int]] = ()
+
+
+class Dispatcher:
+    """Hands jobs to workers and puts what comes back together."""
+
+    def __init__(
+        self,
+        rollout: RolloutConfig,
+        workers: Sequence[Worker],
+        scorer: Scoring | None,
+        journal: Journal | None = None,
+        observers: Sequence[Observer] = (),
+        forget: Callable[[str], None] = lambda session: None,
+    ) -> None:
+        self._rollout = rollout
+        self._workers = workers
+        self._scorer = scorer
+        self._journal = journal
+        self._observers = observers
+        self._forget = forget
+        self._budget = FailureBudget(rollout.failures)
+        self._places = asyncio.Semaphore(rollout.agent.max_concurrent_sessions)
+        self._turn = 0
+
+    async def generate(self, tasks: Sequence[Task], order: Order) -> Batch:
+        """Groups in the order of the tasks, once every sample has ended."""
+        _refuse_repeats(tasks)
+        with first_error():
+            async with asyncio.TaskGroup() as work:
+                running = [work.create_task(self._group(task, order)) for task in tasks]
+        groups = [task.result() for task in running]
+        dropped = tuple(group.uid for group in groups if isinstance(group, Dropped))
+        return Batch(tuple(group for group in groups if isinstance(group, Group)), dropped)
+
+    async def stream(self, tasks: Sequence[Task], order: Order, feed: Feed[Trajectory | Dropped]) -> None:
+        """Every sample into `feed` as it ends; dropped tasks once each."""
+        _refuse_repeats(tasks)
+        try:
+            with first_error():
+                async with asyncio.TaskGroup() as work:
+                    for task in tasks:
+                        work.create_task(self._stream_task(task, order, feed))
+        finally:
+            await feed.close()
+
+    async def _stream_task(self, task: Task, order: Order, feed: Feed[Trajectory | Dropped]) -> None:
+        async def one(sample: int) -> None:
+            result = await self._sample(task, sample, order)
+            if isinstance(result, Trajectory) or sample == 0:
+                await feed.put(result)
+
+        await _side_by_side([one(sample) for sample in self._missing(task, order)])
+
+    def _missing(self, task: Task, order: Order) -> list[int]:
+        return [sample for sample in range(task.n or order.n) if (task.uid, sample) not in order.done]
+
+    async def _group(self, task: Task, order: Order) -> Group | Dropped:
+        """The samples of one task. With too few survivors, those that failed are drawn once more."""
+        results = await _side_by_side([self._sample(task, sample, order) for sample in self._missing(task, order)])
+        if any(isinstance(result, Dropped) for result in results):
+            return next(result for result in results if isinstance(result, Dropped))
+        group = Group(task, tuple(result for result in results if isinstance(result, Trajectory)))
+        if len(group.survivors) >= self._rollout.failures.min_group_size:
+            return group
+        failed = [trajectory for trajectory in group.trajectories if not trajectory.outcome.ok]
+        again = await _side_by_side([self._sample(task, old.sample, order, old.attempt + 1) for old in failed])
+        redone = {new.sample: new for new in again if isinstance(new, Trajectory)}
+        return Group(task, tuple(redone.get(old.sample, old) for old in group.trajectories))
+
+    async def _sample(self, task: Task, sample: int, order: Order, attempt: int = 0) -> Trajectory | Dropped:
+        """One sample: attempts until one does not fail or the retries are spent; then counted against the budget."""
+        last = attempt + self._rollout.failures.session_retries
+        async with self._places:
+            self._tell("start")
+            result = await self._attempt(task, sample, order, attempt)
+            while isinstance(result, Trajectory) and result.outcome.boundary in RETRIED and attempt < last:
+                self._tell("retry", result)
+                attempt += 1
+                result = await self._attempt(task, sample, order, attempt)
+        if isinstance(result, Dropped):
+            self._tell("drop")
+            return result
+        self._tell("finish", result)
+        self._budget.add(result.outcome)
+        return result
+
+    async def _attempt(self, task: Task, sample: int, order: Order, attempt: int) -> Trajectory | Dropped:
+        result = await self._worker().run(Job(task, sample, order.sampling, attempt))
+        if isinstance(result, Dropped):
+            return result
+        self._forget(f"{task.uid}/{sample}")
+        if result.outcome.ok and self._scorer is not None:
+            result = await self._scored(task, result, self._scorer)
+        if self._journal is not None:
+            self._journal.add(result)
+            if self._journal.full:
+                await self._journal.drain()
+        return result
+
+    def _tell(self, event: str, *about: Trajectory) -> None:
+        for observer in self._observers:
+            getattr(observer, event)(*about)
+
+    async def _scored(self, task: Task, trajectory: Trajectory, scorer: Scoring) -> Trajectory:
+        clock = asyncio.get_running_loop().time
+        began = clock()
+        outcome, reward = trajectory.outcome, None
+        try:
+            reward = await scorer.score(task, trajectory)
+        except RewardFailure as failure:
+            outcome = Outcome.failed(failure)
+        timing = replace(trajectory.timing, score_s=clock() - began)
+        return replace(trajectory, outcome=outcome, reward=reward, timing=timing)
+
+    def _worker(self) -> Worker:
+        """Workers take turns; they all reach the same engines."""
+        self._turn = (self._turn + 1) % len(self._workers)
+        return self._workers[self._turn]
+
+
+def _refuse_repeats(tasks: Sequence[Task]) -> None:
+    counts = Counter(task.uid for task in tasks)
+    repeated = [uid for uid, count in counts.items() if count > 1]
+    if repeated:
+        raise MisuseError(f"{len(repeated)} tasks share a uid with another, such as {repeated[0]!r}: uids must differ")
+
+
+async def _side_by_side(work: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
+    """Run coroutines together; a single one is simply awaited."""
+    if len(work) == 1:
+        return [await work[0]]
+    async with asyncio.TaskGroup() as group:
+        running = [group.create_task(item) for item in work]
+    return [task.result() for task in running]
+
+
+@contextmanager
+def first_error() -> Iterator[None]:
+    """Out of a task group, raise the error that ended it instead of a group of one."""
+    try:
+        yield
+    except BaseExceptionGroup as group:
+        error: BaseException = group
+        while isinstance(error, BaseExceptionGroup):
+            error = error.exceptions[0]
+        raise error from None

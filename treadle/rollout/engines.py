@@ -1,0 +1,32 @@
+"""Starts the engines a rollout section asks for."""
+
+import asyncio
+
+from treadle.config import RolloutConfig
+from treadle.data.renderer import Renderer
+from treadle.engine.openai import OpenAIEngine
+from treadle.engine.protocol import Engine
+from treadle.engine.scripted import ScriptedEngine
+from treadle.errors import ConfigError, DeadlineError, Mistake
+
+
+async def start_engines(rollout: RolloutConfig, renderer: Renderer, api_key: str | None) -> list[Engine]:
+    """Every replica, started; or an error within the launch deadline."""
+    names = [f"{rollout.name}-{at}" for at in range(max(1, rollout.nnodes) * rollout.replicas_per_node)]
+    limit = rollout.limits.launch_timeout_s
+    try:
+        async with asyncio.timeout(limit):
+            return [await _start(rollout, renderer, api_key, name) for name in names]
+    except TimeoutError as error:
+        raise DeadlineError(f"{rollout.name} engines did not start within launch_timeout_s = {limit:g}") from error
+
+
+async def _start(rollout: RolloutConfig, renderer: Renderer, api_key: str | None, name: str) -> Engine:
+    if rollout.name == "scripted":
+        return ScriptedEngine.create(
+            rollout.scripted, name=name, encode=renderer.encode, decode=renderer.decode, seed=rollout.seed
+        )
+    if rollout.name == "openai":
+        return await OpenAIEngine.create(rollout.openai, rollout, encode=renderer.encode, name=name, api_key=api_key)
+    problem = f"the {rollout.name} engine is not part of this version"
+    raise ConfigError([Mistake("rollout.name", problem, rollout.name, fix="use scripted or openai")])

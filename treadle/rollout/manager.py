@@ -1,0 +1,173 @@
+"""The agent loop manager: the rollout's front door.
+
+Lives on an event loop of its own, in a thread of its own, from `create` to `close`. Every public call has an awaitable
+and a blocking form, told apart by name alone. Whoever holds a manager holds one that is started.
+
+    async with await AgentLoopManager.create(rollout=cfg.rollout, model=cfg.model, reward=cfg.reward) as manager:
+        batch = await manager.generate_sequences(tasks)
+"""
+
+import asyncio
+from collections.abc import AsyncIterator, Container, Coroutine, Iterator, Sequence
+from types import TracebackType
+from typing import Any, Self
+
+from treadle.config import ModelConfig, RewardConfig, RolloutConfig
+from treadle.errors import MisuseError
+from treadle.rollout.feed import Feed
+from treadle.rollout.service import Parts, RolloutService
+from treadle.rollout.thread import LoopThread
+from treadle.rollout.worker import Dropped
+from treadle.types import Batch, Task, Trajectory
+
+STREAM_BUFFER = 256
+"""Trajectories a stream holds for a slow reader before sessions wait for it."""
+
+CONFIGURED = Parts()
+"""Everything as the config says."""
+
+
+class AgentLoopManager:
+    """Built by `create` or `create_blocking`; the constructor only holds what they started."""
+
+    def __init__(self, rollout: RolloutConfig, thread: LoopThread, service: RolloutService) -> None:
+        self._rollout = rollout
+        self._thread = thread
+        self._service = service
+        self._unawaited: set[int] = set()
+        self._calls = 0
+        self._closed = False
+
+    @classmethod
+    async def create(
+        cls,
+        *,
+        rollout: RolloutConfig,
+        model: ModelConfig,
+        reward: RewardConfig | None = None,
+        parts: Parts = CONFIGURED,
+    ) -> Self:
+        """A started manager, or an error. `parts` replace or add to what the config would build."""
+        thread = LoopThread("treadle-rollout")
+        try:
+            service = await thread.run(RolloutService.start(rollout, model, reward, parts))
+        except BaseException:
+            thread.stop(rollout.limits.close_timeout_s)
+            raise
+        return cls(rollout, thread, service)
+
+    @classmethod
+    def create_blocking(
+        cls,
+        *,
+        rollout: RolloutConfig,
+        model: ModelConfig,
+        reward: RewardConfig | None = None,
+        parts: Parts = CONFIGURED,
+    ) -> Self:
+        """The same, for code that does not await; correct inside a running loop too."""
+        thread = LoopThread("treadle-rollout")
+        try:
+            service = thread.run_blocking(RolloutService.start(rollout, model, reward, parts), "create")
+        except BaseException:
+            thread.stop(rollout.limits.close_timeout_s)
+            raise
+        return cls(rollout, thread, service)
+
+    def generate_sequences(self, tasks: Sequence[Task], *, validate: bool = False) -> Coroutine[Any, Any, Batch]:
+        """Sample every task; await it. `validate` samples as `rollout.val_kwargs` says.
+
+        A call that is never awaited does nothing; closing the manager then raises, so that it cannot pass unnoticed.
+        """
+        self._calls += 1
+        self._unawaited.add(self._calls)
+        return self._generate(self._calls, tasks, validate)
+
+    async def _generate(self, call: int, tasks: Sequence[Task], validate: bool) -> Batch:
+        self._unawaited.discard(call)
+        return await self._thread.run(self._service.generate(tasks, validate))
+
+    def generate_sequences_blocking(self, tasks: Sequence[Task], *, validate: bool = False) -> Batch:
+        """Sample every task and wait for it in this thread."""
+        return self._thread.run_blocking(self._service.generate(tasks, validate), "generate_sequences")
+
+    async def stream(
+        self, tasks: Sequence[Task], *, validate: bool = False, done: Container[tuple[str, int]] = ()
+    ) -> AsyncIterator[Trajectory | Dropped]:
+        """Trajectories as each one ends. `done` names samples, by uid and number, that are not drawn again."""
+        feed = await self._thread.run(_new_feed())
+        work = self._thread.submit(self._service.stream(tasks, validate, done, feed))
+        try:
+            while ready := await self._thread.run(feed.take()):
+                for trajectory in ready:
+                    yield trajectory
+            await asyncio.wrap_future(work)
+        finally:
+            work.cancel()
+
+    def stream_blocking(
+        self, tasks: Sequence[Task], *, validate: bool = False, done: Container[tuple[str, int]] = ()
+    ) -> Iterator[Trajectory | Dropped]:
+        """The same, for code that does not await."""
+        feed = self._thread.run_blocking(_new_feed(), "stream")
+        work = self._thread.submit(self._service.stream(tasks, validate, done, feed))
+        try:
+            while ready := self._thread.run_blocking(feed.take(), "stream"):
+                yield from ready
+            work.result()
+        finally:
+            work.cancel()
+
+    async def close(self) -> None:
+        """End running sessions, release every part, stop the thread. Closing twice is fine."""
+        if not self._closed:
+            self._closed = True
+            try:
+                await self._thread.run(self._service.close())
+            finally:
+                await asyncio.to_thread(self._thread.stop, self._rollout.limits.close_timeout_s)
+        self._refuse_unawaited()
+
+    def close_blocking(self) -> None:
+        """The same, for code that does not await."""
+        if not self._closed:
+            self._closed = True
+            try:
+                self._thread.run_blocking(self._service.close(), "close")
+            finally:
+                self._thread.stop(self._rollout.limits.close_timeout_s)
+        self._refuse_unawaited()
+
+    def _refuse_unawaited(self) -> None:
+        count = len(self._unawaited)
+        self._unawaited.clear()
+        if count:
+            times = "once" if count == 1 else f"{count} times"
+            raise MisuseError(
+                f"generate_sequences was called {times} without await, and generated nothing: "
+                "await it, or call generate_sequences_blocking"
+            )
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if error is not None:
+            self._unawaited.clear()  # the error that is on its way matters more
+        await self.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if error is not None:
+            self._unawaited.clear()
+        self.close_blocking()
+
+
+async def _new_feed() -> Feed[Trajectory | Dropped]:
+    return Feed(STREAM_BUFFER)

@@ -1,0 +1,407 @@
+"""A session: one attempt at a task, and the only door from an agent loop to tokens.
+
+Owns the token rows of a trajectory and its budgets. An agent loop calls `generate`, `observe`, `call_tools` and `fork`;
+it never holds a token list, so what is trained is what was sampled, whatever the loop does.
+Invariant: rows only grow; mask is 1 exactly on sampled ids, each with its logprob and policy version; no row is longer
+than `rollout.response_length`, nor are all sampled ids together.
+"""
+
+import asyncio
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol
+
+from treadle.config import RolloutConfig
+from treadle.errors import EngineFailure, MisuseError, PromptFailure
+from treadle.types import (
+    NOTHING,
+    Completion,
+    Message,
+    Request,
+    Row,
+    SamplingParams,
+    StopReason,
+    Task,
+    ToolCall,
+    ToolResult,
+    ToolStatus,
+    Turn,
+)
+
+
+class Generator(Protocol):
+    """Whoever answers requests: an engine, or the router in front of several."""
+
+    async def generate(self, request: Request) -> Completion: ...
+
+
+class TextCodec(Protocol):
+    """Between messages and ids, as far as a session needs it."""
+
+    @property
+    def stop_token_ids(self) -> tuple[int, ...]: ...
+
+    def prompt(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] = ()) -> tuple[int, ...]: ...
+
+    def observation(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] = ()) -> tuple[int, ...]: ...
+
+    def decode(self, ids: Sequence[int]) -> str: ...
+
+
+class CallParser(Protocol):
+    """Finds tool calls in what a model wrote."""
+
+    def parse(self, text: str) -> Any: ...
+
+
+class OpenTools(Protocol):
+    """The tools of one session."""
+
+    async def call_many(self, calls: Sequence[ToolCall], max_parallel: int) -> Sequence[ToolResult]: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Services:
+    """What every session of a worker shares."""
+
+    rollout: RolloutConfig
+    engine: Generator
+    codec: TextCodec
+    parser: CallParser
+
+
+@dataclass(slots=True)
+class Ledger:
+    """What a session and its forks have spent together, and where they stand."""
+
+    sampled: int = 0
+    assistant_turns: int = 0
+    user_turns: int = 0
+    invalid_streak: int = 0
+    generate_s: float = 0.0
+    tool_s: float = 0.0
+    ended: StopReason | None = None
+    stage: str = "start"
+    since: float = 0.0
+    server: str = ""
+    last_event: str = "started"
+    spoken: list[Message] = field(default_factory=list)
+    """The conversation of whichever fork spoke last: the one that ends with the answer."""
+    turn_rewards: list[float] = field(default_factory=list)
+    extra: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(slots=True)
+class _OpenTurn:
+    start: int
+    sampled_end: int
+    stop: StopReason
+    generate_s: float
+    replica: str
+    calls: tuple[ToolCall, ...] = ()
+    results: tuple[ToolResult, ...] = ()
+    tool_s: float = 0.0
+    reward: float | None = None
+
+
+class _OpenRow:
+    """A row that is still growing."""
+
+    __slots__ = ("ids", "logprobs", "mask", "prompt_ids", "turns", "versions")
+
+    def __init__(self, prompt_ids: tuple[int, ...]) -> None:
+        self.prompt_ids = prompt_ids
+        self.ids: list[int] = []
+        self.mask: list[int] = []
+        self.logprobs: list[float] = []
+        self.versions: list[int] = []
+        self.turns: list[_OpenTurn] = []
+
+    def add_sampled(self, completion: Completion) -> None:
+        self.ids += completion.ids
+        self.mask += [1] * len(completion.ids)
+        self.logprobs += completion.logprobs
+        self.versions += completion.versions
+
+    def add_observed(self, ids: Sequence[int]) -> None:
+        self.ids += ids
+        self.mask += [0] * len(ids)
+        self.logprobs += [0.0] * len(ids)
+        self.versions += [-1] * len(ids)
+
+    def close(self) -> Row:
+        ends = [turn.start for turn in self.turns[1:]] + [len(self.ids)]
+        turns = tuple(_closed(turn, end) for turn, end in zip(self.turns, ends, strict=False))
+        return Row(
+            self.prompt_ids, tuple(self.ids), tuple(self.mask), tuple(self.logprobs), tuple(self.versions), turns
+        )
+
+
+def _closed(turn: _OpenTurn, end: int) -> Turn:
+    return Turn(
+        turn.start,
+        turn.sampled_end,
+        end,
+        turn.stop,
+        turn.calls,
+        turn.results,
+        turn.generate_s,
+        turn.tool_s,
+        turn.replica,
+        turn.reward,
+    )
+
+
+class Session:
+    """One attempt at a task, as an agent loop sees it."""
+
+    def __init__(
+        self,
+        task: Task,
+        sample: int,
+        services: Services,
+        tools: OpenTools,
+        schemas: Sequence[Mapping[str, Any]],
+        sampling: SamplingParams,
+        prompt_ids: tuple[int, ...],
+        *,
+        parent: "Session | None" = None,
+        messages: Sequence[Message] | None = None,
+    ) -> None:
+        self.task = task
+        self.sample = sample
+        self._services = services
+        self._tools = tools
+        self._schemas = tuple(schemas)
+        self._sampling = sampling
+        self._ledger: Ledger = parent._ledger if parent else Ledger()
+        self._rows: list[_OpenRow] = parent._rows if parent else []
+        self._row = _OpenRow(prompt_ids)
+        self._rows.append(self._row)
+        self._messages: list[Message] = list(task.messages if messages is None else messages)
+        self._clock = asyncio.get_running_loop().time
+        if parent is None:
+            self._ledger.since = self._clock()
+            self._ledger.spoken = self._messages
+
+    @property
+    def done(self) -> bool:
+        """Whether a limit has ended this session; `generate` is refused from then on."""
+        return self._ledger.ended is not None
+
+    @property
+    def messages(self) -> tuple[Message, ...]:
+        """The conversation so far, as text."""
+        return tuple(self._messages)
+
+    @property
+    def tools(self) -> tuple[Mapping[str, Any], ...]:
+        """Schemas of the tools this session may call."""
+        return self._schemas
+
+    @property
+    def num_turns(self) -> int:
+        """Assistant turns so far, forks included."""
+        return self._ledger.assistant_turns
+
+    @property
+    def tokens_left(self) -> int:
+        """How many more tokens this row may grow by."""
+        rollout, row = self._services.rollout, self._row
+        return min(
+            rollout.response_length - max(len(row.ids), self._ledger.sampled),
+            rollout.sequence_length() - len(row.prompt_ids) - len(row.ids),
+        )
+
+    @property
+    def extra(self) -> dict[str, Any]:
+        """Notes a loop wants in the trajectory, for reward functions and people."""
+        return self._ledger.extra
+
+    async def generate(self) -> Completion:
+        """Sample one assistant turn. It goes on with the new weights when an update interrupts it."""
+        if self.done:
+            raise MisuseError(
+                f"session {self.task.uid}/{self.sample} is over ({self._ledger.ended}): check session.done"
+            )
+        ledger, row = self._ledger, self._row
+        start, began = len(row.ids), self._enter("generate")
+        part = await self._sample_part()
+        while part.stop is StopReason.ABORT:
+            ledger.last_event = f"interrupted after {len(row.ids) - start} tokens"
+            part = await self._sample_part()
+        took = self._clock() - began
+        ledger.generate_s += took
+        ledger.assistant_turns += 1
+        row.turns.append(_OpenTurn(start, len(row.ids), part.stop, took, part.replica))
+        completion = self._whole_turn(part, start)
+        self._messages.append(_spoken(completion))
+        ledger.spoken = self._messages
+        if part.stop is StopReason.LENGTH:
+            self.end(StopReason.LENGTH)
+        self._enter("loop", f"turn {ledger.assistant_turns}: {len(row.ids) - start} tokens, {part.stop}")
+        return completion
+
+    async def _sample_part(self) -> Completion:
+        """One request: up to the end of the turn, or up to an interruption."""
+        row, sampling = self._row, self._sampling
+        room = self.tokens_left
+        if room < 1:
+            return Completion((), (), (), StopReason.LENGTH)
+        request = Request(
+            uid=self.task.uid,
+            sample=self.sample,
+            ids=(*row.prompt_ids, *row.ids),
+            sampling=replace(sampling, max_tokens=min(room, sampling.max_tokens)),
+            position=self._ledger.sampled,
+            messages=tuple(self._messages),
+            tools=self._schemas,
+        )
+        part = await self._services.engine.generate(request)
+        count = len(part.ids)
+        if len(part.logprobs) != count or len(part.versions) != count or count > room:
+            lengths = f"{count} ids, {len(part.logprobs)} logprobs, {len(part.versions)} versions, room for {room}"
+            raise EngineFailure(f"{part.replica or 'engine'} returned {lengths}")
+        row.add_sampled(part)
+        self._ledger.sampled += count
+        self._ledger.server = part.replica
+        return part
+
+    def _whole_turn(self, last: Completion, start: int) -> Completion:
+        row = self._row
+        if len(last.ids) == len(row.ids) - start and (last.text or last.calls):
+            return last
+        ids = tuple(row.ids[start:])
+        text = self._services.codec.decode(ids)
+        logprobs, versions = tuple(row.logprobs[start:]), tuple(row.versions[start:])
+        return Completion(ids, logprobs, versions, last.stop, text, last.replica, last.calls)
+
+    async def observe(self, *messages: Message | str, reward: float | None = None) -> None:
+        """Add what follows the model's turn: tool results, or a user's words. Text alone is a user message.
+
+        Where no further turn can follow, because turns or tokens are spent, the session ends instead.
+        """
+        said = [_message(item) for item in messages]
+        ledger, turns = self._ledger, self._services.rollout.multi_turn
+        self.score_turn(reward)
+        if turns.max_assistant_turns is not None and ledger.assistant_turns >= turns.max_assistant_turns:
+            return self.end(StopReason.TURN_LIMIT)
+        if any(message["role"] == "user" for message in said):
+            if turns.max_user_turns is not None and ledger.user_turns >= turns.max_user_turns:
+                return self.end(StopReason.TURN_LIMIT)
+            ledger.user_turns += 1
+        ids = self._services.codec.observation(said, self._schemas)
+        if len(ids) >= self.tokens_left:
+            return self.end(StopReason.LENGTH)
+        self._row.add_observed(ids)
+        self._messages += said
+        return None
+
+    def parse(self, completion: Completion) -> tuple[ToolCall, ...]:
+        """The tool calls in a completion; malformed ones carry their problem."""
+        calls: tuple[ToolCall, ...] = completion.calls or self._services.parser.parse(completion.text).calls
+        return calls
+
+    async def call_tools(self, calls: Sequence[ToolCall]) -> Sequence[ToolResult]:
+        """Run the calls of a turn side by side, results in the order of the calls. Limits may end the session."""
+        ledger, turns, limits = self._ledger, self._services.rollout.multi_turn, self._services.rollout.limits
+        began = self._enter("tools", f"calling {', '.join(call.name for call in calls)}")
+        results = await self._tools.call_many(calls, turns.max_parallel_calls)
+        took = self._clock() - began
+        ledger.tool_s += took
+        turn = self._row.turns[-1]
+        turn.calls, turn.results, turn.tool_s = tuple(calls), tuple(results), took
+        for result in results:
+            ledger.invalid_streak = ledger.invalid_streak + 1 if result.status is ToolStatus.INVALID else 0
+        if ledger.invalid_streak >= turns.max_invalid_calls:
+            self.end(StopReason.INVALID_CALLS)
+        elif limits.session_tool_time_s is not None and ledger.tool_s > limits.session_tool_time_s:
+            self.end(StopReason.TOOL_TIME)
+        self._enter("loop", "tools answered")
+        return results
+
+    def fork(self, messages: Iterable[Message]) -> "Session":
+        """A new row that starts from `messages`: for compaction and sub-agents. It shares budgets and the reward."""
+        said = tuple(messages)
+        ids = self._services.codec.prompt(said, self._schemas)
+        longest = self._services.rollout.sequence_length()
+        if len(ids) >= longest:
+            raise PromptFailure(f"a fork's prompt has {len(ids)} tokens; rollout.max_model_len leaves {longest - 1}")
+        return Session(
+            self.task,
+            self.sample,
+            self._services,
+            self._tools,
+            self._schemas,
+            self._sampling,
+            ids,
+            parent=self,
+            messages=said,
+        )
+
+    def score_turn(self, reward: float | None) -> None:
+        """Note what an environment gave for the last turn."""
+        if reward is not None:
+            self._row.turns[-1].reward = reward
+            self._ledger.turn_rewards.append(reward)
+
+    def finish(self) -> None:
+        """End the session as complete."""
+        self.end(StopReason.STOP)
+
+    def end(self, reason: StopReason) -> None:
+        """End the session; the first reason stays."""
+        if self._ledger.ended is None:
+            self._ledger.ended = reason
+
+    def _enter(self, stage: str, event: str | None = None) -> float:
+        ledger = self._ledger
+        ledger.stage, ledger.since = stage, self._clock()
+        if event:
+            ledger.last_event = event
+        return ledger.since
+
+
+class SessionRecord:
+    """What the worker, and nobody else, takes out of a session."""
+
+    def __init__(self, session: Session) -> None:
+        self._session = session
+
+    @property
+    def ledger(self) -> Ledger:
+        return self._session._ledger
+
+    @property
+    def messages(self) -> tuple[Message, ...]:
+        return tuple(self.ledger.spoken)
+
+    def rows(self) -> tuple[Row, ...]:
+        """The rows as they stand; a fork that never sampled teaches nothing and is left out."""
+        rows = [row.close() for row in self._session._rows]
+        return tuple(row for at, row in enumerate(rows) if at == 0 or row.ids)
+
+    def extra(self) -> Mapping[str, Any]:
+        ledger = self.ledger
+        notes = {**ledger.extra, **({"turn_rewards": tuple(ledger.turn_rewards)} if ledger.turn_rewards else {})}
+        return notes or NOTHING
+
+
+def _spoken(completion: Completion) -> Message:
+    """A turn as a message; calls that the engine parsed itself are told in OpenAI's shape."""
+    said: dict[str, Any] = {"role": "assistant", "content": completion.text}
+    if completion.calls:
+        said["tool_calls"] = [
+            {
+                "id": call.id,
+                "type": "function",
+                "function": {"name": call.name, "arguments": json.dumps(call.arguments)},
+            }
+            for call in completion.calls
+        ]
+    return said
+
+
+def _message(item: Message | str) -> Message:
+    return {"role": "user", "content": item} if isinstance(item, str) else item
