@@ -1,0 +1,189 @@
+"""Off-policy correction against formulas written out again here, in numpy, one sequence at a time."""
+
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+import torch
+
+from treadle.algorithm.aggregation import Denominator
+from treadle.algorithm.correction import Correction, correct
+from treadle.algorithm.measures import merge, read
+from treadle.algorithm.objective import compute_policy_loss
+from treadle.algorithm.packed import MicroBatch
+from treadle.config.actor import ActorConfig, PolicyLossConfig
+from treadle.config.algorithm import RolloutCorrectionConfig
+
+
+@dataclass
+class Sequence:
+    now: np.ndarray
+    old: np.ndarray
+    rollout: np.ndarray
+    advantages: np.ndarray
+    mask: np.ndarray
+
+
+def make(seed: int = 0) -> list[Sequence]:
+    rng = np.random.default_rng(seed)
+    sequences = []
+    for length in (4, 9, 1, 6, 12, 3, 2):
+        old = -rng.exponential(2.0, size=length)
+        rollout, now = old + rng.normal(size=length) * 0.5, old + rng.normal(size=length) * 0.3
+        mask = rng.random(length) < 0.8
+        mask[-1] = length != 3
+        sequences.append(Sequence(now, old, rollout, np.full(length, rng.normal()), mask & (length != 3)))
+    return sequences
+
+
+def flat(sequences: list[Sequence], name: str) -> torch.Tensor:
+    return torch.from_numpy(np.concatenate([getattr(sequence, name) for sequence in sequences]))
+
+
+def index(sequences: list[Sequence]) -> torch.Tensor:
+    return torch.tensor([at for at, sequence in enumerate(sequences) for _ in sequence.mask])
+
+
+def run(sequences: list[Sequence], rollout_correction: RolloutCorrectionConfig) -> Correction:
+    old, rollout, mask = (flat(sequences, name) for name in ("old", "rollout", "mask"))
+    return correct(old, rollout, mask, index(sequences), len(sequences), rollout_correction)
+
+
+@pytest.mark.parametrize("level", ["token", "sequence", "none", None])
+def test_weights_are_truncated_ratios(level: str | None) -> None:
+    sequences = make()
+    expected = []
+    for sequence in sequences:
+        ratio = np.exp(sequence.old - sequence.rollout)
+        if level == "sequence":
+            ratio = np.full(len(ratio), np.prod(ratio[sequence.mask]))
+        expected.append(np.minimum(ratio, 1.3) if level in ("token", "sequence") else np.ones(len(ratio)))
+    found = run(sequences, RolloutCorrectionConfig(rollout_is=level, rollout_is_threshold=1.3))
+    mask = flat(sequences, "mask").numpy()
+    np.testing.assert_allclose(found.weights_T.numpy()[mask], np.concatenate(expected)[mask], atol=1e-12)
+    assert found.keep_T.equal(flat(sequences, "mask"))
+
+
+def keeps(sequence: Sequence, level: str, lower: float, upper: float) -> np.ndarray:
+    ratio = np.exp(sequence.old - sequence.rollout)
+    sampled = ratio[sequence.mask]
+    if level == "sequence":
+        ratio = np.full(len(ratio), np.prod(sampled))
+    elif level == "geometric" and len(sampled):
+        ratio = np.full(len(ratio), np.prod(sampled) ** (1 / len(sampled)))
+    return sequence.mask & (ratio >= lower) & (ratio <= upper)
+
+
+@pytest.mark.parametrize("lower", [None, 0.9])
+@pytest.mark.parametrize("level", ["token", "sequence", "geometric"])
+def test_rejection_has_two_bounds(level: str, lower: float | None) -> None:
+    sequences = make(1)
+    chosen = RolloutCorrectionConfig(rollout_rs=level, rollout_rs_threshold=1.25, rollout_rs_threshold_lower=lower)
+    expected = [keeps(sequence, level, lower or 0.8, 1.25) for sequence in sequences]
+    found = run(sequences, chosen)
+    np.testing.assert_array_equal(found.keep_T.numpy(), np.concatenate(expected))
+    measured = read(found.measures)
+    gone = [sequence.mask & ~keep for sequence, keep in zip(sequences, expected, strict=True)]
+    tokens = sum(sequence.mask.sum() for sequence in sequences)
+    assert 0 < sum(row.sum() for row in gone) < tokens
+    assert measured["rollout_corr/rollout_rs_masked_fraction"] == pytest.approx(sum(r.sum() for r in gone) / tokens)
+    hit = [row.any() for row, sequence in zip(gone, sequences, strict=True) if sequence.mask.any()]
+    assert measured["rollout_corr/rollout_rs_seq_masked_fraction"] == pytest.approx(np.mean(hit))
+
+
+@pytest.mark.parametrize("level", ["token", "sequence"])
+def test_measures_tell_how_far_apart_the_policies_are(level: str) -> None:
+    sequences = make(2)
+    found = read(run(sequences, RolloutCorrectionConfig(rollout_is=level, rollout_is_threshold=1.2)).measures)
+    logs = [(sequence.old - sequence.rollout)[sequence.mask] for sequence in sequences if sequence.mask.any()]
+    tokens = np.concatenate(logs)
+    ratios = np.exp(tokens if level == "token" else np.array([log.sum() for log in logs]))
+    weights = np.minimum(ratios, 1.2)
+    expected = {
+        "kl": -tokens.mean(),
+        "k3_kl": (np.exp(tokens) - 1 - tokens).mean(),
+        "logprob_abs_diff": np.abs(tokens).mean(),
+        "logprob_abs_diff_max": np.abs(tokens).max(),
+        "rollout_is_mean": weights.mean(),
+        "rollout_is_max": ratios.max(),
+        "rollout_is_eff_sample_size": weights.sum() ** 2 / (len(weights) * (weights**2).sum()),
+        "rollout_is_ratio_fraction_high": (ratios > 1.2).mean(),
+        "rollout_rs_masked_fraction": 0.0,
+        "rollout_rs_seq_masked_fraction": 0.0,
+    }
+    assert found == pytest.approx({f"rollout_corr/{name}": value for name, value in expected.items()})
+
+
+def test_rejected_samples_are_worth_nothing() -> None:
+    sequences = make(3)
+    chosen = RolloutCorrectionConfig(rollout_is="token", rollout_rs="token", rollout_rs_threshold=1.25)
+    weights = []
+    for sequence in sequences:
+        ratio = np.exp(sequence.old - sequence.rollout)
+        weights.append((np.minimum(ratio, 2.0) * keeps(sequence, "token", 0.8, 1.25))[sequence.mask])
+    flat_weights = np.concatenate(weights)
+    worth = flat_weights.sum() ** 2 / (len(flat_weights) * (flat_weights**2).sum())
+    assert read(run(sequences, chosen).measures)["rollout_corr/rollout_is_eff_sample_size"] == pytest.approx(worth)
+
+
+@pytest.mark.parametrize("level", ["token", "sequence"])
+def test_measures_of_micro_batches_join_to_those_of_the_batch(level: str) -> None:
+    sequences = make(4)
+    chosen = RolloutCorrectionConfig(rollout_is=level, rollout_rs="geometric", rollout_rs_threshold=1.1)
+    parts = [run(part, chosen).measures for part in (sequences[:1], sequences[1:4], sequences[4:])]
+    assert read(merge(parts)) == pytest.approx(read(run(sequences, chosen).measures))
+
+
+def ppo(ratio: np.ndarray, a: np.ndarray) -> np.ndarray:
+    loss = -np.minimum(ratio * a, np.clip(ratio, 0.8, 1.2) * a)
+    return np.where(a < 0, np.minimum(loss, -3 * a), loss)
+
+
+def loss_of(sequences: list[Sequence], loss_mode: str, rollout_correction: RolloutCorrectionConfig) -> float:
+    batch = MicroBatch(
+        logprobs_T=flat(sequences, "now"),
+        advantages_T=flat(sequences, "advantages"),
+        mask_T=flat(sequences, "mask"),
+        sequence_T=index(sequences),
+        num_sequences=len(sequences),
+        old_logprobs_T=None if rollout_correction.bypass_mode else flat(sequences, "old"),
+        rollout_logprobs_T=flat(sequences, "rollout"),
+    )
+    over = Denominator.of(int(sequence.mask.sum()) for sequence in sequences)
+    actor = ActorConfig(policy_loss=PolicyLossConfig(loss_mode=loss_mode))
+    return compute_policy_loss(batch, over, actor, rollout_correction).loss.item()
+
+
+def test_decoupled_ppo_clips_against_the_proximal_policy_and_weighs_by_the_behaviour_policy() -> None:
+    sequences = make(5)
+    chosen = RolloutCorrectionConfig(rollout_is="token", rollout_is_threshold=1.4, rollout_rs="geometric")
+    total, tokens = 0.0, 0
+    for sequence in sequences:
+        m = keeps(sequence, "geometric", 0.5, 2.0)
+        weight = np.minimum(np.exp(sequence.old - sequence.rollout), 1.4)
+        total += (weight * ppo(np.exp(sequence.now - sequence.old), sequence.advantages))[m].sum()
+        tokens += sequence.mask.sum()
+    assert loss_of(sequences, "vanilla", chosen) == pytest.approx(total / tokens, abs=1e-12)
+
+
+def test_bypass_clips_against_the_behaviour_policy_and_weighs_nothing_twice() -> None:
+    sequences = make(6)
+    total, tokens = 0.0, 0
+    for sequence in sequences:
+        ratio = np.exp(sequence.now - sequence.rollout)
+        m = sequence.mask & (ratio >= 1 / 1.5) & (ratio <= 1.5)
+        total += ppo(ratio, sequence.advantages)[m].sum()
+        tokens += sequence.mask.sum()
+    chosen = RolloutCorrectionConfig(bypass_mode=True, rollout_is="token", rollout_rs="token", rollout_rs_threshold=1.5)
+    assert loss_of(sequences, "vanilla", chosen) == pytest.approx(total / tokens, abs=1e-12)
+
+
+def test_bypass_weighs_a_loss_that_has_no_ratio() -> None:
+    sequences = make(7)
+    total, tokens = 0.0, 0
+    for sequence in sequences:
+        weight = np.minimum(np.exp(sequence.now - sequence.rollout), 1.4)
+        total += (-weight * sequence.advantages * sequence.now)[sequence.mask].sum()
+        tokens += sequence.mask.sum()
+    chosen = RolloutCorrectionConfig(bypass_mode=True, rollout_is="token", rollout_is_threshold=1.4)
+    assert loss_of(sequences, "gpg", chosen) == pytest.approx(total / tokens, abs=1e-12)

@@ -1,0 +1,118 @@
+"""Off-policy correction: weights and rejection for tokens that other weights, or another engine's arithmetic, sampled.
+
+The ratio is trained policy over rollout policy. Decoupled (the default): the trained policy is the one at the start of
+the step, its ratio to the rollout policy is a fixed weight, and PPO's own ratio starts from it. Bypass
+(`bypass_mode`): PPO's ratio is taken against the rollout policy itself and carries the weight, so none is applied.
+
+Invariant: a token that is rejected contributes nothing, to any term of the loss, and still counts in the denominator:
+rejecting makes a step smaller, never the rest louder. T tokens, S sequences, as in `packed`.
+"""
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from treadle.algorithm.measures import Mean, Measures, Peak, Weights
+from treadle.algorithm.packed import LOG_BOUND, count_by_sequence, mean_by_sequence, sum_by_sequence
+from treadle.config.algorithm import RolloutCorrectionConfig
+
+
+@dataclass(frozen=True, slots=True)
+class Correction:
+    """What becomes of each token's loss: its factor, and whether it is kept at all."""
+
+    weights_T: Tensor
+    """Truncated importance weights; 1 where none are asked for."""
+    keep_T: Tensor
+    measures: Measures
+
+
+@dataclass(frozen=True, slots=True)
+class _Ratios:
+    """log(trained / rollout), per token and per sequence."""
+
+    mask_T: Tensor
+    sequence_T: Tensor
+    num_sequences: int
+    log_T: Tensor
+    sum_S: Tensor
+    mean_S: Tensor
+    sampled_S: Tensor
+
+
+@torch.no_grad()
+def correct(
+    logprobs_T: Tensor,
+    rollout_logprobs_T: Tensor,
+    mask_T: Tensor,
+    sequence_T: Tensor,
+    num_sequences: int,
+    rollout_correction: RolloutCorrectionConfig,
+) -> Correction:
+    """Weights, rejection and their measures. `logprobs_T`: the start of the step's, or the current ones in bypass."""
+    log_T = torch.where(mask_T, logprobs_T - rollout_logprobs_T, 0)
+    ratios = _Ratios(
+        mask_T,
+        sequence_T,
+        num_sequences,
+        log_T,
+        sum_by_sequence(log_T, sequence_T, num_sequences),
+        mean_by_sequence(log_T, mask_T, sequence_T, num_sequences),
+        count_by_sequence(mask_T, sequence_T, num_sequences) > 0,
+    )
+    keep_T = _keep(ratios, rollout_correction)
+    weights_T = torch.ones_like(log_T)
+    if rollout_correction.rollout_is == "token":
+        weights_T = _truncate(log_T, rollout_correction)
+    elif rollout_correction.rollout_is == "sequence":
+        weights_T = _truncate(ratios.sum_S, rollout_correction)[sequence_T]
+    return Correction(weights_T, keep_T, _measure(ratios, keep_T, rollout_correction))
+
+
+def _truncate(log_ratio: Tensor, rollout_correction: RolloutCorrectionConfig) -> Tensor:
+    return log_ratio.clamp(-LOG_BOUND, LOG_BOUND).exp().clamp(max=rollout_correction.rollout_is_threshold)
+
+
+def _keep(ratios: _Ratios, rollout_correction: RolloutCorrectionConfig) -> Tensor:
+    """True on every sampled token that is not rejected."""
+    level = rollout_correction.rollout_rs
+    if level == "none":
+        return ratios.mask_T
+    upper = rollout_correction.rollout_rs_threshold
+    lower = rollout_correction.rollout_rs_threshold_lower or 1 / upper
+    sequence_S = ratios.mean_S if level == "geometric" else ratios.sum_S
+    log_T = ratios.log_T if level == "token" else sequence_S[ratios.sequence_T]
+    return ratios.mask_T & (log_T >= math.log(lower)) & (log_T <= math.log(upper))
+
+
+def _measure(ratios: _Ratios, keep_T: Tensor, rollout_correction: RolloutCorrectionConfig) -> Measures:
+    mask_T, log_T = ratios.mask_T, ratios.log_T
+    rejected_T = mask_T & ~keep_T
+    rejected_S = count_by_sequence(rejected_T, ratios.sequence_T, ratios.num_sequences) > 0
+    return {
+        "rollout_corr/kl": Mean.of(-log_T, mask_T),
+        "rollout_corr/k3_kl": Mean.of(torch.expm1(log_T.clamp(max=LOG_BOUND)) - log_T, mask_T),
+        "rollout_corr/logprob_abs_diff": Mean.of(log_T.abs(), mask_T),
+        "rollout_corr/logprob_abs_diff_max": Peak.of(log_T.abs(), mask_T),
+        "rollout_corr/rollout_rs_masked_fraction": Mean.of(rejected_T.double(), mask_T),
+        "rollout_corr/rollout_rs_seq_masked_fraction": Mean.of(rejected_S.double(), ratios.sampled_S),
+        **_measure_weights(ratios, keep_T, rejected_S, rollout_correction),
+    }
+
+
+def _measure_weights(
+    ratios: _Ratios, keep_T: Tensor, rejected_S: Tensor, rollout_correction: RolloutCorrectionConfig
+) -> Measures:
+    """Of the weights as applied, 0 where rejected: per sequence where they are, else per token, even if none apply."""
+    if rollout_correction.rollout_is == "sequence":
+        log, kept, among = ratios.sum_S, ~rejected_S, ratios.sampled_S
+    else:
+        log, kept, among = ratios.log_T, keep_T, ratios.mask_T
+    high = log > math.log(rollout_correction.rollout_is_threshold)
+    return {
+        "rollout_corr/rollout_is": Weights.of(_truncate(log, rollout_correction) * kept, among),
+        "rollout_corr/rollout_is_max": Peak.of(log.clamp(max=LOG_BOUND).exp(), among),
+        "rollout_corr/rollout_is_ratio_fraction_high": Mean.of(high.double(), among),
+    }

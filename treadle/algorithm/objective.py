@@ -1,0 +1,134 @@
+"""The policy's whole loss on a micro batch: the named policy loss, KL and entropy, corrected, weighed and summed.
+
+Owns the table of losses and the order of things. Knows no model: it takes logprobs and gives a share of a loss.
+Invariant: shares of any split of a mini batch add up to its loss, given one denominator (see `aggregation`).
+"""
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from treadle.algorithm.aggregation import Denominator, token_weights, weigh
+from treadle.algorithm.choice import choose
+from treadle.algorithm.correction import Correction, correct
+from treadle.algorithm.covariance import clip_cov, kl_cov
+from treadle.algorithm.kl import kl_loss
+from treadle.algorithm.measures import Mean, Measures, Sum
+from treadle.algorithm.packed import LossInputs, LossOutput, MicroBatch, PolicyLoss
+from treadle.algorithm.sequence_losses import geo_mean, gspo
+from treadle.algorithm.token_losses import cispo, gpg, vanilla
+from treadle.config.actor import ActorConfig
+from treadle.config.algorithm import RolloutCorrectionConfig
+from treadle.errors import MisuseError
+
+LOSSES: Mapping[str, PolicyLoss] = {
+    "vanilla": vanilla,
+    "gspo": gspo,
+    "cispo": cispo,
+    "gpg": gpg,
+    "geo_mean": geo_mean,
+    "kl_cov": kl_cov,
+    "clip_cov": clip_cov,
+}
+
+RATIO_FREE = frozenset({"gpg"})
+"""Losses without a ratio of their own, which need importance weights even where the old policy is the sampler's."""
+
+
+def find_loss(loss_mode: str) -> PolicyLoss:
+    """The policy loss of that name, or at that import path."""
+    return choose(loss_mode, LOSSES, "actor.policy_loss.loss_mode")
+
+
+def compute_policy_loss(
+    batch: MicroBatch, denominator: Denominator, actor: ActorConfig, rollout_correction: RolloutCorrectionConfig
+) -> LossOutput:
+    """A micro batch's share of the loss, ready for backward, and its measures."""
+    batch = _cleaned(batch)
+    inputs = _loss_inputs(batch, rollout_correction)
+    correction = _correction(batch, inputs, rollout_correction)
+    policy = find_loss(actor.policy_loss.loss_mode)(inputs, actor)
+    losses_T, kept_T = policy.losses_T, batch.mask_T
+    if correction:
+        kept_T = correction.keep_T
+        carried = rollout_correction.bypass_mode and actor.policy_loss.loss_mode not in RATIO_FREE
+        losses_T = losses_T if carried else losses_T * correction.weights_T
+    mode = policy.aggregation or actor.loss_agg_mode
+    weights_T = token_weights(batch.mask_T, batch.sequence_T, batch.num_sequences, mode, denominator)
+    policy_term = weigh(losses_T, weights_T * kept_T)
+    others, measures = _other_terms(batch, kept_T, denominator, actor)
+    measured: Measures = {**policy.measures, **(correction.measures if correction else {}), **measures}
+    return LossOutput(policy_term + others, {"actor/pg_loss": Sum(policy_term.detach()), **measured})
+
+
+def _cleaned(batch: MicroBatch) -> MicroBatch:
+    """The batch with zeros on unsampled tokens, where anything may stand, NaN included."""
+    mask_T = batch.mask_T
+    return replace(
+        batch,
+        logprobs_T=torch.where(mask_T, batch.logprobs_T, 0),
+        advantages_T=torch.where(mask_T, batch.advantages_T, 0),
+        old_logprobs_T=_masked(batch.old_logprobs_T, mask_T),
+        rollout_logprobs_T=_masked(batch.rollout_logprobs_T, mask_T),
+        ref_logprobs_T=_masked(batch.ref_logprobs_T, mask_T),
+        entropy_T=_masked(batch.entropy_T, mask_T),
+    )
+
+
+def _masked(values_T: Tensor | None, mask_T: Tensor) -> Tensor | None:
+    return None if values_T is None else torch.where(mask_T, values_T, 0)
+
+
+def _loss_inputs(batch: MicroBatch, rollout_correction: RolloutCorrectionConfig) -> LossInputs:
+    old_T = _rollout_logprobs(batch) if rollout_correction.bypass_mode else batch.old_logprobs_T
+    return LossInputs(
+        batch.logprobs_T,
+        batch.logprobs_T.detach() if old_T is None else old_T,
+        batch.advantages_T,
+        batch.mask_T,
+        batch.sequence_T,
+        batch.num_sequences,
+        batch.selected_T,
+    )
+
+
+def _correction(
+    batch: MicroBatch, inputs: LossInputs, rollout_correction: RolloutCorrectionConfig
+) -> Correction | None:
+    """Measured wherever the sampler's logprobs are known, so that its difference from the trainer is always seen."""
+    asked = rollout_correction.rollout_is not in (None, "none") or rollout_correction.rollout_rs != "none"
+    if batch.rollout_logprobs_T is None and not asked:
+        return None
+    logprobs_T = batch.logprobs_T.detach() if rollout_correction.bypass_mode else inputs.old_logprobs_T
+    return correct(
+        logprobs_T, _rollout_logprobs(batch), batch.mask_T, batch.sequence_T, batch.num_sequences, rollout_correction
+    )
+
+
+def _rollout_logprobs(batch: MicroBatch) -> Tensor:
+    if batch.rollout_logprobs_T is None:
+        raise MisuseError("algorithm.rollout_correction needs rollout_logprobs_T: the engine reported none")
+    return batch.rollout_logprobs_T
+
+
+def _other_terms(
+    batch: MicroBatch, kept_T: Tensor, denominator: Denominator, actor: ActorConfig
+) -> tuple[Tensor, Measures]:
+    """The KL term and the entropy bonus, as asked for, over tokens that are not rejected."""
+    weights_T = token_weights(batch.mask_T, batch.sequence_T, batch.num_sequences, actor.loss_agg_mode, denominator)
+    total, measures = weights_T.new_zeros(()), dict[str, Mean | Sum]()
+    if actor.use_kl_loss:
+        if batch.ref_logprobs_T is None:
+            raise MisuseError("actor.use_kl_loss needs ref_logprobs_T: compute the reference policy's logprobs first")
+        kl = weigh(kl_loss(batch.logprobs_T, batch.ref_logprobs_T, actor.kl_loss_type), weights_T * kept_T)
+        total = total + actor.kl_loss_coef * kl
+        measures["actor/kl_loss"] = Sum(kl.detach())
+    if batch.entropy_T is not None:
+        if actor.entropy_coeff:
+            total = total - actor.entropy_coeff * weigh(batch.entropy_T, weights_T * kept_T)
+        measures["actor/entropy"] = Mean.of(batch.entropy_T.detach(), batch.mask_T)
+    elif actor.entropy_coeff:
+        raise MisuseError("actor.entropy_coeff needs entropy_T: compute entropy with the logprobs")
+    return total, measures
