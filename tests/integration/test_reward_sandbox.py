@@ -1,6 +1,7 @@
 """Reward functions that misbehave in every way we know, in real worker processes."""
 
 import asyncio
+import contextlib
 import ctypes
 import os
 import signal
@@ -434,6 +435,8 @@ def test_functions_that_cannot_be_loaded_are_reported_with_their_keys() -> None:
         asyncio.run(Scorer.create(RewardConfig(functions=functions)))
     keys = {mistake.key for mistake in caught.value.mistakes}
     assert keys == {"reward.functions.a.path", "reward.functions.b.kwargs.nonsense", "reward.functions.c.path"}
+    assert "it takes response, extra" in str(caught.value)
+    assert "code (RewardFunctionConfig.kwargs)" in str(caught.value)
 
 
 def test_a_module_that_ends_its_process_on_import_is_an_error_and_not_a_hang(
@@ -444,6 +447,18 @@ def test_a_module_that_ends_its_process_on_import_is_an_error_and_not_a_hang(
     reward = RewardConfig(functions={"a": RewardFunctionConfig(path="deadly_module:score")}, num_workers=2)
     with pytest.raises(RunError, match=r"did not start: crash.*status 9"):
         asyncio.run(Scorer.create(reward))
+
+
+def test_nothing_is_left_open_after_crashes_and_cancellations() -> None:
+    async def main() -> None:
+        async with await Scorer.create(make_config("misbehave", num_workers=2)) as scorer:
+            for how in ("segfault", "call_os_exit", "well_behaved", "sleep_long"):
+                with contextlib.suppress(ScoreFailure, TimeoutError):
+                    await asyncio.wait_for(scorer.score(make_task(how), make_trajectory()), 1.0)
+
+    before = len(os.listdir("/proc/self/fd"))
+    asyncio.run(main())
+    assert len(os.listdir("/proc/self/fd")) == before
 
 
 def test_closing_ends_the_workers_and_the_scores_that_run() -> None:

@@ -91,7 +91,7 @@ def test_no_text_breaks_a_built_in(text: str) -> None:
 
 def test_a_megabyte_of_digits_is_read_in_linear_time() -> None:
     assert number_match.score("1," * 500_000, "1") == 1.0
-    assert number_match.score("9" * 1_000_000, "1") == 0.0
+    assert number_match.score("9" * 1_000_000, "1", tolerance=1.0) == 0.0
 
 
 def test_exact_match_compares_letter_for_letter() -> None:

@@ -11,7 +11,7 @@ only waits for a server, such as a judge behind an API, is better off with `num_
 
 What a worker process protects the run from
 - Time: a score that passes `timeout_s` is killed with SIGKILL, with every process it started, in C code too.
-- CPU: a score that uses more than `cpu_time_s` is killed by the kernel. Processes it starts count for themselves.
+- CPU: a score that uses more than `cpu_time_s` is killed by the kernel. Processes it starts are bounded by time only.
 - Memory: private writable memory of the worker, and of each process it starts, is bounded by `memory_mb`.
 - Crashes: exit, abort, segmentation fault or a full memory end one attempt of one score; the next gets a new process.
 - Leftovers: what a score starts ends with it. A helper that should live on is started when the module is imported.

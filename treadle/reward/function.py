@@ -56,9 +56,8 @@ def load_function(name: str, path: str, kwargs: Mapping[str, Any]) -> Function:
 
 
 def _load_callable(path: str) -> Callable[..., Any]:
-    from treadle.config.plugin import (
-        load_object,
-    )  # brings the whole config, which a worker for built-ins can do without
+    # Brings the whole config, which a worker that runs only built-ins can do without.
+    from treadle.config.plugin import load_object
 
     found = load_object(path, "path")
     if not callable(found):
@@ -105,8 +104,7 @@ def _prepare(module: Any, path: str, kwargs: Mapping[str, Any]) -> None:
     try:
         module.prepare(**kwargs)
     except ImportError as error:
-        raise _wrong_path(
-            path, f"needs an optional package: {error}", f"pip install 'treadle[{module.EXTRA}]'"
-        ) from error
+        fix = f"pip install 'treadle[{module.EXTRA}]'"
+        raise _wrong_path(path, f"needs an optional package: {error}", fix) from error
     except (TypeError, ValueError) as error:
         raise ConfigError([Mistake("kwargs", f"{path!r} refuses them: {error}", value=dict(kwargs))]) from error

@@ -22,9 +22,15 @@ def list_children(pid: int) -> set[int]:
 def kill_tree(pid: int) -> None:
     """Kill `pid` and everything below it, with the process groups they lead, in sessions of their own too."""
     for member in _list_tree(pid):
-        for kill in (os.killpg, os.kill):
-            with suppress(ProcessLookupError, PermissionError):
-                kill(member, signal.SIGKILL)
+        kill_group(member)
+        with suppress(ProcessLookupError, PermissionError):
+            os.kill(member, signal.SIGKILL)
+
+
+def kill_group(pid: int) -> None:
+    """Kill the process group that `pid` leads or led; safe when `pid` itself is gone and its number given away."""
+    with suppress(ProcessLookupError, PermissionError):
+        os.killpg(pid, signal.SIGKILL)
 
 
 def _list_tree(pid: int) -> list[int]:

@@ -49,7 +49,9 @@ class Pool:
         except BaseException as error:
             await asyncio.shield(pool.close())
             if isinstance(error, ScoreFailure | OSError):
-                raise RunError(f"reward workers did not start: {error}") from error
+                raise RunError(
+                    f"reward workers (reward.memory_mb={reward.memory_mb}) did not start: {error}"
+                ) from error
             raise
         return pool
 

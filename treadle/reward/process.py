@@ -17,10 +17,10 @@ from treadle.config.reward import RewardConfig
 from treadle.errors import ConfigError, Mistake
 from treadle.reward.failure import Fault, ScoreFailure, name_function
 from treadle.reward.frame import FrameStream
-from treadle.reward.kin import kill_tree
+from treadle.reward.handshake import BOOT, Setup, read_report
+from treadle.reward.kin import kill_group, kill_tree
 from treadle.reward.packing import pack
 from treadle.reward.verdict import decode
-from treadle.reward.worker import BOOT, Setup
 from treadle.types import Score
 
 START_TIMEOUT_S = 60.0
@@ -81,13 +81,13 @@ class WorkerProcess(asyncio.SubprocessProtocol):
         self._stream.send(pack(Setup(functions, reward.cpu_time_s, reward.memory_mb)))
         try:
             async with asyncio.timeout(START_TIMEOUT_S):
-                report = json.loads(await self._stream.receive())
+                report = read_report(await self._stream.receive())
         except TimeoutError as error:
             raise ScoreFailure(Fault.TIMEOUT, f"was not imported within {START_TIMEOUT_S:g} s") from error
-        mistakes = [locate(reward, name, Mistake(*m)) for name, found in report["mistakes"].items() for m in found]
+        mistakes = [locate(reward, name, mistake) for name, found in report.mistakes.items() for mistake in found]
         if mistakes:
             raise ConfigError(mistakes)
-        return tuple(report["needs"])
+        return report.needs
 
     async def ask(self, payload: bytes) -> dict[str, Score]:
         """Each function's score. A worker that is late, dies, is cancelled or garbles its answer is killed."""
@@ -148,13 +148,14 @@ class WorkerProcess(asyncio.SubprocessProtocol):
         assert self._process is not None
         status = self._process.get_returncode()
         assert status is not None
-        kill_tree(self._process.get_pid())
+        kill_group(self._process.get_pid())
         self._process.close()
         self._stream.fail(_explain(status, self._reward))
         self.kill()
 
     def connection_lost(self, error: Exception | None) -> None:
-        self.gone.set_result(None)
+        if not self.gone.done():
+            self.gone.set_result(None)
 
 
 def _explain(status: int, reward: RewardConfig) -> ScoreFailure:

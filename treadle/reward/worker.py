@@ -1,7 +1,7 @@
 """The process that runs reward functions which are not trusted to end.
 
-Started by the parent with `BOOT`; imports its functions, then answers one score at a time until its channel closes.
-Owns nothing that lasts: the parent may kill it at any moment. Imports neither torch nor the config.
+Imports its functions, then answers one score at a time until its channel closes. Imports no torch.
+Owns nothing that lasts: the parent may kill it at any moment.
 Invariant: one reply per function and score, as JSON; standard input is empty, and what is printed is dropped.
 
 Results leave on a channel of their own, so a function may print what it likes.
@@ -9,12 +9,10 @@ Results leave on a channel of their own, so a function may print what it likes.
 
 import asyncio
 import inspect
-import json
 import os
 import pickle
 import sys
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator
 from typing import Any
 
 from treadle.errors import ConfigError, Mistake
@@ -22,21 +20,10 @@ from treadle.reward.failure import ScoreFailure, blame_function
 from treadle.reward.fence import fence
 from treadle.reward.frame import read_frame, write_frame
 from treadle.reward.function import Function, load_function
+from treadle.reward.handshake import Setup, write_report
 from treadle.reward.kin import list_children
 from treadle.reward.limits import confine, die_with_parent, end_strays, limit_cpu
 from treadle.reward.verdict import encode, encode_failure, read_score
-
-BOOT = "import json, sys; sys.path[:] = json.loads(sys.argv[1]); from treadle.reward.worker import main; main()"
-"""The program text of a worker. Arguments: the parent's import path, the channel, the lifeline."""
-
-
-@dataclass(frozen=True, slots=True)
-class Setup:
-    """The first message to a worker: what to load (name, path, kwargs), and the limits."""
-
-    functions: tuple[tuple[str, str, Mapping[str, Any]], ...]
-    cpu_time_s: float
-    memory_mb: int
 
 
 def main() -> None:
@@ -60,17 +47,13 @@ def main() -> None:
 def _load(channel: int, setup: Setup) -> list[Function]:
     """Load every function and report what they need, or every mistake; with mistakes the parent then hangs up."""
     functions: list[Function] = []
-    mistakes: dict[str, list[Mistake]] = {}
+    mistakes: dict[str, tuple[Mistake, ...]] = {}
     for name, path, kwargs in setup.functions:
         try:
             functions.append(load_function(name, path, kwargs))
         except ConfigError as error:
-            mistakes[name] = list(error.mistakes)
-    report = {
-        "needs": sorted({need for function in functions for need in function.needs}),
-        "mistakes": {name: [[m.key, m.problem, m.fix] for m in found] for name, found in mistakes.items()},
-    }
-    write_frame(channel, json.dumps(report).encode())
+            mistakes[name] = error.mistakes
+    write_frame(channel, write_report(functions, mistakes))
     return functions
 
 

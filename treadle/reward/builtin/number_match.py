@@ -14,6 +14,7 @@ from typing import Any
 
 MARK = "####"
 TAIL = 512
+MAX_DIGITS = 1000
 MARGIN = 8
 """A match this far from the edge of the tail would be the same in the whole text."""
 
@@ -62,5 +63,6 @@ def _read_last(text: str) -> Decimal | None:
     return _to_number(match[0][::-1]) if match else None
 
 
-def _to_number(digits: str) -> Decimal:
-    return Decimal(digits.translate(_CLEAN))
+def _to_number(digits: str) -> Decimal | None:
+    """None for a number longer than anybody means: arithmetic on it would overflow."""
+    return Decimal(digits.translate(_CLEAN)) if len(digits) <= MAX_DIGITS else None
