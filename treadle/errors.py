@@ -11,6 +11,7 @@
     │   ├── EnvironmentFailure   an environment or user simulator broke
     │   ├── LoopFailure          an agent loop's own code broke
     │   └── RewardFailure        a reward function crashed, ran out of time or gave no number
+    │       └── ScoreFailure       which function, and which of these (treadle.reward.failure)
     └── RunError               a run cannot go on: it ends with this cause and a non-zero status
         ├── BudgetSpent          more trajectories failed than `rollout.failures` allows
         └── DeadlineError        a wait took longer than its deadline; the message says what was waited for

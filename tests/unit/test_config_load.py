@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.configs import ROLLOUT, mistake, mistakes, rollout_config, training_config
@@ -304,6 +304,7 @@ KEYS = st.one_of(
 )
 
 
+@settings(deadline=None)
 @given(KEYS, SCALARS)
 def test_any_word_sets_exactly_the_leaf_it_names_or_is_an_error(key, value):
     word = f"{key}={value}"
@@ -324,6 +325,7 @@ def test_any_word_sets_exactly_the_leaf_it_names_or_is_an_error(key, value):
         assert config.origin(name).place == word
 
 
+@settings(deadline=None)
 @given(st.lists(st.tuples(st.sampled_from(["rollout.n", "rollout.seed", "data.seed"]), st.integers(1, 9)), max_size=6))
 def test_the_last_word_for_a_key_is_the_one_that_counts(pairs):
     config = rollout_config(*(f"{key}={value}" for key, value in pairs))
@@ -348,6 +350,7 @@ def flat(*layers):
     return dict(leaves_of(merge(layers, lambda path: False, []).tree))
 
 
+@settings(deadline=None)
 @given(LAYERS, LAYERS, LAYERS)
 def test_merging_is_associative_and_the_last_writer_wins(a, b, c):
     first, second, third = layer(a, "a"), layer(b, "b"), layer(c, "c")
@@ -358,6 +361,7 @@ def test_merging_is_associative_and_the_last_writer_wins(a, b, c):
         assert whole[path] == (leaf.value, "c:1")
 
 
+@settings(deadline=None)
 @given(st.integers(0, 2**40), st.permutations(["rollout.seed", "data.seed", "actor.data_loader_seed"]))
 def test_a_chain_of_references_ends_in_the_value_at_its_end(value, chain):
     last, middle, first = chain

@@ -5,7 +5,7 @@ import os
 import pickle
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.configs import ROLLOUT, TRAINING, mistake, mistakes
@@ -39,12 +39,21 @@ rollout:
         "rollout.name",
         "rollout.limits",
         "rollout.max_model_len",
-        "data.seed",
         "rollout._target_",
-        "modl.path",
         "rollout.seed",
+        "modl.path",
+        "data.seed",
         "model.path",
     ]
+
+
+def test_files_come_in_the_order_they_were_given(tmp_path):
+    (tmp_path / "b.yaml").write_text("rollout:\n  x: 1\n  y: 1\n")
+    (tmp_path / "a.yaml").write_text("data:\n  z: 1\n")
+    with pytest.raises(ConfigError) as caught:
+        load([tmp_path / "b.yaml", tmp_path / "a.yaml"])
+    keys = [item.key for item in caught.value.mistakes]
+    assert keys == ["rollout.x", "rollout.y", "data.z", "model.path"]
 
 
 def test_a_mistake_shows_key_problem_origin_and_fix():
@@ -319,6 +328,7 @@ def test_a_config_error_travels_between_processes():
     assert copy.mistakes == caught.value.mistakes
 
 
+@settings(deadline=None)
 @given(st.text(max_size=60))
 def test_no_text_crashes_the_loader(text):
     try:
@@ -327,6 +337,7 @@ def test_no_text_crashes_the_loader(text):
         assert str(error)
 
 
+@settings(deadline=None)
 @given(st.binary(max_size=60))
 def test_no_bytes_crash_the_loader(tmp_path_factory, data):
     path = tmp_path_factory.getbasetemp() / "fuzz.yaml"
@@ -344,6 +355,7 @@ VALUES = st.recursive(
 PLACES = ["rollout", "rollout.engine_kwargs", "reward.functions", "reward.functions.f", "rollout.n", "model"]
 
 
+@settings(deadline=None)
 @given(VALUES, st.sampled_from(PLACES))
 def test_no_value_anywhere_crashes_the_loader(value, key):
     try:

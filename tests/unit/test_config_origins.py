@@ -1,7 +1,7 @@
 """Provenance: every leaf knows where it came from, by which detour, and what it overrode."""
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.configs import ROLLOUT, rollout_config, training_config
@@ -55,6 +55,11 @@ def test_the_command_line_gives_the_word():
     assert str(origin) == "command line (rollout.n=4)"
 
 
+def test_an_origin_is_one_line_whatever_was_typed():
+    assert str(rollout_config("model.path=a\nb").origin("model.path")) == r"command line (model.path=a\nb)"
+    assert len(str(rollout_config("model.path=" + "x" * 9999).origin("model.path"))) < 200
+
+
 def test_a_map_on_the_command_line_gives_every_leaf_of_it_that_origin():
     config = rollout_config("rollout={n: 4, limits: {stall_report_s: 5}, engine_kwargs: {a: {b: 1}}}")
     for key in ("rollout.n", "rollout.limits.stall_report_s", "rollout.engine_kwargs.a.b"):
@@ -105,6 +110,8 @@ def test_what_was_taken_back_is_remembered():
     trace = rollout_config("~rollout", text=ROLLOUT + "rollout: {n: 2}\n").trace("rollout.n")
     assert trace.origin.source is Source.DEFAULT
     assert [leaf.value for leaf in trace.overrode] == [Unset.UNSET, 2]
+    trace = rollout_config("~rollout", "rollout.n=3", text=ROLLOUT + "rollout: {n: 2}\n").trace("rollout.n")
+    assert [leaf.value for leaf in trace.overrode] == [Unset.UNSET, 2]
 
 
 def test_a_map_that_was_emptied_remembers_what_it_held():
@@ -154,6 +161,7 @@ def test_every_leaf_of_a_loaded_config_has_an_origin():
 KEYS = ["rollout.n", "rollout.seed", "data.seed", "rollout.limits.stall_report_s", "logging.experiment_name"]
 
 
+@settings(deadline=None)
 @given(
     st.dictionaries(st.sampled_from(KEYS), st.integers(1, 99)),
     st.dictionaries(st.sampled_from(KEYS), st.integers(1, 99)),

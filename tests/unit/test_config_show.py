@@ -99,7 +99,7 @@ VALUES = st.recursive(
 )
 
 
-@settings(max_examples=50)
+@settings(max_examples=50, deadline=None)
 @given(st.dictionaries(NAMES, VALUES, max_size=3), VALUES)
 def test_any_config_loads_again_from_its_yaml(options, value):
     model = ModelConfig(path="x", override_config=options)
@@ -109,7 +109,7 @@ def test_any_config_loads_again_from_its_yaml(options, value):
     assert loads(to_yaml(again, origins=True)) == config
 
 
-@settings(max_examples=50)
+@settings(max_examples=50, deadline=None)
 @given(st.lists(st.sampled_from(NASTY) | TEXT, max_size=4))
 def test_lists_of_strings_load_again(items):
     text = f"model: {{path: x}}\ndata: {{train_files: {as_yaml(tuple(items))}}}\n"
@@ -231,6 +231,7 @@ def test_everything_can_be_explained(key):
     ("key", "fix"),
     [
         ("rollout.nn", "did you mean 'rollout.n'?"),
+        ("actor_rollout_ref.rollout.n", "did you mean 'rollout.n'?"),
         ("rollout.limitz", "did you mean 'rollout.limits'?"),
         ("reward.functions.g", None),
         ("rollout.n.x", None),

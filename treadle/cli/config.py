@@ -18,7 +18,7 @@ def register(commands: Commands) -> None:
     command = add_command(group, "explain", explain, "example: treadle config explain calculator rollout.n rollout.n=4")
     command.add_argument("config", metavar="CONFIG", help="YAML file or recipe")
     command.add_argument("key", metavar="KEY", help="a key, such as rollout.n, or a section, such as rollout.limits")
-    command.add_argument("words", nargs="*", metavar="KEY=VALUE", help="values that win over the file")
+    command.add_argument("words", nargs="*", default=[], metavar="KEY=VALUE", help="values that win over the file")
 
     command = add_command(group, "check", check, "example: treadle config check my.yaml trainer.mode=fully_async")
     add_words(command)

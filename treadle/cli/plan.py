@@ -44,7 +44,8 @@ def describe_plan(config: "Config", plan: "Plan") -> str:
     rows.append(("engines", f"{plan.replicas} × {config.rollout.name}, {devices}{sharing}"))
     if plan.unused_gpus:
         section = "trainer" if plan.batches else "rollout"
-        rows.append(("unused", f"{_count(plan.unused_gpus, 'GPU')}: raise {section}.n_gpus_per_node to use more"))
+        more = f"raise {section}.n_gpus_per_node or {section}.nnodes to use more"
+        rows.append(("unused", f"{_count(plan.unused_gpus, 'GPU')}: {more}"))
     rows += _batch_rows(plan.batches) if plan.batches else [("samples", f"{config.rollout.n} per task")]
     if plan.staleness:
         rows.append(("staleness", f"{plan.staleness} policy version{'' if str(plan.staleness) == '1' else 's'}"))

@@ -4,7 +4,7 @@ from typing import Literal
 
 from treadle.config.section import Section, key
 
-GROUP_ESTIMATORS = ("grpo", "dr_grpo", "rloo", "opo", "reinforce_plus_plus_baseline")
+GROUP_ESTIMATORS = ("grpo", "dr_grpo", "grpo_passk", "rloo", "opo", "reinforce_plus_plus_baseline")
 """Advantages that compare the samples of one task, so that one sample alone has none."""
 
 OTHER_ESTIMATORS = ("reinforce_plus_plus", "remax", "gae")

@@ -59,12 +59,20 @@ def explain(config: Section, name: str) -> Explanation | Overview:
     """A key's value, type, description, origin and history, or all keys of a section. An unknown name is an error."""
     found = _descend(config, name)
     if found is None:
-        known = [*flatten(config), *(key.rpartition(".")[0] for key in flatten(config))]
-        raise ConfigError([Mistake(name, "no such key", fix=nearest(name, known))])
+        raise ConfigError([Mistake(name, "no such key", fix=_hint(config, name))])
     if isinstance(found, Section):
         return _overview(name, found)
     section, key = found
     return _map_overview(section, key, name) if _holds_sections(section, key) else _explain(section, key, name)
+
+
+def _hint(config: Section, name: str) -> str | None:
+    """The key that was probably meant: the same one without a parent it had elsewhere, or one that looks like it."""
+    keys = flatten(config)
+    known = {*keys, *(key.rpartition(".")[0] for key in keys)}
+    parts = name.split(".")
+    shorter = (".".join(parts[start:]) for start in range(1, len(parts)))
+    return next((f"did you mean {key!r}?" for key in shorter if key in known), None) or nearest(name, sorted(known))
 
 
 def _descend(section: Section, name: str) -> Section | tuple[Section, str] | None:

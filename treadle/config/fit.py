@@ -30,6 +30,7 @@ from treadle.config.value import describe, show
 from treadle.errors import Mistake, nearest
 
 Node = Tree | Leaf | None
+Part = Slot | Outline | dict[str, Outline]
 
 _MAX_SEARCHES = 20
 """Unknown keys for which the whole config is searched for a similar one."""
@@ -63,7 +64,7 @@ class _Fitter:
             self._refuse_value(node, f"is a section ({cls.__name__}), not a value", found)
         return found
 
-    def _part(self, path: Path, item: Key, hint: Any, node: Node, default: Any, place: str) -> Any:
+    def _part(self, path: Path, item: Key, hint: Any, node: Node, default: Any, place: str) -> Part:
         if is_section(hint):
             return self.section(hint, path, node, default if isinstance(default, Section) else None, place)
         if named := section_in_map(hint):
@@ -82,7 +83,9 @@ class _Fitter:
             self._mistakes.append(Mistake(dotted(where), problem, leaf.value, leaf.origin))
         return slot
 
-    def _named(self, path: Path, cls: type[Section], node: Node, default: Mapping[str, Section], place: str) -> Any:
+    def _named(
+        self, path: Path, cls: type[Section], node: Node, default: Mapping[str, Section], place: str
+    ) -> dict[str, Outline]:
         if isinstance(node, Leaf):
             if node.value != {}:
                 problem = f"must be a map from names to sections ({cls.__name__}), got {show(node.value)}"
@@ -98,7 +101,9 @@ class _Fitter:
             for name in names
         }
 
-    def _target(self, declared: type[Section], path: Path, node: Node, default: Section | None) -> Any:
+    def _target(
+        self, declared: type[Section], path: Path, node: Node, default: Section | None
+    ) -> tuple[type[Section], Leaf]:
         usual = type(default) if default is not None else declared
         if node is None:
             return usual, Leaf(public_name(usual), Origin.default(declared.__name__, TARGET))

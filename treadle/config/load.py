@@ -52,22 +52,22 @@ def _read_overrides(overrides: Iterable[str], mistakes: list[Mistake]) -> list[L
 
 
 def build(layers: Sequence[Layer], mistakes: list[Mistake]) -> Config:
-    """The config that layers of leaves describe."""
-    every_source_was_read = not mistakes
+    """The config that layers of leaves describe. `mistakes` are those found in reading them."""
+    unread, found = tuple(mistakes), list[Mistake]()
     translation = legacy.translate(layers)
-    mistakes.extend(translation.mistakes)
+    found.extend(translation.mistakes)
     for warning in translation.warnings:
         warnings.warn(LegacyKeyWarning(warning), stacklevel=3)
-    merged = merge(translation.layers, _is_section_path, mistakes)
-    drawn = fit(merged.tree, mistakes)
-    resolve(drawn, mistakes)
+    merged = merge(translation.layers, _is_section_path, found)
+    drawn = fit(merged.tree, found)
+    resolve(drawn, found)
     missing: list[Mistake] = []
-    config = _Builder(merged.overrode, mistakes, missing).section(drawn)
+    config = _Builder(merged.overrode, found, missing).section(drawn)
     assert isinstance(config, Config), "the root of an outline is a config"
-    if every_source_was_read:  # one that was not may well have said what is missing
-        mistakes.extend((*check_rules(config), *missing))
-    if mistakes:
-        raise ConfigError(sorted(mistakes, key=_reading_order))
+    if not unread:  # what could not be read may well have said what is missing
+        found.extend((*check_rules(config), *missing))
+    if unread or found:
+        raise ConfigError((*unread, *_in_reading_order(found, layers)))
     return config
 
 
@@ -75,13 +75,22 @@ def _is_section_path(path: Path) -> bool:
     return any(is_section(hint) for hint in hints_at(TrainConfig, path))
 
 
-def _reading_order(mistake: Mistake) -> tuple[int, str, int]:
-    """Files from top to bottom, then the command line, then what nobody gave."""
-    origin = mistake.origin if isinstance(mistake.origin, Origin) else None
-    if origin is not None and origin.source is Source.FILE:
-        name, _, line = origin.place.rpartition(":")
-        return 0, name, int(line)
-    return (1 if origin is not None and origin.source is Source.COMMAND_LINE else 2), "", 0
+def _in_reading_order(mistakes: Iterable[Mistake], layers: Sequence[Layer]) -> list[Mistake]:
+    """Files from left to right and top to bottom, then words, then what nobody gave."""
+    sources = [_source(leaf.origin)[0] for layer in layers for leaf in layer.values()]
+    order = {name: at for at, name in enumerate(dict.fromkeys(sources))}
+
+    def place(mistake: Mistake) -> tuple[int, int]:
+        name, line = _source(mistake.origin) if isinstance(mistake.origin, Origin) else ("", 0)
+        return order.get(name, len(order)), line
+
+    return sorted(mistakes, key=place)
+
+
+def _source(origin: Origin) -> tuple[str, int]:
+    """The file and line, or the word, that gave a value."""
+    name, _, line = origin.place.rpartition(":")
+    return (name, int(line)) if origin.source is Source.FILE else (origin.place, 0)
 
 
 class _Builder:

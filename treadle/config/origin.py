@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from enum import Enum, StrEnum
 from typing import Any
 
-from treadle.config.value import shorten
+from treadle.config.value import one_line, shorten
 
 
 class Source(StrEnum):
@@ -48,7 +48,7 @@ class Origin:
         return Origin(self.source, self.place, (*self.via, detour))
 
     def __str__(self) -> str:
-        place = self.place if self.source is Source.FILE else f"{self.source} ({shorten(self.place)})"
+        place = one_line(self.place) if self.source is Source.FILE else f"{self.source} ({shorten(self.place)})"
         return ", ".join((place, *map(shorten, self.via)))
 
 

@@ -62,8 +62,7 @@ def _section_lines(section: Section, usual: type[Section], indent: str, origins:
 
 def _note(section: Section, name: str) -> str:
     found = dict.fromkeys(str(section.origin(key)) for key in section.traced(name) or [name])
-    text = "; ".join(found)
-    return f"  # {text if text.isprintable() else ascii(text)}"
+    return f"  # {'; '.join(found)}"
 
 
 def as_yaml(value: Any) -> str:

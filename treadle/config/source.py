@@ -43,7 +43,7 @@ def read_file(path: FilePath, mistakes: list[Mistake], name: str | None = None) 
         mistakes.append(Mistake(name, f"is over {_MAX_BYTES // 1_000_000} MB: that is no config"))
         return {}
     try:
-        text = data.decode("utf-8-sig")
+        text = data.decode("utf-8")
     except UnicodeDecodeError as error:
         line = data.count(b"\n", 0, error.start) + 1
         mistakes.append(Mistake(f"{name}:{line}", f"is not UTF-8 text: byte 0x{data[error.start]:02x}"))
@@ -154,13 +154,10 @@ def _mend(problem: str, line: str) -> str | None:
     if "${" in line and ("[" in line or "{" in line.replace("${", "")):
         return 'inside [] or {}, a reference needs quotes: "${section.key}"'
     if "mapping values are not allowed" in problem:
-        return f"put quotes around a value that holds `: `, and indent keys of one section alike: {_quote(line)}"
-    return f"near: {_quote(line)}" if line.strip() else None
-
-
-def _quote(line: str) -> str:
-    text = shorten(line.strip())
-    return text if text.isprintable() else ascii(text)
+        return (
+            f"put quotes around a value that holds `: `, and indent keys of one section alike: {shorten(line.strip())}"
+        )
+    return f"near: {shorten(line.strip())}" if line.strip() else None
 
 
 def _leaves(

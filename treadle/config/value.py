@@ -163,7 +163,13 @@ def show(value: Any) -> str:
 
 def shorten(text: str) -> str:
     """Text that fits a line of a report."""
-    return text if len(text) <= _LONGEST_SHOWN else f"{text[: _LONGEST_SHOWN - 20]} … {text[-10:]}"
+    line = one_line(text)
+    return line if len(line) <= _LONGEST_SHOWN else f"{line[: _LONGEST_SHOWN - 20]} … {line[-10:]}"
+
+
+def one_line(text: str) -> str:
+    """Text without line breaks and other characters that move the cursor."""
+    return text if text.isprintable() else repr(text)[1:-1]
 
 
 def choices(hint: Any, bounds: Bounds = UNBOUNDED) -> list[str]:

@@ -1,0 +1,78 @@
+"""How fast the command answers: `treadle --help` and `treadle config check calculator` against `python -c pass`.
+
+    python bench/startup.py [--runs 20]
+
+The bound is 3 × `python -c pass` + 150 ms, from the same run: the three are timed in turns, so that a busy machine
+slows all of them alike. Prints the fastest and the median of each, its share of the bound, and whether torch was
+imported.
+"""
+
+import argparse
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+TREADLE = str(Path(sys.executable).with_name("treadle"))
+BARE = (sys.executable, "-c", "pass")
+COMMANDS = {
+    "python -c pass": BARE,
+    "treadle --help": (TREADLE, "--help"),
+    "treadle config check calculator": (TREADLE, "config", "check", "calculator"),
+}
+EXTRA_S = 0.150
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--runs", type=int, default=20, help="how often each is started")
+    runs = parser.parse_args().runs
+    with tempfile.TemporaryDirectory() as cache:
+        times = measure(runs, with_bytecode_in(cache))
+    print(f"{'':34} {'fastest':>9} {'median':>9} {'of the bound':>24}")
+    bare_s = times["python -c pass"]
+    for name, found in times.items():
+        shares = [pick(found) / (3 * pick(bare_s) + EXTRA_S) for pick in (min, statistics.median)]
+        share = f"{shares[0]:10.2f} and {shares[1]:.2f}" if found is not bare_s else ""
+        print(f"{name:34} {min(found) * 1000:6.1f} ms {statistics.median(found) * 1000:6.1f} ms {share:>24}")
+    bounds = [3 * pick(bare_s) + EXTRA_S for pick in (min, statistics.median)]
+    print(f"{'bound: 3 × pass + 150 ms':34} {bounds[0] * 1000:6.1f} ms {bounds[1] * 1000:6.1f} ms")
+    print("torch imported:", "yes" if imports_torch() else "no")
+
+
+def measure(runs: int, environment: dict[str, str]) -> dict[str, list[float]]:
+    """Seconds of each start, taken in turns after one start each to warm the caches."""
+    times: dict[str, list[float]] = {name: [] for name in COMMANDS}
+    for turn in range(runs + 1):
+        for name, command in COMMANDS.items():
+            started = time.perf_counter()
+            subprocess.run(command, check=True, stdout=subprocess.DEVNULL, env=environment)
+            if turn:
+                times[name].append(time.perf_counter() - started)
+    return times
+
+
+def with_bytecode_in(cache: str) -> dict[str, str]:
+    """An environment in which Python keeps compiled code, as it does for a user."""
+    kept = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
+    return {**kept, "PYTHONPYCACHEPREFIX": cache}
+
+
+def imports_torch() -> bool:
+    """Whether checking a config imports torch."""
+    code = """
+import sys
+from treadle.cli.main import main
+try:
+    main(["config", "check", "calculator"])
+except SystemExit:
+    sys.exit(3 if "torch" in sys.modules else 0)
+"""
+    return subprocess.run((sys.executable, "-c", code), stdout=subprocess.DEVNULL).returncode != 0
+
+
+if __name__ == "__main__":
+    main()

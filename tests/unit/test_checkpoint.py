@@ -1,0 +1,210 @@
+import json
+import logging
+import random
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from tests.policies import make_groups, make_policy, save_tiny_model
+from treadle.checkpoint import Checkpoints, export, latest
+from treadle.config.algorithm import AlgorithmConfig
+from treadle.config.model import ModelConfig
+from treadle.config.trainer import CheckpointConfig, TrainerConfig
+from treadle.errors import ConfigError, MisuseError, RunError
+from treadle.model.checksum import checksum
+from treadle.policy.single import SinglePolicy
+from treadle.trainer.step import StepParts, train_step
+
+KEYS = {"ppo_epochs": 2, "ppo_mini_batch_size": 2, "shuffle": True}
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_tiny_model(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture
+def policy(directory: Path) -> SinglePolicy:
+    return make_policy(directory, **KEYS)
+
+
+def store(run_dir: Path, directory: Path, **keys: object) -> Checkpoints:
+    return Checkpoints(run_dir, checkpoint=CheckpointConfig(**keys), model=ModelConfig(path=str(directory)))
+
+
+def train(policy: SinglePolicy, *steps: int) -> None:
+    parts = StepParts(policy, policy._actor, AlgorithmConfig(), TrainerConfig())
+    for step in steps:
+        train_step(parts, make_groups(step), step=step)
+
+
+def test_a_restored_run_ends_with_the_weights_of_one_that_never_stopped(directory: Path, tmp_path: Path) -> None:
+    straight = make_policy(directory, **KEYS)
+    train(straight, 1, 2, 3, 4, 5)
+    for step in range(1, 6):  # a new process for every step
+        policy, checkpoints = make_policy(directory, **KEYS), store(tmp_path, directory)
+        progress = checkpoints.restore(policy, None)
+        assert (progress.step if progress else 0) == step - 1 == policy.version
+        train(policy, step)
+        checkpoints.save(policy, None, step, {"position": step * 4})
+    assert checksum(policy.tensors()) == checksum(straight.tensors())
+    assert progress is not None and progress.state == {"position": 16}
+
+
+def test_restoring_keeps_the_module_that_an_engine_shares(
+    directory: Path, policy: SinglePolicy, tmp_path: Path
+) -> None:
+    train(policy, 1)
+    store(tmp_path, directory).save(policy, None, 1, {})
+    other = make_policy(directory, **KEYS)
+    held = dict(other.module.named_parameters())
+    store(tmp_path, directory).restore(other, None)
+    assert all(held[name] is parameter for name, parameter in other.module.named_parameters())
+    assert checksum({name: value.detach() for name, value in held.items()}) == checksum(policy.tensors())
+
+
+def test_a_checkpoint_is_a_hugging_face_directory(directory: Path, policy: SinglePolicy, tmp_path: Path) -> None:
+    train(policy, 1)
+    path = store(tmp_path, directory).save(policy, None, 1, {})
+    loaded = AutoModelForCausalLM.from_pretrained(path)
+    assert checksum(dict(loaded.named_parameters())) == checksum(policy.tensors())
+    assert {"config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json"} <= {
+        file.name for file in path.iterdir()
+    }
+    assert [file.name for file in path.glob("*.safetensors")] == ["model.safetensors"]
+
+
+def test_random_states_come_back(directory: Path, policy: SinglePolicy, tmp_path: Path) -> None:
+    checkpoints = store(tmp_path, directory)
+    checkpoints.save(policy, None, 1, {})
+    expected = random.random(), torch.rand(3)
+    checkpoints.restore(policy, None)
+    assert random.random() == expected[0]
+    assert torch.equal(torch.rand(3), expected[1])
+
+
+def test_the_last_k_are_kept(directory: Path, policy: SinglePolicy, tmp_path: Path) -> None:
+    checkpoints = store(tmp_path, directory, keep_last=2)
+    for step in (1, 2, 3, 4):
+        checkpoints.save(policy, None, step, {})
+    assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == ["0003-step-3", "0004-step-4"]
+    everything = store(tmp_path / "all", directory, keep_last=None)
+    for step in (1, 2, 3, 4):
+        everything.save(policy, None, step, {})
+    assert len(list((tmp_path / "all/checkpoints").iterdir())) == 4
+
+
+def test_a_damaged_checkpoint_does_not_push_out_a_whole_one(
+    directory: Path, policy: SinglePolicy, tmp_path: Path
+) -> None:
+    checkpoints = store(tmp_path, directory, keep_last=2)
+    first, second = (checkpoints.save(policy, None, step, {}) for step in (1, 2))
+    (second / "config.json").unlink()
+    checkpoints.save(policy, None, 3, {})
+    assert first.exists()
+
+
+def test_the_same_step_can_be_saved_again(directory: Path, policy: SinglePolicy, tmp_path: Path) -> None:
+    checkpoints = store(tmp_path, directory, keep_last=1)
+    checkpoints.save(policy, None, 5, {"take": 1})
+    checkpoints.save(policy, None, 5, {"take": 2})
+    found = checkpoints.restore(policy, None)
+    assert found is not None and found.state == {"take": 2}
+
+
+def test_a_run_started_afresh_is_newer_than_the_one_it_replaces(
+    directory: Path, policy: SinglePolicy, tmp_path: Path
+) -> None:
+    store(tmp_path, directory).save(policy, None, 100, {})
+    afresh = store(tmp_path, directory, resume_mode="disable")
+    assert afresh.restore(policy, None) is None
+    afresh.save(policy, None, 10, {})
+    found = store(tmp_path, directory).restore(policy, None)
+    assert found is not None and found.step == 10
+
+
+DAMAGE = {
+    "missing": lambda file: file.unlink(),
+    "cut short": lambda file: file.write_bytes(file.read_bytes()[:-1]),
+    "one bit": lambda file: file.write_bytes(file.read_bytes()[:-1] + bytes([file.read_bytes()[-1] ^ 1])),
+}
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["model.safetensors", "training/optimizer.safetensors", "training/policy.json", "training/manifest.json"],
+)
+@pytest.mark.parametrize("damage", DAMAGE)
+def test_a_damaged_checkpoint_is_passed_over_by_name(
+    directory: Path,
+    policy: SinglePolicy,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    name: str,
+    damage: str,
+) -> None:
+    checkpoints = store(tmp_path, directory)
+    first, second = (checkpoints.save(policy, None, step, {}) for step in (1, 2))
+    assert latest(tmp_path) == second
+    DAMAGE[damage](second / name)
+    with caplog.at_level(logging.WARNING):
+        assert latest(tmp_path) == first
+    assert str(second / name) in caplog.text
+
+
+def test_a_run_without_checkpoints_starts_afresh(directory: Path, policy: SinglePolicy, tmp_path: Path) -> None:
+    assert latest(tmp_path) is None
+    assert store(tmp_path, directory).restore(policy, None) is None
+
+
+def test_resume_path_takes_that_checkpoint_and_no_other(directory: Path, policy: SinglePolicy, tmp_path: Path) -> None:
+    checkpoints = store(tmp_path, directory)
+    first, _ = (checkpoints.save(policy, None, step, {}) for step in (1, 2))
+    by_path = store(tmp_path, directory, resume_mode="resume_path", resume_from_path=str(first))
+    found = by_path.restore(policy, None)
+    assert found is not None and found.step == 1
+    (first / "model.safetensors").unlink()
+    with pytest.raises(ConfigError, match=r"checkpoint\.resume_from_path.*model\.safetensors is missing"):
+        by_path.restore(policy, None)
+
+
+def test_a_failed_save_leaves_nothing(directory: Path, policy: SinglePolicy, tmp_path: Path) -> None:
+    checkpoints = store(tmp_path, directory)
+    with pytest.raises(TypeError, match="JSON"):
+        checkpoints.save(policy, None, 1, {"position": object()})
+    assert list((tmp_path / "checkpoints").iterdir()) == []
+
+
+def test_leftovers_of_a_crash_are_swept(directory: Path, policy: SinglePolicy, tmp_path: Path) -> None:
+    for name in (".draft-0001-step-1", ".trash-0001-step-1"):
+        (tmp_path / "checkpoints" / name / "training").mkdir(parents=True)
+    assert latest(tmp_path) is None
+    store(tmp_path, directory).save(policy, None, 1, {})
+    assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["0001-step-1"]
+
+
+def test_a_checkpoint_of_another_model_is_refused(directory: Path, policy: SinglePolicy, tmp_path: Path) -> None:
+    store(tmp_path, directory).save(policy, None, 1, {})
+    wider = make_policy(save_tiny_model(tmp_path / "wider", hidden_size=32), **KEYS)
+    with pytest.raises(RunError, match="is of another model"):
+        store(tmp_path, directory).restore(wider, None)
+
+
+def test_saves_are_due_by_frequency(directory: Path, tmp_path: Path) -> None:
+    assert [step for step in range(1, 7) if store(tmp_path, directory, save_freq=3).is_due(step)] == [3, 6]
+    assert not store(tmp_path, directory).is_due(3)
+
+
+def test_an_export_loads_elsewhere_and_never_overwrites(directory: Path, policy: SinglePolicy, tmp_path: Path) -> None:
+    train(policy, 1)
+    model = ModelConfig(path=str(directory), custom_chat_template="{{ messages }}")
+    export(policy, tmp_path / "out", model)
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    assert checksum(dict(loaded.named_parameters())) == checksum(policy.tensors())
+    assert (tmp_path / "out/chat_template.jinja").read_text() == "{{ messages }}"
+    assert json.loads((tmp_path / "out/config.json").read_text())["architectures"] == ["LlamaForCausalLM"]
+    assert not (tmp_path / "out/training").exists()
+    with pytest.raises(MisuseError, match="exists"):
+        export(policy, tmp_path / "out", model)

@@ -1,0 +1,182 @@
+"""The plan: who runs where and how batches divide, worked out before anything starts."""
+
+import random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.configs import rollout_config, training_config
+from treadle.config import Machine, ModelConfig, RolloutConfig, TrainConfig, load, make_plan
+from treadle.errors import ConfigError, Mistake
+
+HERE = [Machine("here", 0)]
+ASYNC = ["rollout.nnodes=1", "algorithm.rollout_correction.rollout_is=token"]
+
+
+def machines(*sizes: int) -> list[Machine]:
+    return [Machine(f"m{at}", size) for at, size in enumerate(sizes)]
+
+
+def refusal(config, there) -> Mistake:
+    with pytest.raises(ConfigError) as caught:
+        make_plan(config, there)
+    (only,) = caught.value.mistakes
+    return only
+
+
+def test_the_calculator_recipe_runs_on_one_machine_without_gpus():
+    plan = make_plan(load("calculator"), HERE)
+    assert (plan.mode, plan.replicas, plan.gpus_per_replica, plan.shares_devices) == ("sync", 1, 0, True)
+    assert [str(placement) for placement in plan.placements] == ["trainer + rollout node 0: here, CPU"]
+
+
+def test_batches_divide_into_steps_and_micro_batches():
+    config = training_config(
+        "data.train_batch_size=128",
+        "rollout.n=8",
+        "actor.ppo_mini_batch_size=32",
+        "actor.ppo_epochs=2",
+        "trainer.n_gpus_per_node=4",
+        "actor.ppo_max_token_len_per_gpu=2500",
+    )
+    batches = make_plan(config, machines(4)).batches
+    assert (batches.trajectories, batches.mini_batches, batches.optimizer_steps) == (1024, 4, 8)
+    assert (batches.ranks, batches.trajectories_per_rank) == (4, 64)
+    assert batches.max_micro_batches == 32, "two sequences of 1,024 tokens fit into 2,500, not 2.4"
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.integers(1, 64), st.integers(1, 5000), st.integers(0, 9000), st.integers(0, 2**32))
+def test_no_packing_needs_more_micro_batches_than_the_plan_says(per_rank, length, spare, seed):
+    config = training_config(
+        f"data.train_batch_size={per_rank}",
+        f"actor.ppo_mini_batch_size={per_rank}",
+        "rollout.n=1",
+        "algorithm.adv_estimator=remax",
+        "rollout.prompt_length=1",
+        f"rollout.response_length={length}",
+        f"actor.ppo_max_token_len_per_gpu={length + 1 + spare}",
+    )
+    limit = make_plan(config, HERE).batches.max_micro_batches
+    draw, used, filled = random.Random(seed), 1, 0
+    for _ in range(per_rank):
+        tokens = draw.randint(1, length + 1)
+        used, filled = (used, filled + tokens) if filled + tokens <= length + 1 + spare else (used + 1, tokens)
+    assert used <= limit
+
+
+@pytest.mark.parametrize(
+    ("words", "staleness"),
+    [
+        (["trainer.mode=sync"], "0"),
+        (["trainer.mode=one_step_off", *ASYNC], "1"),
+        (["trainer.mode=fully_async", "trainer.max_staleness=3", *ASYNC], "0 to 3"),
+        (["trainer.mode=fully_async", "trainer.max_staleness=0", *ASYNC], "0"),
+    ],
+)
+def test_staleness_follows_from_the_schedule(words, staleness):
+    assert str(make_plan(training_config(*words), HERE).staleness) == staleness
+
+
+def test_a_rollout_that_shares_uses_the_trainers_devices():
+    plan = make_plan(training_config("trainer.n_gpus_per_node=8", "rollout.tensor_model_parallel_size=2"), machines(8))
+    assert (plan.replicas, plan.gpus_per_replica, plan.shares_devices) == (4, 2, True)
+    assert [str(item) for item in plan.placements] == ["trainer + rollout node 0: m0, GPU 0–7"]
+
+
+def test_a_rollout_with_nodes_has_devices_of_its_own():
+    config = training_config(
+        "trainer.mode=one_step_off", *ASYNC, "trainer.n_gpus_per_node=4", "rollout.n_gpus_per_node=4"
+    )
+    plan = make_plan(config, machines(8))
+    assert [str(item) for item in plan.placements] == ["trainer node 0: m0, GPU 0–3", "rollout node 0: m0, GPU 4–7"]
+    assert not plan.shares_devices
+    spread = make_plan(config, machines(8, 8))
+    assert [item.machine for item in spread.placements] == ["m0", "m1"]
+    assert spread.unused_gpus == 8
+
+
+def test_a_large_role_finds_its_machine_whatever_the_order():
+    words = ["trainer.mode=one_step_off", *ASYNC]
+    for trainer, rollout in ((4, 8), (8, 4)):
+        config = training_config(*words, f"trainer.n_gpus_per_node={trainer}", f"rollout.n_gpus_per_node={rollout}")
+        for sizes in ((8, 4), (4, 8)):
+            plan = make_plan(config, machines(*sizes))
+            assert plan.unused_gpus == 0
+            assert [len(item.gpus) for item in plan.placements] == [trainer, rollout]
+
+
+def test_several_nodes_are_numbered_and_placed():
+    plan = make_plan(training_config("trainer.nnodes=2", "trainer.n_gpus_per_node=8"), machines(8, 8))
+    assert [(item.node, item.machine) for item in plan.placements] == [(0, "m0"), (1, "m1")]
+    assert len(plan.nodes("trainer + rollout")) == 2
+    assert plan.batches.ranks == 16
+
+
+def test_a_stand_alone_rollout_is_planned_from_its_own_section():
+    plan = make_plan(rollout_config("rollout.n_gpus_per_node=2", "rollout.nnodes=2"), machines(2, 2))
+    assert (plan.mode, plan.replicas, plan.batches, plan.staleness) == ("rollout", 4, None, None)
+    assert make_plan(rollout_config("rollout.replicas_per_node=3"), HERE).replicas == 3
+
+
+def test_engines_that_compute_elsewhere_take_no_gpus():
+    plan = make_plan(training_config("rollout.name=scripted", "trainer.n_gpus_per_node=4"), machines(4))
+    assert (plan.replicas, plan.gpus_per_replica) == (1, 0)
+
+
+def test_more_gpus_than_there_are_is_refused_with_both_numbers():
+    found = refusal(training_config("trainer.n_gpus_per_node=8"), machines(4))
+    assert found.key == "trainer.n_gpus_per_node"
+    assert found.problem == "8 GPUs wanted for trainer + rollout; there is 1 machine with 4 GPUs"
+    assert str(found.origin) == "command line (trainer.n_gpus_per_node=8)"
+    found = refusal(training_config("trainer.n_gpus_per_node=8", "trainer.nnodes=3", "rollout.n=3"), machines(8, 8))
+    assert found.problem == "3 × 8 GPUs = 24 wanted for trainer + rollout; there are 2 machines with 8 GPUs"
+    assert refusal(training_config("trainer.n_gpus_per_node=1"), HERE).fix == "no GPU is visible: 0 runs on the CPU"
+
+
+def test_what_two_roles_want_together_is_refused_too():
+    config = training_config(
+        "trainer.mode=one_step_off", *ASYNC, "trainer.n_gpus_per_node=4", "rollout.n_gpus_per_node=8"
+    )
+    found = refusal(config, machines(8))
+    assert found.problem == "4 GPUs wanted for trainer, besides 8 for rollout; there is 1 machine with 8 GPUs"
+
+
+def test_no_machine_at_all_is_refused():
+    assert "there is no machine" in refusal(rollout_config(), []).problem
+
+
+def test_a_config_built_in_code_is_checked_before_it_is_planned():
+    config = TrainConfig(model=ModelConfig(path="x"), rollout=RolloutConfig(tensor_model_parallel_size=3))
+    with pytest.raises(ConfigError) as caught:
+        make_plan(config, HERE)
+    assert "rollout.tensor_model_parallel_size" in {item.key for item in caught.value.mistakes}
+
+
+@settings(max_examples=50, deadline=None)
+@given(
+    st.integers(1, 3),
+    st.integers(0, 8),
+    st.integers(0, 3),
+    st.integers(0, 8),
+    st.lists(st.integers(0, 8), min_size=1, max_size=5),
+)
+def test_no_gpu_is_given_twice_and_none_is_invented(nodes, gpus, rollout_nodes, rollout_gpus, sizes):
+    words = [f"trainer.nnodes={nodes}", f"trainer.n_gpus_per_node={gpus}"]
+    words += ["actor.ppo_mini_batch_size=64", f"rollout.n={nodes * max(gpus, 1) * 2}"]
+    if rollout_nodes:
+        words += [f"rollout.nnodes={rollout_nodes}", f"rollout.n_gpus_per_node={rollout_gpus}"]
+    there = machines(*sizes)
+    try:
+        plan = make_plan(training_config(*words), there)
+    except ConfigError:
+        assert gpus or rollout_gpus, "a CPU is always there"
+        if rollout_nodes == 0:
+            assert sum(size // gpus for size in sizes) < nodes, "it would have fitted"
+        return
+    given_out = [(item.machine, gpu) for item in plan.placements for gpu in item.gpus]
+    assert len(given_out) == len(set(given_out)) == nodes * gpus + rollout_nodes * rollout_gpus
+    assert set(given_out) <= {(machine.name, gpu) for machine in there for gpu in range(machine.num_gpus)}
+    assert plan.unused_gpus == sum(sizes) - len(given_out)
+    assert plan.replicas >= 1
