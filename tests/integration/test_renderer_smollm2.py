@@ -6,12 +6,13 @@ import sys
 from pathlib import Path
 
 import pytest
+from transformers import AutoTokenizer
 
+from tests.twins import Twins
 from treadle.config.model import ModelConfig
 from treadle.data.encoder import HOSTILE
 from treadle.data.proof import Verdict
 from treadle.data.renderer import Renderer
-from treadle.model.tokenizer import load_tokenizer
 
 HERMES = (Path(__file__).parents[1] / "golden" / "templates" / "hermes.jinja").read_text()
 CONVERT = """
@@ -47,8 +48,8 @@ def test_incremental_and_full_rendering_agree_everywhere(smollm2: str, template:
 
 @pytest.mark.parametrize("role", ["user", "tool"])
 def test_observations_are_what_the_tokenizer_makes_of_the_template(smollm2: str, role: str) -> None:
-    config = ModelConfig(path=smollm2, custom_chat_template=HERMES)
-    renderer, tokenizer = Renderer.create(config), load_tokenizer(config)
+    renderer = Renderer.create(ModelConfig(path=smollm2, custom_chat_template=HERMES))
+    tokenizer = AutoTokenizer.from_pretrained(smollm2, local_files_only=True)
     for text in HOSTILE:
         new = {"role": role, "content": text}
         conversation = [{"role": "user", "content": "Hi."}, {"role": "assistant", "content": "Hello."}, new]
@@ -59,3 +60,28 @@ def test_observations_are_what_the_tokenizer_makes_of_the_template(smollm2: str,
         assert tuple(full[-len(observed) :]) == observed
         assert full[-len(observed) - 1] in renderer.stop_token_ids
         assert list(renderer.prompt(conversation)) == full
+
+
+def test_the_light_tokenizer_is_that_of_transformers(smollm2: str) -> None:
+    twins = Twins.load(Path(smollm2))
+    twins.assert_same()
+    twins.assert_renders()
+    twins.assert_renders(chat_template=HERMES)
+
+
+START = """
+import sys, time
+from treadle.config.model import ModelConfig
+from treadle.data.renderer import Renderer
+Renderer.create(ModelConfig(path=sys.argv[1]))
+(peak,) = (line.split()[1] for line in open("/proc/self/status") if line.startswith("VmHWM"))
+print(time.process_time(), int(peak) / 1024, "torch" in sys.modules or "transformers" in sys.modules)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_a_fresh_renderer_is_quick_and_small(smollm2: str) -> None:
+    command = [sys.executable, "-c", START, smollm2]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60)
+    seconds, megabytes, heavy = done.stdout.split()
+    assert float(seconds) < 1 and float(megabytes) < 100 and heavy == "False"

@@ -14,6 +14,8 @@ from typing import Any
 from treadle.errors import ConfigError, Mistake
 
 FORMATS = (".jsonl", ".ndjson", ".json", ".parquet")
+FORMS = "JSONL or Parquet files, reasoning_gym:NAME, or package.module:function"
+"""What an entry of a file list may be, for people who gave something else."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,9 +32,7 @@ def read_records(file: str, label: str, key: str) -> Iterator[Record]:
     """The rows of a file. `label` stands for the file in ids; `key` is the config key that named it."""
     path = Path(file).expanduser()
     if not path.is_file():
-        raise ConfigError(
-            [Mistake(key, f"no file {file!r}", value=file, fix="give a JSONL or Parquet file, or reasoning_gym:NAME")]
-        )
+        raise ConfigError([Mistake(key, f"no file {file!r}", value=file, fix=f"give {FORMS}")])
     if path.suffix not in FORMATS:
         raise ConfigError([Mistake(key, f"{file!r} is not one of {', '.join(FORMATS)}", value=file)])
     rows = _read_parquet(path, key) if path.suffix == ".parquet" else _read_jsonl(path)

@@ -5,15 +5,22 @@ mistakes are found before anything starts, and any task can be next. Knows nothi
 Invariant: whatever mix of `take`, iteration, `state` and `restore` is called, each epoch hands out each task once.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
 from random import Random
 
 from treadle.config.data import DataConfig
-from treadle.data.files import read_records
-from treadle.data.generators import PREFIX, check_source_kwargs, generate_tasks
+from treadle.data.files import FORMS, Record, read_records
+from treadle.data.generators import (
+    PREFIX,
+    check_source_kwargs,
+    generate_rows,
+    generate_tasks,
+    is_function,
+    name_function,
+)
 from treadle.data.rows import to_task
 from treadle.errors import ConfigError, Mistake
 from treadle.types import Task
@@ -127,7 +134,7 @@ def load_tasks(files: Sequence[str], data: DataConfig, max_samples: int, *, vali
     """The first `max_samples` tasks of some files and generators; -1 for all. Every mistake in one report."""
     key = "data.val_files" if validation else "data.train_files"
     if not files:
-        raise ConfigError([Mistake(key, "no task files", fix="give JSONL or Parquet files, or reasoning_gym:NAME")])
+        raise ConfigError([Mistake(key, "no task files", fix=f"give {FORMS}")])
     if max_samples == 0:
         raise ConfigError([Mistake(key.replace("files", "max_samples"), "0 tasks asked for", 0, fix="-1 takes all")])
     check_source_kwargs(data)
@@ -172,10 +179,14 @@ def _note_place(places: dict[str, str], uid: str, place: str) -> list[Mistake]:
 def _read_all(files: Sequence[str], data: DataConfig, key: str, validation: bool) -> Iterator[_Found]:
     labels = _label(files)
     for file in files:
-        generated = file.startswith(PREFIX)
-        rows = _read_generator(file, data, key, validation) if generated else _read_file(file, labels[file], data, key)
+        if file.startswith(PREFIX):
+            rows, nothing = _read_generator(file, data, key, validation), "it makes no tasks"
+        elif is_function(file):
+            rows, nothing = _read_function(file, labels[file], data, key), "the function makes no rows"
+        else:
+            rows, nothing = _read_file(file, labels[file], data, key), "the file holds no rows"
         first = next(rows, None)
-        yield first if first is not None else _Found(file, mistakes=(Mistake(file, "the file holds no rows"),))
+        yield first if first is not None else _Found(file, mistakes=(Mistake(file, nothing),))
         yield from rows
 
 
@@ -184,15 +195,32 @@ def _read_generator(source: str, data: DataConfig, key: str, validation: bool) -
         yield _Found(task.uid, task)
 
 
+def _read_function(source: str, label: str, data: DataConfig, key: str) -> Iterator[_Found]:
+    for index, row in enumerate(generate_rows(source, data, key)):
+        place, uid = f"{source}[{index}]", f"{label}:{index}"
+        if isinstance(row, Task):
+            yield _Found(place, row)
+        elif isinstance(row, Mapping):
+            yield _read_record(Record(place, uid, row), data)
+        else:
+            problem = f"a row must be a map with named fields, or a Task; it is {type(row).__name__} {str(row)[:60]!r}"
+            yield _read_record(Record(place, uid, problem=problem), data)
+
+
 def _read_file(file: str, label: str, data: DataConfig, key: str) -> Iterator[_Found]:
     for record in read_records(file, label, key):
-        try:
-            yield _Found(record.place, to_task(record, data))
-        except ConfigError as error:
-            yield _Found(record.place, mistakes=error.mistakes)
+        yield _read_record(record, data)
+
+
+def _read_record(record: Record, data: DataConfig) -> _Found:
+    try:
+        return _Found(record.place, to_task(record, data))
+    except ConfigError as error:
+        return _Found(record.place, mistakes=error.mistakes)
 
 
 def _label(files: Sequence[str]) -> dict[str, str]:
-    """What stands for each file in ids: its name, or the path as given where two files share a name."""
-    names = [Path(file).name for file in set(files)]
-    return {file: name if names.count(name := Path(file).name) == 1 else file for file in files}
+    """What stands for each file or function in ids: its name, or the path as given where two share a name."""
+    short = {file: name_function(file) if is_function(file) else Path(file).name for file in files}
+    names = list(short.values())
+    return {file: name if names.count(name) == 1 else file for file, name in short.items()}

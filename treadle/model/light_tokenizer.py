@@ -135,9 +135,10 @@ class _Recipe:
         """None where only transformers can follow them."""
         config, model = (_read_json(directory / name) for name in ("tokenizer_config.json", "config.json"))
         name = name_class(config, model)
-        if name not in (PLAIN, *REBUILT) or _needs_transformers(directory, config):
+        heavy_keys = ("configuration_files", "model_name", *(["auto_map"] if trust_remote_code else ()))
+        if name not in (PLAIN, *REBUILT) or any(model.get(key) for key in heavy_keys):
             return None
-        if trust_remote_code and model.get("auto_map"):
+        if _needs_transformers(directory, config):
             return None
         build = REBUILT.get(name)
         special_map = _read_json(directory / "special_tokens_map.json")

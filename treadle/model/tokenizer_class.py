@@ -3,7 +3,8 @@
 Most classes of transformers take the file as it is. Some read only its vocabulary and merges, and build the rest anew,
 from what their model once shipped: the file's own normalizer and pre-tokenizer are lost. This module knows both kinds
 by name, for the families that people train, and knows nothing about the others. It does not import transformers: its
-tables are compared with those of transformers in a test.
+tables are compared with those of transformers in a test. They are those of 5.18 and later; before that, Qwen 3.5 was
+loaded with the words of Qwen 2, against its own tokenizer.json.
 Invariant: `name_class` names the class `AutoTokenizer` would pick, or says that it does not know.
 """
 
@@ -41,6 +42,9 @@ REGISTERED: Mapping[str, str] = {
     "hyperclovax_vision_v2": "GPT2Tokenizer",
 }
 """The class of a model type, for the types that are looked into."""
+
+UNREGISTERED = frozenset({"exaone4", "gpt_oss", "lfm2", "llama", "llama4", "seed_oss", "smollm3"})
+"""Types without a class of their own: tokenizer_config.json decides."""
 
 FORCED = frozenset({"qwen2", "qwen3_5", "qwen3_5_moe", "qwen3_5_moe_text", "qwen4_exp", "hyperclovax_vision_v2"})
 """Types whose class is the registered one, whatever tokenizer_config.json names."""
@@ -96,10 +100,14 @@ def name_class(config: Mapping[str, Any], model: Mapping[str, Any]) -> str | Non
     registered = REGISTERED.get(str(model_type))
     if model_type in FORCED or registered == PLAIN:
         return registered
+    is_free = model_type in UNREGISTERED
     if named is None:
-        return None if "tokenizer_class" in model else registered if model_type else PLAIN
+        default = registered if model_type and not is_free else PLAIN
+        return None if "tokenizer_class" in model else default
     named = str(named).removesuffix("Fast")
-    return PLAIN if named in PLAIN_NAMES else named if registered is not None else None
+    if named in PLAIN_NAMES:
+        return PLAIN
+    return named if is_free or registered is not None else None
 
 
 def _simplify(part: Any, *, decoder: bool = False) -> Any:
