@@ -118,9 +118,9 @@ def bench_treadle(model: ModelConfig, count: int, workers: int, journal: bool, r
 
 def bench_floor(renderer: Renderer, model: ModelConfig, count: int, repeats: int) -> float:
     """The least work that yields the same tokens: no framework, one coroutine a trajectory."""
-    from treadle.model.tokenizer import load_tokenizer
+    from transformers import AutoTokenizer
 
-    tokenizer: Any = load_tokenizer(model)
+    tokenizer: Any = AutoTokenizer.from_pretrained(model.path, local_files_only=True)
     stop = renderer.stop_token_ids[0]
     call, final = [*renderer.encode(CALL), stop], [*renderer.encode(FINAL), stop]
     pattern = re.compile(r"<tool_call>(.*?)</tool_call>", re.DOTALL)

@@ -6,17 +6,21 @@ A request made by `long` must run for well over `settle_s`; one made by `short` 
 
 import asyncio
 import random
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import pytest
+import torch
+from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedModel
 
 from tests import virtual_time
 from tests.fake_endpoint import FakeEndpoint
 from tests.letters import STOP, ask, decode, encode, go_on
 from treadle.config.rollout import FailureConfig, LimitsConfig, OpenAIConfig, RolloutConfig, ScriptedConfig
+from treadle.engine.native.engine import NativeEngine
 from treadle.engine.openai import OpenAIEngine
 from treadle.engine.protocol import Engine, WeightUpdate
 from treadle.engine.router import Router
@@ -81,9 +85,31 @@ async def open_openai() -> AsyncIterator[Engine]:
         yield await OpenAIEngine.create(OpenAIConfig(base_url=endpoint.base_url), RolloutConfig(), encode=encode)
 
 
+def slow_letters() -> PreTrainedModel:
+    """A model that writes letters by chance, takes its time, and stops when the text has a certain length."""
+    torch.manual_seed(0)
+    config = GPT2Config(vocab_size=128, n_positions=600, n_embd=32, n_layer=1, n_head=2, eos_token_id=STOP)
+    module = GPT2LMHeadModel(config).eval()
+    enough = len("hello") - 1 + 14
+    with torch.no_grad():
+        words, places = module.transformer.wte.weight, module.transformer.wpe.weight
+        words[STOP] = torch.linspace(-1, 1, 32)
+        places[:enough] -= words[STOP]
+        places[enough:] += 10 * words[STOP]
+    module.transformer.register_forward_pre_hook(lambda *_: time.sleep(0.02))
+    return module
+
+
+@asynccontextmanager
+async def open_native() -> AsyncIterator[Engine]:
+    rollout = RolloutConfig(prompt_length=32, response_length=512, max_num_seqs=48)
+    yield await NativeEngine.create(rollout, slow_letters(), decode=decode, checksum=lambda tensors: "checksum")
+
+
 STAGES = {
     "scripted": Stage(open_scripted, virtual_time.run, settle_s=40.0),
     "router": Stage(open_router, virtual_time.run, settle_s=40.0),
+    "native": Stage(open_native, asyncio.run, settle_s=0.12),
     "openai": Stage(open_openai, asyncio.run, settle_s=0.05, keeps_tokens=False, takes_weights=False),
 }
 

@@ -16,7 +16,7 @@ from treadle.errors import ConfigError, EngineFailure, MisuseError
 from treadle.journal import Journal, JournalReader
 from treadle.rollout.agent_loop import AgentLoopBase
 from treadle.rollout.manager import AgentLoopManager
-from treadle.rollout.service import Parts
+from treadle.rollout.service import Kind, Parts
 from treadle.rollout.session import Session
 from treadle.types import Batch, Status, Trajectory
 
@@ -243,7 +243,7 @@ def test_validation_samples_as_val_kwargs_say():
         made.generate_sequences_blocking([task()])
         assert seen == {(1.0, 0), (1.0, 1)}
         seen.clear()
-        made.generate_sequences_blocking([task()], validate=True)
+        made.generate_sequences_blocking([task()], kind=Kind.VALIDATION)
         assert seen == {(0.0, 0)}
 
 

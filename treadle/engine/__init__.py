@@ -1,0 +1,1 @@
+"""Engines: whatever turns prompt ids into completions, and the router in front of several."""

@@ -3,7 +3,7 @@
 from treadle.rollout.agent_loop import AgentLoopBase, SingleTurnAgentLoop, ToolAgentLoop
 from treadle.rollout.environment import Environment, EnvironmentAgentLoop, Reply
 from treadle.rollout.manager import AgentLoopManager
-from treadle.rollout.service import Parts
+from treadle.rollout.service import Kind, Parts
 from treadle.rollout.session import Session
 from treadle.rollout.worker import AgentLoopWorker, Dropped
 
@@ -14,6 +14,7 @@ __all__ = [
     "Dropped",
     "Environment",
     "EnvironmentAgentLoop",
+    "Kind",
     "Parts",
     "Reply",
     "Session",

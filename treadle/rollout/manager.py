@@ -13,9 +13,10 @@ from types import TracebackType
 from typing import Any, Self
 
 from treadle.config import ModelConfig, RewardConfig, RolloutConfig
+from treadle.engine.protocol import WeightUpdate
 from treadle.errors import MisuseError
 from treadle.rollout.feed import Feed
-from treadle.rollout.service import Parts, RolloutService
+from treadle.rollout.service import Kind, Parts, RolloutService
 from treadle.rollout.thread import LoopThread
 from treadle.rollout.worker import Dropped
 from treadle.types import Batch, Task, Trajectory
@@ -74,29 +75,33 @@ class AgentLoopManager:
             raise
         return cls(rollout, thread, service)
 
-    def generate_sequences(self, tasks: Sequence[Task], *, validate: bool = False) -> Coroutine[Any, Any, Batch]:
-        """Sample every task; await it. `validate` samples as `rollout.val_kwargs` says.
+    def generate_sequences(
+        self, tasks: Sequence[Task], *, kind: Kind = Kind.TRAINING, seed: int | None = None
+    ) -> Coroutine[Any, Any, Batch]:
+        """Sample every task; await it. `kind` says for what, `seed` replaces `rollout.seed`.
 
         A call that is never awaited does nothing; closing the manager then raises, so that it cannot pass unnoticed.
         """
         self._calls += 1
         self._unawaited.add(self._calls)
-        return self._generate(self._calls, tasks, validate)
+        return self._generate(self._calls, tasks, kind, seed)
 
-    async def _generate(self, call: int, tasks: Sequence[Task], validate: bool) -> Batch:
+    async def _generate(self, call: int, tasks: Sequence[Task], kind: Kind, seed: int | None) -> Batch:
         self._unawaited.discard(call)
-        return await self._thread.run(self._service.generate(tasks, validate))
+        return await self._thread.run(self._service.generate(tasks, kind, seed))
 
-    def generate_sequences_blocking(self, tasks: Sequence[Task], *, validate: bool = False) -> Batch:
+    def generate_sequences_blocking(
+        self, tasks: Sequence[Task], *, kind: Kind = Kind.TRAINING, seed: int | None = None
+    ) -> Batch:
         """Sample every task and wait for it in this thread."""
-        return self._thread.run_blocking(self._service.generate(tasks, validate), "generate_sequences")
+        return self._thread.run_blocking(self._service.generate(tasks, kind, seed), "generate_sequences")
 
     async def stream(
-        self, tasks: Sequence[Task], *, validate: bool = False, done: Container[tuple[str, int]] = ()
+        self, tasks: Sequence[Task], *, kind: Kind = Kind.TRAINING, done: Container[tuple[str, int]] = ()
     ) -> AsyncIterator[Trajectory | Dropped]:
         """Trajectories as each one ends. `done` names samples, by uid and number, that are not drawn again."""
         feed = await self._thread.run(_new_feed())
-        work = self._thread.submit(self._service.stream(tasks, validate, done, feed))
+        work = self._thread.submit(self._service.stream(tasks, kind, done, feed))
         try:
             while ready := await self._thread.run(feed.take()):
                 for trajectory in ready:
@@ -106,17 +111,25 @@ class AgentLoopManager:
             work.cancel()
 
     def stream_blocking(
-        self, tasks: Sequence[Task], *, validate: bool = False, done: Container[tuple[str, int]] = ()
+        self, tasks: Sequence[Task], *, kind: Kind = Kind.TRAINING, done: Container[tuple[str, int]] = ()
     ) -> Iterator[Trajectory | Dropped]:
         """The same, for code that does not await."""
         feed = self._thread.run_blocking(_new_feed(), "stream")
-        work = self._thread.submit(self._service.stream(tasks, validate, done, feed))
+        work = self._thread.submit(self._service.stream(tasks, kind, done, feed))
         try:
             while ready := self._thread.run_blocking(feed.take(), "stream"):
                 yield from ready
             work.result()
         finally:
             work.cancel()
+
+    @property
+    def name(self) -> str:
+        return "rollout"
+
+    async def update_weights(self, update: WeightUpdate) -> str:
+        """Hand new weights to every engine; the checksum they confirmed."""
+        return await self._thread.run(self._service.router.update_weights(update))
 
     async def close(self) -> None:
         """End running sessions, release every part, stop the thread. Closing twice is fine."""

@@ -16,7 +16,7 @@ from treadle.data.tasks import load_training_tasks, load_validation_tasks
 from treadle.journal import Headline, Journal, JournalReader, RunStatus
 from treadle.observe import Finished, Summary, Tally, summarize
 from treadle.rollout.manager import AgentLoopManager
-from treadle.rollout.service import Parts
+from treadle.rollout.service import Kind, Parts
 from treadle.rollout.worker import Dropped
 from treadle.types import Task
 
@@ -114,13 +114,14 @@ class _Run:
         done = {(finished.uid, finished.sample) for finished in self._finished}
         if len(done) == self.total:
             return False
+        kind = Kind.VALIDATION if self._validation else Kind.TRAINING
         parts = Parts(journal=self._journal, observers=(self.tally,), api_key=self._api_key)
         try:
             with AgentLoopManager.create_blocking(
                 rollout=config.rollout, model=config.model, reward=config.reward, parts=parts
             ) as manager:
                 self._began = time.monotonic()
-                for result in manager.stream_blocking(self._tasks, validate=self._validation, done=done):
+                for result in manager.stream_blocking(self._tasks, kind=kind, done=done):
                     if isinstance(result, Dropped):
                         self._dropped += 1
                     else:

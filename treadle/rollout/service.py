@@ -7,9 +7,10 @@ takes down the ones before it.
 import asyncio
 import random
 import sys
-from collections.abc import AsyncIterator, Callable, Container, Iterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Container, Iterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, replace
+from enum import StrEnum
 from functools import partial
 from typing import Self
 
@@ -28,6 +29,17 @@ from treadle.rollout.worker import AgentLoopWorker, Dropped
 from treadle.types import Batch, SamplingParams, Task, Trajectory
 
 
+class Kind(StrEnum):
+    """What a call samples for."""
+
+    TRAINING = "training"
+    """As `rollout` says."""
+    VALIDATION = "validation"
+    """As `rollout.val_kwargs` says."""
+    GREEDY = "greedy"
+    """One sample at temperature 0, as a baseline."""
+
+
 def print_stall(report: StallReport) -> None:
     """The default place for stall reports: standard error."""
     print(report.text(), file=sys.stderr, flush=True)
@@ -37,7 +49,8 @@ def print_stall(report: StallReport) -> None:
 class Parts:
     """What a caller may bring instead of having it built from the config."""
 
-    engines: Sequence[Engine] | None = None
+    engines: Sequence[Engine] | Callable[[], Awaitable[Sequence[Engine]]] | None = None
+    """Engines, or what starts them on the rollout's own loop."""
     renderer: Renderer | None = None
     journal: Journal | None = None
     observers: Sequence[Observer] = ()
@@ -74,7 +87,7 @@ class RolloutService:
             renderer = parts.renderer
             if renderer is None:
                 renderer = await asyncio.to_thread(Renderer.create, model)
-            engines = parts.engines or await start_engines(rollout, renderer, parts.api_key)
+            engines = await _start_engines(rollout, model, renderer, parts)
             router = Router(engines, limits=rollout.limits, failures=rollout.failures, rng=random.Random(rollout.seed))
             started.push_async_callback(router.close)
             workers = await _start_workers(rollout, model, renderer, router, started)
@@ -87,21 +100,21 @@ class RolloutService:
             watch = StallWatch(rollout.limits.stall_report_s, lambda: _waits(workers, router), report)
             return cls(rollout, renderer, router, dispatcher, watch, parts.journal, started.pop_all())
 
-    async def generate(self, tasks: Sequence[Task], validate: bool) -> Batch:
+    async def generate(self, tasks: Sequence[Task], kind: Kind, seed: int | None = None) -> Batch:
         """Sample every task."""
         async with self._watched():
-            return await self._dispatcher.generate(tasks, self._order(validate))
+            return await self._dispatcher.generate(tasks, self._order(kind, seed=seed))
 
     async def stream(
         self,
         tasks: Sequence[Task],
-        validate: bool,
+        kind: Kind,
         done: Container[tuple[str, int]],
         feed: Feed[Trajectory | Dropped],
     ) -> None:
         """Sample every task into `feed`."""
         async with self._watched():
-            await self._dispatcher.stream(tasks, self._order(validate, done), feed)
+            await self._dispatcher.stream(tasks, self._order(kind, done), feed)
 
     async def close(self) -> None:
         """End what is running, then close every part, last started first."""
@@ -130,18 +143,26 @@ class RolloutService:
         finally:
             self._running.discard(task)
 
-    def _order(self, validate: bool, done: Container[tuple[str, int]] = ()) -> Order:
+    def _order(self, kind: Kind, done: Container[tuple[str, int]] = (), seed: int | None = None) -> Order:
         rollout = self._rollout
-        source = rollout.val_kwargs if validate else rollout
+        source = rollout.val_kwargs if kind is Kind.VALIDATION else rollout
         sampling = SamplingParams(
             max_tokens=rollout.response_length,
-            temperature=source.temperature,
+            temperature=0.0 if kind is Kind.GREEDY else source.temperature,
             top_p=source.top_p,
             top_k=source.top_k,
             stop_token_ids=() if rollout.ignore_eos else self._renderer.stop_token_ids,
-            seed=rollout.seed,
+            seed=rollout.seed if seed is None else seed,
         )
-        return Order(sampling, source.n, done)
+        return Order(sampling, 1 if kind is Kind.GREEDY else source.n, done)
+
+
+async def _start_engines(
+    rollout: RolloutConfig, model: ModelConfig, renderer: Renderer, parts: Parts
+) -> Sequence[Engine]:
+    if parts.engines is None:
+        return await start_engines(rollout, model, renderer, parts.api_key)
+    return await parts.engines() if callable(parts.engines) else parts.engines
 
 
 async def _start_workers(

@@ -1,0 +1,157 @@
+"""The embedded engine's own promises; what all engines share is in tests/contract."""
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.tiny import VOCABULARY, tiny
+from treadle.config import ModelConfig, RolloutConfig
+from treadle.engine.native.engine import NativeEngine
+from treadle.engine.protocol import WeightUpdate
+from treadle.errors import ConfigError, EngineFailure, MisuseError, RequestRefused
+from treadle.model.checksum import checksum
+from treadle.types import Request, SamplingParams, StopReason
+
+ROLLOUT = RolloutConfig(prompt_length=20, response_length=30, max_num_seqs=16)
+
+
+def ask(ids: tuple[int, ...] = (5, 6, 7), *, uid: str = "a", tokens: int = 8, stops: tuple[int, ...] = ()) -> Request:
+    return Request(uid, 0, ids, SamplingParams(tokens, stop_token_ids=stops))
+
+
+def play(body: Callable[[NativeEngine], Awaitable[None]], module: torch.nn.Module | None = None) -> None:
+    async def main() -> None:
+        engine = await NativeEngine.create(ROLLOUT, module or tiny())
+        try:
+            async with asyncio.timeout(20):
+                await body(engine)
+        finally:
+            await engine.close()
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize(
+    ("request_", "problem"),
+    [
+        (ask(()), "0 tokens"),
+        (ask((1,) * 50), "50 tokens"),
+        (ask((1, VOCABULARY)), "knows 0 to 95"),
+        (ask((-1, 2)), "from -1"),
+        (ask(tokens=0), "max_tokens 0"),
+        (ask(stops=tuple(range(17))), "17 stop tokens"),
+    ],
+)
+def test_requests_that_cannot_be_served_are_refused_by_themselves(request_: Request, problem: str) -> None:
+    async def body(engine: NativeEngine) -> None:
+        with pytest.raises(RequestRefused, match=problem):
+            await engine.generate(request_)
+        assert (await engine.generate(ask())).ids
+
+    play(body)
+
+
+def test_the_longest_sequence_ends_a_request() -> None:
+    async def body(engine: NativeEngine) -> None:
+        completion = await engine.generate(ask((1,) * 45, tokens=30))
+        assert len(completion.ids) == 5 and completion.stop is StopReason.LENGTH
+
+    play(body)
+
+
+def test_a_crash_of_the_thread_fails_everyone_with_its_cause() -> None:
+    module = tiny()
+
+    async def body(engine: NativeEngine) -> None:
+        await engine.health()
+        module.register_forward_pre_hook(lambda *_: None)
+        module.model.register_forward_pre_hook(lambda *_: 1 / 0)
+        results = await asyncio.gather(*(engine.generate(ask(uid=f"t{at}")) for at in range(4)), return_exceptions=True)
+        for result in results:
+            assert isinstance(result, EngineFailure) and "ZeroDivisionError: division by zero" in str(result)
+        with pytest.raises(EngineFailure, match="ZeroDivisionError"):
+            await engine.health()
+        with pytest.raises(EngineFailure, match="ZeroDivisionError"):
+            await engine.generate(ask())
+
+    play(body, module)
+
+
+def test_new_weights_are_copied_confirmed_and_used() -> None:
+    other = tiny(seed=9)
+
+    async def body(engine: NativeEngine) -> None:
+        before = await engine.generate(ask())
+        tensors = dict(other.named_parameters())
+        known = checksum(tensors)
+        assert await engine.update_weights(WeightUpdate(1, known, tensors)) == known
+        after = await engine.generate(ask())
+        assert after.ids != before.ids and set(after.versions) == {1}
+        fresh = await NativeEngine.create(ROLLOUT, other, version=1)
+        assert await fresh.generate(ask()) == after, "nothing that the old weights computed is left"
+        await fresh.close()
+
+    play(body)
+
+
+def test_a_shared_module_only_confirms() -> None:
+    module = tiny()
+
+    async def body(engine: NativeEngine) -> None:
+        before = await engine.generate(ask())
+        await engine.pause()
+        with torch.no_grad():
+            for weight in module.parameters():
+                weight.mul_(1.5)
+        known = checksum(dict(module.named_parameters()))
+        assert await engine.update_weights(WeightUpdate(1, known, {})) == known
+        await engine.resume()
+        assert (await engine.generate(ask())).logprobs != before.logprobs
+
+    play(body, module)
+
+
+@pytest.mark.parametrize("tensors", [{"nobody.weight": torch.zeros(1)}, {"lm_head.weight": torch.zeros(3, 3)}])
+def test_weights_that_do_not_fit_are_refused_and_change_nothing(tensors: dict[str, torch.Tensor]) -> None:
+    async def body(engine: NativeEngine) -> None:
+        before = await engine.generate(ask())
+        with pytest.raises(MisuseError, match=next(iter(tensors))):
+            await engine.update_weights(WeightUpdate(1, "", tensors))
+        assert engine.version == 0
+        assert await engine.generate(ask()) == before
+
+    play(body)
+
+
+def test_an_engine_loads_its_model_itself(tmp_path: Path) -> None:
+    tiny().save_pretrained(tmp_path)
+
+    async def main() -> None:
+        engine = await NativeEngine.create(ROLLOUT, ModelConfig(path=str(tmp_path)))
+        shared = await NativeEngine.create(ROLLOUT, tiny())
+        assert await engine.generate(ask()) == await shared.generate(ask())
+        await engine.close()
+        await shared.close()
+
+    asyncio.run(main())
+
+
+def test_slots_that_do_not_fit_into_memory_are_a_mistake_in_the_config() -> None:
+    async def main() -> None:
+        with pytest.raises(ConfigError, match=r"rollout\.max_model_len"):
+            await NativeEngine.create(RolloutConfig(max_model_len=1 << 32), tiny())
+
+    asyncio.run(main())
+
+
+def test_a_forgotten_session_is_served_from_the_start() -> None:
+    async def body(engine: NativeEngine) -> None:
+        first = await engine.generate(ask())
+        await engine.forget("a/0")
+        second = await engine.generate(ask((5, 6, 7, *first.ids, 3)))
+        assert second.ids
+
+    play(body)

@@ -1,0 +1,208 @@
+"""Who gets a row when, what is computed once, and what is kept."""
+
+from collections.abc import Sequence
+
+import pytest
+import torch
+
+from tests.unit.test_native_determinism import PLAIN, Stand, Talk, alone
+from treadle.config import RolloutConfig
+from treadle.engine.native.decoder import Decoder
+from treadle.engine.native.parking import Parked, Parking
+from treadle.engine.native.plans import Piece
+from treadle.engine.native.ticket import Ticket
+from treadle.errors import EngineFailure
+from treadle.types import Completion, Request, SamplingParams, StopReason
+
+
+class Watched(Stand):
+    """A stand that notes what is prefilled and how many rows each step computes."""
+
+    def __init__(self, **keys: object) -> None:
+        super().__init__(**keys)  # type: ignore[arg-type]
+        self.prefilled: list[Piece] = []
+        self.rows: list[int] = []
+        prefill, advance = self.decoder.prefill, self.decoder.advance
+
+        def watch_prefill(pieces: Sequence[Piece]) -> None:
+            self.prefilled += pieces
+            prefill(pieces)
+
+        def watch_advance(count: int, span: int, filtered: bool) -> torch.Tensor:
+            self.rows.append(count)
+            return advance(count, span, filtered)
+
+        self.decoder.prefill, self.decoder.advance = watch_prefill, watch_advance  # type: ignore[method-assign]
+
+    @property
+    def tokens(self) -> int:
+        return sum(len(piece.ids) for piece in self.prefilled)
+
+
+def test_samples_of_one_prompt_share_its_prefill() -> None:
+    stand = Watched()
+    talks = [Talk(4, sample, (0,)) for sample in range(8)]
+    prompt = len(talks[0].ids)
+    stand.run(talks)
+    assert stand.tokens == prompt - 1
+
+
+def test_a_sample_that_comes_late_shares_it_too() -> None:
+    stand = Watched()
+    talks = [Talk(4, sample, (9 * sample,)) for sample in range(3)]
+    prompt = len(talks[0].ids)
+    stand.run(talks)
+    assert stand.tokens == prompt - 1
+
+
+def test_a_turn_computes_only_what_is_new() -> None:
+    stand, talk = Watched(), Talk(4, 0, (0, 0, 0))
+    prompt = len(talk.ids)
+    stand.run([talk])
+    first, *later = stand.prefilled
+    assert len(first.ids) == prompt - 1
+    assert [len(piece.ids) for piece in later] == [2, 3], "the last sampled token and the observation, less one"
+
+
+def test_without_prefix_caching_everything_is_computed_again() -> None:
+    rollout = RolloutConfig(prompt_length=40, response_length=60, max_num_seqs=16, enable_prefix_caching=False)
+    stand, talk = Watched(rollout=rollout), Talk(4, 0, (0, 0))
+    stand.run([talk])
+    assert all(piece.start == 0 for piece in stand.prefilled) and len(stand.prefilled) == 2
+
+
+def test_a_long_prompt_is_prefilled_in_pieces_that_fit_the_budget() -> None:
+    rollout = RolloutConfig(prompt_length=40, response_length=60, max_num_seqs=16, max_num_batched_tokens=10)
+    stand, talk = Watched(rollout=rollout), Talk(4, 0, (0,))
+    prompt = len(talk.ids)
+    stand.run([talk])
+    assert [piece.start for piece in stand.prefilled] == list(range(0, prompt - 1, 10))
+    assert max(len(piece.ids) for piece in stand.prefilled) == 10
+
+
+def test_rows_move_together_when_most_have_ended() -> None:
+    stand = Watched(rollout=RolloutConfig(prompt_length=40, response_length=60, max_num_seqs=40))
+    crowd = [Talk(task, sample, (0,), sampling=SamplingParams(1)) for task in range(9) for sample in range(4)]
+    last = Talk(10, 0, (0,), sampling=SamplingParams(12))
+    stand.run([*crowd, last])
+    assert stand.rows[0] == 48 and set(stand.rows[1:]) == {16}
+    assert last.heard == alone(10, 0, 1, last.sampling, 32)
+
+
+class Lagging(Decoder):
+    """Tells what ended one step late, as a GPU does."""
+
+    behind: list[int] | None = None
+
+    def step(self, count: int, longest: int, *, filtered: bool) -> list[int]:
+        before = self.behind
+        self.behind = super().step(count, longest, filtered=filtered)
+        return before or []
+
+    def settle(self) -> list[int]:
+        before, self.behind = self.behind, None
+        return before or []
+
+
+def test_hearing_of_the_end_one_step_late_changes_nothing() -> None:
+    stand = Stand()
+    stand.decoder.__class__ = Lagging
+    crowd = [Talk(task, sample, (task % 3, 1), (task,)) for task in range(12) for sample in range(4)]
+    stand.run(crowd)
+    for talk in crowd:
+        assert talk.heard == alone(talk.task, talk.sample, 2, PLAIN, 32)
+
+
+def test_a_late_report_does_not_end_the_next_one_in_the_same_slot() -> None:
+    stand = Stand()
+    stand.decoder.__class__ = Lagging
+    stand.scheduler.add(ticket("a", 1))
+    stand.scheduler.turn()
+    stand.scheduler.abort(lambda other: other.request.uid == "a")
+    first = stand.answers["a/0"]
+    assert isinstance(first, Completion) and first.stop is StopReason.LENGTH
+    stand.scheduler.add(ticket("b", 5))
+    for _ in range(8):
+        stand.scheduler.turn()
+    second = stand.answers["b/0"]
+    assert isinstance(second, Completion) and len(second.ids) == 5
+
+
+def test_steps_of_others_leave_a_slot_in_prefill_alone() -> None:
+    rollout = RolloutConfig(prompt_length=40, response_length=60, max_num_seqs=16, max_num_batched_tokens=4)
+    single, together = Talk(4, 0, (0,)), Talk(4, 0, (3,))
+    Stand(rollout=rollout).run([single])
+    before = [Talk(0, sample, (0,), sampling=SamplingParams(2 + sample)) for sample in range(4)]
+    crowd = [*before, Talk(0, 9, (0,), sampling=SamplingParams(40)), together]
+    Stand(rollout=rollout).run(crowd)
+    assert together.heard == single.heard
+
+
+def ticket(uid: str = "a", tokens: int = 20) -> Ticket:
+    return Ticket(Request(uid, 0, (5, 6, 7), SamplingParams(tokens)), lambda answer: None, 100)
+
+
+def test_new_weights_end_what_was_kept_and_show_in_the_versions() -> None:
+    stand = Watched()
+    stand.scheduler.add(ticket("a", 6))
+    stand.scheduler.turn()
+    stand.scheduler.turn()
+    assert stand.scheduler.change_weights(7, lambda: "sum") == "sum"
+    for _ in range(4):
+        stand.scheduler.turn()
+    answer = stand.answers.pop("a/0")
+    assert isinstance(answer, Completion) and answer.versions == (0, 0, 7, 7, 7, 7)
+    computed = stand.tokens
+    stand.scheduler.add(Ticket(Request("a", 0, (5, 6, 7, *answer.ids), SamplingParams(2)), lambda answer: None, 100))
+    stand.scheduler.turn()
+    assert stand.tokens == computed + 8, "keys and values of mixed weights are not used again"
+
+
+def test_an_abort_in_the_queue_has_no_tokens() -> None:
+    stand = Stand()
+    stand.scheduler.add(ticket("a"))
+    stand.scheduler.abort(lambda other: True)
+    answer = stand.answers["a/0"]
+    assert isinstance(answer, Completion) and answer.ids == () and answer.stop is StopReason.ABORT
+    assert not stand.scheduler.busy
+
+
+def test_logits_that_are_no_numbers_fail_that_request_alone() -> None:
+    stand = Stand()
+    stand.scheduler.add(ticket("bad"))
+    stand.scheduler.turn()
+    stand.decoder.cache.kv[:, :, 0, :, :2] = float("nan")
+    stand.scheduler.add(ticket("good"))
+    for _ in range(22):
+        stand.scheduler.turn()
+    assert isinstance(stand.answers["bad/0"], EngineFailure)
+    assert isinstance(stand.answers["good/0"], Completion)
+    assert stand.decoder.cache.kv.isfinite().all()
+
+
+def parked(tokens: int) -> Parked:
+    return Parked(tuple(range(tokens)), torch.zeros(1, 2, 1, tokens, 4))
+
+
+def test_the_least_recently_used_give_way() -> None:
+    parking = Parking(3 * parked(10).size)
+    for key in "abc":
+        parking.park(key, parked(10))
+    assert parking.find("a")
+    parking.park("d", parked(10))
+    assert parking.find("b") is None
+    assert all(parking.find(key) for key in "acd")
+    parking.forget("a")
+    parking.park("e", parked(10))
+    assert len(parking) == 3
+    parking.clear()
+    assert len(parking) == 0
+    parking.park("f", parked(30))
+    assert parking.find("f"), "cleared room is room again"
+
+
+@pytest.mark.parametrize("tokens", [31, 1000])
+def test_what_exceeds_the_budget_alone_is_not_kept(tokens: int) -> None:
+    parking = Parking(3 * parked(10).size)
+    parking.park("a", parked(tokens))
+    assert parking.find("a") is None

@@ -1,0 +1,102 @@
+"""The model at work: prefill of whole pieces, and steps that give every active row its next token.
+
+Owns the module, the cache and the rows, and how a forward is laid out. Knows nothing of requests, threads and loops.
+Row counts, packed lengths and cache spans are rounded up: on CPU in float32 the bits of a row are then the same in
+every batch. Few rows, or a rest of few rows for one core, take another way through the matrix library and give other
+bits; `find_row_step` asks the machine how many it takes.
+"""
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from treadle.engine.native.cache import SPAN_STEP, SlotCache, round_up
+from treadle.engine.native.plans import DecodePlan, Piece, PrefillPlan
+from treadle.engine.native.rows import Response, Rows
+from treadle.engine.native.sampling import sample
+from treadle.model.attention import PackedPlan, Plan
+from treadle.model.causal import compute_logits, hidden_states
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+
+class Decoder:
+    """Computes on one device with plain torch: the way that works everywhere."""
+
+    def __init__(self, module: "PreTrainedModel", cache: SlotCache, row_step: int) -> None:
+        self.module = module
+        self.cache = cache
+        self.row_step = row_step
+        self.rows = Rows(cache.slots, cache.length, cache.kv.device)
+
+    @torch.inference_mode()
+    def prefill(self, pieces: Sequence[Piece]) -> None:
+        """Compute the keys and values of `pieces`; no logits."""
+        plan = PrefillPlan(self.cache, pieces, round_up(sum(len(piece.ids) for piece in pieces), self.row_step))
+        hidden_states(self.module, plan.ids_T, plan.positions_T, plan)
+
+    @torch.inference_mode()
+    def step(self, count: int, longest: int, *, filtered: bool) -> list[int]:
+        """One token for each active row among the first `count`; the rows that ended.
+
+        `longest` bounds the tokens in their slots. `filtered`: some row asks for top-k or top-p.
+        """
+        ended = self.advance(round_up(count, self.row_step), round_up(longest + 1, SPAN_STEP), filtered)
+        return ended.nonzero().flatten().tolist()
+
+    def advance(self, count: int, span: int, filtered: bool) -> Tensor:
+        """One step over `count` rows, in tensors only."""
+        rows, active = self.rows, self.rows.active[:count]
+        positions = rows.length[:count]
+        places = torch.where(active, positions, self.cache.dump)
+        plan = self.plan(places, torch.where(active, positions + 1, 1), span)
+        hidden = hidden_states(self.module, rows.last_id[:count], positions, plan)
+        logits = compute_logits(self.module, hidden)
+        return rows.advance(count, sample(logits, rows.controls(count), filtered=filtered))
+
+    def plan(self, places: Tensor, lengths: Tensor, span: int) -> Plan:
+        """Who sees whom in a step: rows write at `places` and see `lengths` places."""
+        return DecodePlan(self.cache, places, lengths, span)
+
+    def settle(self) -> list[int]:
+        """The rows that ended in steps of which `step` has not told yet."""
+        return []
+
+    def read(self, slots: Sequence[int]) -> list[Response]:
+        """What rows sampled that ended or were stopped."""
+        return self.rows.read(slots)
+
+    @torch.inference_mode()
+    def move(self, sources: Sequence[int], targets: Sequence[int], longest: int) -> None:
+        """Give rows another slot."""
+        for source, target in zip(sources, targets, strict=True):
+            self.cache.copy(source, [target], longest)
+        self.rows.move(sources, targets)
+
+
+@torch.inference_mode()
+def find_row_step(module: "PreTrainedModel", most: int, device: torch.device) -> int:
+    """The smallest number of rows whose multiples, up to `most`, all give a row the same bits on this machine.
+
+    16 on two cores; more cores need more rows. Elsewhere than on CPU in float32 bits are not promised, and 16 is taken.
+    """
+    smallest = 16
+    if device.type != "cpu" or module.dtype != torch.float32:
+        return smallest
+    top = round_up(most, smallest)
+    ids = torch.arange(top, device=device) % module.config.vocab_size
+
+    def logits(rows: int) -> Tensor:
+        plan = PackedPlan([1] * rows, device)
+        return compute_logits(module, hidden_states(module, ids[:rows], torch.zeros_like(ids[:rows]), plan))
+
+    whole = logits(top)
+    step = smallest
+    while step < top:
+        if all(torch.equal(logits(rows), whole[:rows]) for rows in (step, 2 * step, 3 * step) if rows < top):
+            return step
+        step *= 2
+    return top

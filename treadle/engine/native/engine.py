@@ -1,0 +1,212 @@
+"""The embedded engine: a Hugging Face decoder in this process, sampling many sequences at once.
+
+Owns the Engine protocol in front of a worker thread. Knows nothing of text beyond a decoder function it may be given.
+
+What holds: the same session making the same requests gets the same tokens and logprobs, alone and in any batch. On CPU
+in float32 bit for bit, as long as what it parked between turns was not forgotten for lack of memory. In bfloat16 and
+on CUDA up to rounding: a token changes only where its draw falls within rounding of a border between two tokens.
+Memory is bounded: slots for the sequences that run, a budget for what is parked; requests beyond them wait.
+"""
+
+import asyncio
+import os
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import TYPE_CHECKING, Self
+
+import torch
+from torch import Tensor
+
+from treadle.config.model import ModelConfig
+from treadle.config.rollout import RolloutConfig
+from treadle.engine.gate import Gate
+from treadle.engine.native.cache import SlotCache, cache_budget
+from treadle.engine.native.decoder import Decoder, find_row_step
+from treadle.engine.native.parking import Parking
+from treadle.engine.native.rows import MAX_STOPS
+from treadle.engine.native.scheduler import Scheduler
+from treadle.engine.native.worker import Answered, Worker
+from treadle.engine.protocol import Decode, WeightUpdate
+from treadle.errors import MisuseError, RequestRefused
+from treadle.model.causal import load_causal_model, output_weight, prepare_module
+from treadle.model.checksum import checksum as checksum_of
+from treadle.types import Completion, Request, StopReason
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+Checksum = Callable[[Mapping[str, Tensor]], str]
+
+_PARKED_SHARE = 0.125
+"""The fraction of a machine's memory for parked keys and values."""
+
+
+class NativeEngine:
+    """See the module; built by `create`."""
+
+    def __init__(
+        self,
+        rollout: RolloutConfig,
+        module: "PreTrainedModel",
+        worker: Worker,
+        *,
+        name: str,
+        version: int,
+        decode: Decode | None,
+        checksum: Checksum,
+    ) -> None:
+        self.name = name
+        self.version = version
+        self._rollout = rollout
+        self._module = module
+        self._worker = worker
+        self._decode = decode
+        self._checksum = checksum
+        self._gate = Gate()
+        self._words = output_weight(module).shape[0]
+
+    @classmethod
+    async def create(
+        cls,
+        rollout: RolloutConfig,
+        model: "ModelConfig | PreTrainedModel",
+        *,
+        name: str = "native-0",
+        device: torch.device | str = "cpu",
+        decode: Decode | None = None,
+        version: int = 0,
+        checksum: Checksum = checksum_of,
+    ) -> Self:
+        """Load the model, or share one that is on `device` already, and start the engine's thread.
+
+        With a shared module, `update_weights` without tensors only confirms what the module holds. `decode` gives
+        completions their text; without it the text is empty. `checksum` computes what an update confirms.
+        """
+        place = torch.device(device)
+        if isinstance(model, ModelConfig):
+            dtype = choose_dtype(rollout, place)
+            module = await asyncio.to_thread(partial(load_causal_model, model, dtype=dtype, device=place))
+        else:
+            module = prepare_module(model)
+        worker = Worker(name, rollout.sequence_length())
+        await worker.start(partial(_build, rollout, module, place, name, version))
+        return cls(rollout, module, worker, name=name, version=version, decode=decode, checksum=checksum)
+
+    async def generate(self, request: Request) -> Completion:
+        self._refuse(request)
+        if self._gate.shut and not await self._gate.admit(request.session):
+            return Completion((), (), (), StopReason.ABORT, replica=self.name)
+        answer = await self._worker.generate(request)
+        if isinstance(answer, Exception):
+            raise answer
+        return self._with_text(answer, request) if self._decode else answer
+
+    def _refuse(self, request: Request) -> None:
+        """Turn away what would break the thread for everyone."""
+        room, words = self._rollout.sequence_length(), self._words
+        problem = None
+        if not 0 < len(request.ids) < room:
+            problem = f"a prompt of {len(request.ids)} tokens; 1 to {room - 1} fit rollout.max_model_len"
+        elif min(request.ids) < 0 or max(request.ids) >= words:
+            problem = f"token ids from {min(request.ids)} to {max(request.ids)}; the model knows 0 to {words - 1}"
+        elif request.sampling.max_tokens < 1:
+            problem = f"max_tokens {request.sampling.max_tokens}; ask for at least 1"
+        elif len(request.sampling.stop_token_ids) > MAX_STOPS:
+            problem = f"{len(request.sampling.stop_token_ids)} stop tokens; at most {MAX_STOPS} are possible"
+        if problem:
+            raise RequestRefused(f"{self.name}: session {request.session}: {problem}")
+
+    def _with_text(self, completion: Completion, request: Request) -> Completion:
+        assert self._decode is not None
+        ids = completion.ids
+        spoken = ids[:-1] if ids and ids[-1] in request.sampling.stop_token_ids else ids
+        text = self._decode(spoken)
+        return Completion(ids, completion.logprobs, completion.versions, completion.stop, text, self.name)
+
+    async def abort(self, session: str | None = None) -> None:
+        self._gate.abort(session)
+        await self._abort_running(session)
+
+    async def _abort_running(self, session: str | None = None) -> None:
+        await self._worker.call(
+            lambda scheduler: scheduler.abort(lambda ticket: session is None or ticket.request.session == session)
+        )
+
+    async def pause(self) -> None:
+        self._gate.pause()
+        await self._abort_running()
+
+    async def resume(self) -> None:
+        self._gate.resume()
+
+    async def forget(self, session: str) -> None:
+        """Free what is kept for a session that is over. Without it, the least recently used give way anyway."""
+        await self._worker.call(lambda scheduler: scheduler.forget(session))
+
+    async def health(self) -> None:
+        self._worker.check()
+
+    async def update_weights(self, update: WeightUpdate) -> str:
+        """Copy the tensors in place, between two steps, and confirm what the module then holds.
+
+        Requests that run go on with keys and values of the old weights; pause first, to have none.
+        """
+        load = partial(self._load, update.tensors)
+        confirmed = await self._worker.call(lambda scheduler: scheduler.change_weights(update.version, load))
+        self.version = update.version
+        return confirmed
+
+    def _load(self, tensors: Mapping[str, Tensor]) -> str:
+        held = self._module.state_dict(keep_vars=True)
+        strangers = [name for name in tensors if name not in held]
+        if strangers:
+            raise MisuseError(f"{self.name}: the model has no weight {strangers[0]!r} ({len(strangers)} unknown names)")
+        for name, tensor in tensors.items():
+            if tensor.shape != held[name].shape:
+                shapes = f"{tuple(tensor.shape)} came, {tuple(held[name].shape)} is held"
+                raise MisuseError(f"{self.name}: weight {name!r} has another shape: {shapes}")
+        with torch.no_grad():
+            for name, tensor in tensors.items():
+                held[name].copy_(tensor)
+        return self._checksum(dict(self._module.named_parameters()))
+
+    async def close(self) -> None:
+        if self._gate.close(f"engine {self.name} is closed"):
+            await self._worker.close()
+
+
+def choose_dtype(rollout: RolloutConfig, device: torch.device) -> torch.dtype:
+    """The number format that `rollout.dtype` means on a device."""
+    name = rollout.dtype
+    if name == "auto":
+        name = "bfloat16" if device.type == "cuda" else "float32"
+    dtype: torch.dtype = getattr(torch, name)
+    return dtype
+
+
+def _build(
+    rollout: RolloutConfig,
+    module: "PreTrainedModel",
+    device: torch.device,
+    name: str,
+    version: int,
+    answered: Answered,
+) -> Scheduler:
+    """Everything that computes, made in the thread that will use it."""
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    row_step = find_row_step(module, rollout.max_num_seqs, device)
+    cache = SlotCache.create(rollout, module, device, row_step)
+    host_bytes = int(_PARKED_SHARE * os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
+    parking = Parking(host_bytes, cache_budget(rollout, device) if device.type == "cuda" else 0)
+    decoder = _build_decoder(rollout, module, cache, row_step)
+    return Scheduler(rollout, decoder, parking, answered, name=name, version=version)
+
+
+def _build_decoder(rollout: RolloutConfig, module: "PreTrainedModel", cache: SlotCache, row_step: int) -> Decoder:
+    """With graphs and kernels of our own on a GPU; with plain torch elsewhere, or where the config says so."""
+    if cache.kv.device.type != "cuda" or rollout.enforce_eager:
+        return Decoder(module, cache, row_step)
+    from treadle.engine.native.graphs import GraphDecoder  # triton comes with it, which CPU machines do not have
+
+    return GraphDecoder(module, cache, row_step)
