@@ -25,24 +25,14 @@ from treadle.config.section import types_of
 PACKAGE = Path(treadle.__file__).parent
 
 PENDING: dict[str, dict[str, str]] = {
-    "Config": {
-        "cluster/": "cluster",
-    },
-    "TrainConfig": {
-        "trainer/": "ref critic algorithm",
-        "checkpoint/": "checkpoint",
-    },
     "RolloutConfig": {
-        "engine/": """
-            dtype max_num_batched_tokens enforce_eager enable_prefix_caching enable_chunked_prefill
-            free_cache_engine engine_kwargs
-        """,
+        "engine/": "free_cache_engine engine_kwargs",
     },
     "LoggingConfig": {
         "observe/": "log_val_generations",
     },
     "ClusterConfig": {
-        "cluster/": "backend address ray_init",
+        "cluster/": "address ray_init",
     },
     "FSDPActorConfig": {
         "policy/": "fsdp_config",
@@ -59,17 +49,8 @@ PENDING: dict[str, dict[str, str]] = {
     "FSDPCriticConfig": {
         "policy/": "fsdp_config",
     },
-    "AlgorithmConfig": {
-        "trainer/": "filter_groups rollout_correction",
-    },
-    "FilterGroupsConfig": {
-        "trainer/": "max_num_gen_batches",
-    },
     "TrainerConfig": {
-        "trainer/": """
-            total_training_steps total_epochs val_before_train val_only test_freq stale_samples
-            on_weight_update parameter_sync_steps
-        """,
+        "trainer/": "stale_samples on_weight_update parameter_sync_steps",
     },
 }
 """Class, then folder, then the keys that folder will read."""

@@ -8,10 +8,11 @@ import json
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from random import Random
 
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from treadle.recipes.calculator.tasks import train
+from treadle.recipes.calculator.tasks import draw_sum
 from treadle.recipes.calculator.tools import calculate
 
 VOCABULARY = 384
@@ -42,11 +43,12 @@ def tool_call(expression: str) -> str:
 
 def conversations(count: int) -> Iterator[str]:
     """Conversations that solve their sum, as text in the template's form."""
-    for row in train(count):
-        expression, _, _ = row["uid"].partition(")")
-        inner = expression.removeprefix("(")
-        text = f"user\n{row['prompt']}assistant\n{tool_call(inner)}user\n{calculate(inner)}assistant\n"
-        yield f"{text}#### {row['answer']}"
+    rng = Random("calculator/tokenizer")
+    for _ in range(count):
+        task = draw_sum(rng)
+        inner = task.text.removeprefix("(").partition(")")[0]
+        text = f"user\n{task.prompt}assistant\n{tool_call(inner)}user\n{calculate(inner)}assistant\n"
+        yield f"{text}#### {task.value}"
 
 
 def make_tokenizer() -> Tokenizer:

@@ -1,0 +1,51 @@
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from treadle.errors import ConfigError
+from treadle.policy.packing import pack, split_in_order, split_shuffled
+
+LENGTHS = st.lists(st.integers(0, 50), max_size=40)
+
+
+@given(LENGTHS)
+def test_every_row_with_tokens_is_in_one_micro_batch_within_the_budget(lengths: list[int]) -> None:
+    packed = pack(lengths, 50, "key")
+    assert sorted(row for rows in packed for row in rows) == [at for at, length in enumerate(lengths) if length]
+    assert all(sum(lengths[row] for row in rows) <= 50 for rows in packed)
+
+
+@given(LENGTHS)
+def test_budgets_are_filled(lengths: list[int]) -> None:
+    """No two micro batches would fit into one."""
+    totals = sorted(sum(lengths[row] for row in rows) for rows in pack(lengths, 50, "key"))
+    assert len(totals) < 2 or totals[0] + totals[1] > 50
+
+
+@given(LENGTHS)
+def test_packing_is_the_same_each_time(lengths: list[int]) -> None:
+    assert pack(lengths, 50, "key") == pack(list(lengths), 50, "key")
+
+
+def test_a_row_over_the_budget_names_the_key_and_the_length() -> None:
+    with pytest.raises(ConfigError, match=r"actor\.ppo_max_token_len_per_gpu: 50 tokens hold no row of 51"):
+        pack([3, 51], 50, "actor.ppo_max_token_len_per_gpu")
+
+
+def test_mini_batches_take_groups_in_order_and_the_last_takes_the_rest() -> None:
+    assert split_in_order([0, 0, 1, 3, 3, 4], 2) == ((0, 1, 2), (3, 4, 5))
+    assert split_in_order([0, 1, 2], 2) == ((0, 1), (2,))
+
+
+def test_shuffled_mini_batches_keep_forks_together_and_are_even() -> None:
+    group_S, trajectory_S = [0, 0, 0, 1, 1, 2, 2, 3], [0, 0, 1, 2, 3, 4, 5, 6]
+    batches = split_shuffled(group_S, trajectory_S, 2, "seed")
+    assert sorted(row for rows in batches for row in rows) == list(range(8))
+    assert sum({0, 1} <= set(rows) for rows in batches) == 1
+    assert sorted(len({trajectory_S[row] for row in rows}) for rows in batches) == [3, 4]
+
+
+def test_the_seed_decides_the_shuffle() -> None:
+    rows = list(range(20))
+    assert split_shuffled(rows, rows, 5, "a") == split_shuffled(rows, rows, 5, "a")
+    assert split_shuffled(rows, rows, 5, "a") != split_shuffled(rows, rows, 5, "b")

@@ -1,0 +1,146 @@
+"""The checkpoints of a run: saved in turn, the last k kept, the newest whole one found again.
+
+run_dir/checkpoints/
+  0003-step-120/     the third save, after training step 120: a Hugging Face directory, and `training/` inside it
+Saves are numbered, so a run started afresh in the same directory is newer than what it replaces, whatever its step.
+
+Owns names, order and retention. Knows a policy only as something that saves itself, and the caller's state not at all.
+Invariant: what `latest` returns was written to its end and is, byte for byte, what was written.
+"""
+
+import json
+import logging
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from treadle.checkpoint.directory import appearing, remove, sweep
+from treadle.checkpoint.export import copy_tokenizer
+from treadle.checkpoint.manifest import Damaged, read_manifest, verify, write_manifest
+from treadle.config.model import ModelConfig
+from treadle.config.trainer import CheckpointConfig
+from treadle.errors import ConfigError, Mistake, RunError
+from treadle.policy.protocol import Critic, Policy
+
+log = logging.getLogger(__name__)
+
+FOLDER = "checkpoints"
+PROGRESS = "training/progress.json"
+_NAME = re.compile(r"(\d+)-step-(\d+)")
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """Where a run stands, beside its networks."""
+
+    step: int
+    """Training steps done."""
+    version: int
+    state: Mapping[str, Any]
+    """Whatever the caller wants back, such as the position in the data: JSON-able, and otherwise unread."""
+
+
+def latest(run_dir: Path) -> Path | None:
+    """The newest whole checkpoint of a run, if there is one. Damaged ones are passed over with a warning."""
+    for path in reversed(_saved(run_dir)):
+        try:
+            verify(path)
+        except Damaged as damage:
+            log.warning("checkpoint passed over: %s", damage)
+        else:
+            return path
+    return None
+
+
+class Checkpoints:
+    """The checkpoints of one run, for the process that trains it."""
+
+    def __init__(self, run_dir: Path, *, checkpoint: CheckpointConfig, model: ModelConfig) -> None:
+        self._run_dir = run_dir
+        self._checkpoint = checkpoint
+        self._model = model
+
+    def save(self, policy: Policy, critic: Critic | None, step: int, state: Mapping[str, Any]) -> Path:
+        """Save everything after training step `step`, then delete what is no longer kept."""
+        folder = self._run_dir / FOLDER
+        sweep(folder)
+        last = max((_order(path) for path in _saved(self._run_dir)), default=0)
+        target = folder / f"{last + 1:04d}-step-{step}"
+        with appearing(target) as draft:
+            policy.save(draft)
+            if critic is not None:
+                critic.save(draft)
+            copy_tokenizer(self._model, draft)
+            progress = {"step": step, "version": policy.version, "state": dict(state)}
+            (draft / PROGRESS).write_text(json.dumps(progress), encoding="utf-8")
+            write_manifest(draft)
+        self._prune()
+        return target
+
+    def find(self) -> Path | None:
+        """The checkpoint to go on from, as `checkpoint.resume_mode` says; None to start afresh."""
+        checkpoint = self._checkpoint
+        if checkpoint.resume_mode == "disable":
+            return None
+        if checkpoint.resume_mode == "auto":
+            return latest(self._run_dir)
+        path = Path(checkpoint.resume_from_path or "").expanduser()
+        try:
+            verify(path)
+        except Damaged as damage:
+            key, given = "checkpoint.resume_from_path", checkpoint.resume_from_path
+            fix = "give a directory that a run saved, as run_dir/checkpoints/0003-step-120"
+            problem = f"no whole checkpoint: {damage}"
+            raise ConfigError([Mistake(key, problem, given, checkpoint.origin("resume_from_path"), fix)]) from damage
+        return path
+
+    def restore(self, policy: Policy, critic: Critic | None) -> Progress | None:
+        """Bring the networks to where the run stopped; None, and nothing changed, where it starts afresh."""
+        path = self.find()
+        if path is None:
+            return None
+        policy.restore(path)
+        if critic is not None:
+            critic.restore(path)
+        progress = Progress(**json.loads((path / PROGRESS).read_text(encoding="utf-8")))
+        if progress.version != policy.version:
+            raise RunError(f"{path} has version {progress.version} in {PROGRESS}, and {policy.version} in its policy")
+        return progress
+
+    def is_due(self, step: int) -> bool:
+        """Whether `checkpoint.save_freq` asks for a save after this step."""
+        save_freq = self._checkpoint.save_freq
+        return save_freq > 0 and step % save_freq == 0
+
+    def _prune(self) -> None:
+        """Keep the last k whole checkpoints. One that is not whole is no longer anybody's, and goes with them."""
+        keep_last = self._checkpoint.keep_last
+        if keep_last is None:
+            return
+        saved = _saved(self._run_dir)
+        whole = [path for path in saved if _looks_whole(path)]
+        for path in saved[: saved.index(whole[-keep_last:][0])]:
+            remove(path)
+
+
+def _saved(run_dir: Path) -> list[Path]:
+    """Every checkpoint of a run, oldest first."""
+    folder = run_dir / FOLDER
+    named = [path for path in folder.iterdir() if _NAME.fullmatch(path.name)] if folder.is_dir() else []
+    return sorted(named, key=_order)
+
+
+def _order(path: Path) -> int:
+    found = _NAME.fullmatch(path.name)
+    assert found is not None, f"{path} is no checkpoint"
+    return int(found[1])
+
+
+def _looks_whole(path: Path) -> bool:
+    try:
+        read_manifest(path)
+    except Damaged:
+        return False
+    return True

@@ -1,0 +1,93 @@
+"""`treadle train`: an agent that learns."""
+
+import asyncio
+import sys
+from typing import TYPE_CHECKING
+
+from treadle.cli.parser import Arguments, Commands, add_command, add_words, load_words
+from treadle.errors import ConfigError, Mistake
+
+if TYPE_CHECKING:
+    from treadle.cluster.local import TrainingResult
+    from treadle.config import TrainConfig
+    from treadle.types import Trajectory
+
+STATUS_INTERRUPTED = 130
+
+
+def register(commands: Commands) -> None:
+    examples = """
+    examples:
+      treadle train calculator                                 two minutes on two cores
+      treadle train calculator trainer.total_training_steps=20 rollout.n=4
+      treadle train my.yaml logging.logger=[console,tensorboard]
+
+    Everything is kept in logging.run_dir. Ctrl-C saves; the same command goes on from there.
+    """
+    command = add_command(commands, "train", train, examples)
+    add_words(command)
+
+
+def train(arguments: Arguments) -> int:
+    """Train a model with the agent loops, tools and rewards of a config.
+
+    Status 0 when the run is done, 130 when interrupted.
+    """
+    from treadle.cli.machines import this_machine
+    from treadle.cli.plan import describe_plan
+    from treadle.config import TrainConfig, make_plan
+
+    config = load_words(arguments.words)
+    if not isinstance(config, TrainConfig):
+        fix = "add `trainer: {}` to train, or use treadle rollout"
+        raise ConfigError([Mistake("trainer", "this config has no trainer section: it is a rollout", fix=fix)])
+    print(describe_plan(config, make_plan(config, [this_machine()])), file=sys.stderr)
+    result = _train(config)
+    _print_result(result)
+    return STATUS_INTERRUPTED if result.interrupted else 0
+
+
+def _train(config: "TrainConfig") -> "TrainingResult":
+    from treadle.cluster.local import train as train_here
+    from treadle.data.tasks import load_training_tasks
+    from treadle.observe.training import TrainingView
+    from treadle.trainer.run import total_steps
+
+    with TrainingView(total_steps(config, load_training_tasks(config.data))) as view:
+        return asyncio.run(train_here(config, view, sys.argv))
+
+
+def _print_result(result: "TrainingResult") -> None:
+    if len(result.validations) > 1:
+        _print_comparison(result)
+    print(f"{result.steps} steps; everything is in {result.run_dir}")
+    if result.interrupted:
+        print("interrupted and saved: the same command goes on from here")
+
+
+def _print_comparison(result: "TrainingResult") -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    first, last = result.validations[0], result.validations[-1]
+    table = Table("", f"before (step {first.step})", f"after (step {last.step})")
+    table.add_row("success", f"{first.success:.3f}", f"{last.success:.3f}")
+    for name, value in last.metrics().items():
+        if name != "validation/success" and name in first.metrics():
+            table.add_row(name.removeprefix("validation/"), f"{first.metrics()[name]:.3f}", f"{value:.3f}")
+    console = Console()
+    console.print(table)
+    learned = [pair for pair in zip(first.trajectories, last.trajectories, strict=False) if _improved(*pair)]
+    for before, after in learned[:2]:
+        _print_transcripts(before, after)
+
+
+def _improved(before: "Trajectory", after: "Trajectory") -> bool:
+    return (before.reward.value if before.reward else 0) < (after.reward.value if after.reward else 0)
+
+
+def _print_transcripts(before: "Trajectory", after: "Trajectory") -> None:
+    for name, trajectory in (("before", before), ("after", after)):
+        print(f"\n{name}, reward {trajectory.reward.value if trajectory.reward else 0:g}")
+        for message in trajectory.messages:
+            print(f"  {message['role']:9}  {message['content']}")

@@ -1,0 +1,142 @@
+"""Where metrics go besides the journal: TensorBoard, Weights & Biases, MLflow. Each a thin adapter.
+
+Owns the calls of those libraries, imported only when a config names them.
+A tracker that cannot start is an error before the run; one that cannot log is a warning, once, and the run goes on.
+"""
+
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, Protocol, Self
+
+from treadle.config import LoggingConfig
+from treadle.errors import ConfigError, Mistake
+
+
+class Tracker(Protocol):
+    """Somewhere metrics are sent."""
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class TensorBoardTracker:
+    """Event files in `<run_dir>/tensorboard`."""
+
+    def __init__(self, logging: LoggingConfig, run_dir: Path, config: Mapping[str, Any]) -> None:
+        from torch.utils.tensorboard import SummaryWriter
+
+        self._writer: Any = SummaryWriter(str(run_dir / "tensorboard"))
+        self._writer.add_text("config", "\n".join(f"    {key}: {value}" for key, value in config.items()))
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        for name, value in metrics.items():
+            self._writer.add_scalar(name, value, step)
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+class WandbTracker:
+    """A run in `logging.project_name`, continued under the same id when the run directory is."""
+
+    def __init__(self, logging: LoggingConfig, run_dir: Path, config: Mapping[str, Any]) -> None:
+        import wandb
+
+        self._run: Any = wandb.init(
+            project=logging.project_name,
+            name=logging.experiment_name,
+            dir=str(run_dir),
+            config=dict(config),
+            resume="allow",
+            id=_run_id(run_dir, wandb.util.generate_id),
+        )
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        self._run.log(dict(metrics), step=step)
+
+    def close(self) -> None:
+        self._run.finish()
+
+
+class MLflowTracker:
+    """A run in the experiment `logging.project_name`, at the address MLflow itself is set to."""
+
+    def __init__(self, logging: LoggingConfig, run_dir: Path, config: Mapping[str, Any]) -> None:
+        import mlflow
+
+        self._mlflow: Any = mlflow
+        mlflow.set_experiment(logging.project_name)
+        mlflow.start_run(run_name=logging.experiment_name)
+        mlflow.log_dict(dict(config), "config.json")
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        self._mlflow.log_metrics(dict(metrics), step=step)
+
+    def close(self) -> None:
+        self._mlflow.end_run()
+
+
+TRACKERS: Mapping[str, Callable[[LoggingConfig, Path, Mapping[str, Any]], Tracker]] = {
+    "tensorboard": TensorBoardTracker,
+    "wandb": WandbTracker,
+    "mlflow": MLflowTracker,
+}
+
+
+class Trackers:
+    """All trackers of a run behind one call."""
+
+    def __init__(self, trackers: Mapping[str, Tracker]) -> None:
+        self._trackers = dict(trackers)
+        self._warned: set[str] = set()
+
+    @classmethod
+    def start(cls, logging: LoggingConfig, run_dir: Path, config: Mapping[str, Any]) -> Self:
+        """Every tracker that `logging.logger` names, or an error that says which cannot start and why."""
+        started: dict[str, Tracker] = {}
+        mistakes: list[Mistake] = []
+        for name in logging.logger:
+            if name in TRACKERS:
+                try:
+                    started[name] = TRACKERS[name](logging, run_dir, config)
+                except ImportError as error:
+                    fix = f"pip install 'treadle[{name}]'"
+                    mistakes.append(Mistake("logging.logger", f"{name} is not installed ({error})", name, fix=fix))
+                except Exception as error:  # noqa: BLE001  whatever a tracker's start raises means it cannot start
+                    problem = f"{name} cannot start: {type(error).__name__}: {error}"
+                    mistakes.append(Mistake("logging.logger", problem, name))
+        if mistakes:
+            cls(started).close()
+            raise ConfigError(mistakes)
+        return cls(started)
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Send metrics everywhere. A tracker that fails is named once, on standard error."""
+        self._everywhere(lambda tracker: tracker.log(step, metrics), "log")
+
+    def close(self) -> None:
+        self._everywhere(lambda tracker: tracker.close(), "close")
+
+    def _everywhere(self, call: Callable[[Tracker], None], what: str) -> None:
+        for name, tracker in self._trackers.items():
+            try:
+                call(tracker)
+            except Exception as error:  # noqa: BLE001  a tracker must never end a run
+                if name not in self._warned:
+                    self._warned.add(name)
+                    print(f"warning: {name} cannot {what}: {type(error).__name__}: {error}", file=sys.stderr)
+
+
+def _run_id(run_dir: Path, make: Callable[[], str]) -> str:
+    """The id this run directory had before, or a new one."""
+    file = run_dir / "wandb_id"
+    if not file.exists():
+        file.write_text(make())
+    return file.read_text().strip()
+
+
+def scalars(metrics: Mapping[str, Any]) -> dict[str, float]:
+    """The metrics that trackers can draw: numbers only."""
+    return {name: float(value) for name, value in metrics.items() if isinstance(value, int | float)}

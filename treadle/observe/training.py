@@ -1,0 +1,112 @@
+"""A view of a training run: live on a terminal, one plain line a step anywhere else.
+
+Owns what a person sees while a run trains. Told of steps, phases and validations; changes nothing.
+"""
+
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Self, TextIO
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+
+BARS = "▁▂▃▄▅▆▇█"
+CURVE_WIDTH = 60
+
+
+@dataclass(slots=True)
+class TrainingState:
+    """What there is to show."""
+
+    total_steps: int
+    step: int = 0
+    phase: str = "starting"
+    rewards: list[float] = field(default_factory=list)
+    successes: list[tuple[int, float]] = field(default_factory=list)
+    """Validation success by step."""
+    tokens_per_s: float = 0.0
+    seconds: Mapping[str, float] = field(default_factory=dict)
+
+
+class TrainingView:
+    """Shows a run while its `with` block runs."""
+
+    def __init__(self, total_steps: int, phase: Callable[[], str] = str, stream: TextIO | None = None) -> None:
+        self._state = TrainingState(total_steps)
+        self._phase = phase
+        self._stream = stream or sys.stderr
+        self._live: Any = None
+
+    def __enter__(self) -> Self:
+        if self._stream.isatty():
+            from rich.console import Console
+            from rich.live import Live
+
+            console = Console(file=self._stream)
+            self._live = Live(console=console, get_renderable=self._draw, refresh_per_second=4)
+            self._live.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._live is not None:
+            self._live.stop()
+
+    def resume(self, step: int) -> None:
+        """The run goes on after `step`."""
+        self._state.step = step
+
+    def on_step(self, step: int, metrics: Mapping[str, float]) -> None:
+        """A step has ended."""
+        state = self._state
+        state.step = step
+        state.rewards.append(metrics.get("reward/mean", 0.0))
+        state.tokens_per_s = metrics.get("rollout/tokens_per_s", 0.0)
+        state.seconds = {
+            name.removeprefix("seconds/"): value for name, value in metrics.items() if name.startswith("seconds/")
+        }
+        if self._live is None:
+            print(describe(state), file=self._stream, flush=True)
+
+    def on_validation(self, step: int, success: float) -> None:
+        """A validation has ended."""
+        self._state.successes.append((step, success))
+        if self._live is None:
+            print(f"validation after step {step}: success {success:.3f}", file=self._stream, flush=True)
+
+    def _draw(self) -> "RenderableType":
+        from rich.console import Group
+        from rich.progress_bar import ProgressBar
+        from rich.text import Text
+
+        state = self._state
+        state.phase = self._phase() or state.phase
+        bar = ProgressBar(total=state.total_steps, completed=state.step, width=CURVE_WIDTH)
+        return Group(
+            Text(f"step {state.step} of {state.total_steps}   {state.phase}"),
+            bar,
+            Text(f"reward     {draw_curve(state.rewards)} {state.rewards[-1]:.3f}" if state.rewards else "reward"),
+            Text("success    " + "  ".join(f"{success:.2f} (step {step})" for step, success in state.successes[-5:])),
+            Text(f"rollout    {state.tokens_per_s:,.0f} tokens/s"),
+            Text("seconds    " + "  ".join(f"{name} {value:.2f}" for name, value in state.seconds.items())),
+        )
+
+
+def draw_curve(values: list[float], width: int = CURVE_WIDTH) -> str:
+    """A curve one character high: the last `width` values, between the least and the most of them."""
+    shown = values[-width:]
+    least, most = min(shown), max(shown)
+    reach = (most - least) or 1.0
+    return "".join(BARS[min(len(BARS) - 1, int((value - least) / reach * len(BARS)))] for value in shown)
+
+
+def describe(state: TrainingState) -> str:
+    """A step in one line."""
+    seconds = ", ".join(f"{name} {value:.2f} s" for name, value in state.seconds.items())
+    return (
+        f"step {state.step}/{state.total_steps}: reward {state.rewards[-1]:.3f}, "
+        f"{state.tokens_per_s:,.0f} tokens/s, {seconds}"
+    )

@@ -1,0 +1,93 @@
+"""From a step's rows to new weights: mini batches, micro batches, backward, optimizer. The same for policy and critic.
+
+Knows no loss: it is given one that returns a micro batch's share. Shares add up (see `algorithm.aggregation`), so a
+mini batch's gradient does not depend on how it was cut, beyond rounding.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from treadle.algorithm.aggregation import Denominator
+from treadle.algorithm.measures import Measures, Sum, merge, read
+from treadle.algorithm.packed import LossOutput
+from treadle.policy.optimizer import Optimizer
+from treadle.policy.packing import Members, pack
+from treadle.policy.sequence import Packed, Sequences
+
+Share = Callable[[Packed, Denominator], LossOutput]
+"""A micro batch's share of the mini batch's loss."""
+
+
+@dataclass(frozen=True, slots=True)
+class Budget:
+    """Tokens of one forward, and the key that says so."""
+
+    tokens: int
+    key: str
+
+
+@dataclass(frozen=True, slots=True)
+class Lesson:
+    """What one optimizer step did."""
+
+    measures: Measures
+    grad_norm: float
+    num_micro_batches: int
+    num_tokens: int
+    """Read by the network, prompts included."""
+
+
+def micro_batches(sequences: Sequences, members: Members, budget: Budget, device: torch.device) -> Iterator[Packed]:
+    """The given rows in forwards of at most `budget` tokens."""
+    for bin in pack([sequences.lengths[at] for at in members], budget.tokens, budget.key):
+        yield sequences.pack([members[at] for at in bin], device)
+
+
+def learn(
+    sequences: Sequences,
+    members: Members,
+    share: Share,
+    optimizer: Optimizer,
+    *,
+    budget: Budget,
+    device: torch.device,
+    scale: float,
+    step: int,
+) -> Lesson:
+    """One optimizer step on the given rows. `scale` is the divisor of seq-mean-token-sum-norm."""
+    denominator = Denominator.of((sequences.num_sampled[at] for at in members), scale)
+    parts = []
+    for packed in micro_batches(sequences, members, budget, device):
+        output = share(packed, denominator)
+        output.loss.backward()  # type: ignore[no-untyped-call]
+        parts.append(output.measures)
+    norm = optimizer.step(step) if parts else 0.0
+    return Lesson(merge(parts), norm, len(parts), sum(sequences.lengths[at] for at in members))
+
+
+def summarize(lessons: Sequence[Lesson], name: str) -> dict[str, float]:
+    """The metrics of a training step: means over tokens and optimizer steps, as each measure has it."""
+    taught = [lesson for lesson in lessons if lesson.num_micro_batches]
+    merged = merge([lesson.measures for lesson in taught])
+    shared = {key: Sum(part.total / len(taught)) if isinstance(part, Sum) else part for key, part in merged.items()}
+    return {
+        **read(shared),
+        f"{name}/grad_norm": sum(lesson.grad_norm for lesson in taught) / max(1, len(taught)),
+        f"{name}/optimizer_steps": len(taught),
+        f"{name}/micro_batches": sum(lesson.num_micro_batches for lesson in taught),
+        f"{name}/tokens": sum(lesson.num_tokens for lesson in taught),
+    }
+
+
+@torch.no_grad()
+def compute(
+    sequences: Sequences, values: Callable[[Packed], Tensor], *, budget: Budget, device: torch.device
+) -> Tensor:
+    """One value for each sampled token of all rows, without gradients: [M], on the CPU."""
+    values_M = torch.zeros(sum(sequences.num_sampled))
+    for packed in micro_batches(sequences, tuple(range(len(sequences.lengths))), budget, device):
+        values_M[packed.places_M] = values(packed).float().cpu()
+    return values_M

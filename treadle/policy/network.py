@@ -1,0 +1,98 @@
+"""A decoder on one device, run over packed rows: hidden states where something is predicted, and logprobs from them.
+
+Owns the recomputation of activations and the output layer's shape. Knows no loss and no optimizer.
+Invariant: outside `recomputing` the module is as it was loaded, so that an engine may run the very same module.
+
+L, M, D and V as in `sequence` and `logprobs`.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from treadle.algorithm.logprobs import TokenLogprobs, logprobs_and_entropy
+from treadle.errors import ConfigError, Mistake
+from treadle.model.attention import PackedPlan
+from treadle.model.causal import hidden_states, output_bias, output_weight
+from treadle.policy.sequence import Packed
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+    from transformers.modeling_layers import GradientCheckpointingLayer
+
+CHUNK_BYTES = {"cpu": 2**23, "cuda": 2**30}
+"""How large one buffer of logits may be: what stays in a CPU's cache, or what a GPU hardly notices."""
+
+
+class Network:
+    """A decoder. `module` may be shared with an engine."""
+
+    def __init__(self, module: "PreTrainedModel") -> None:
+        self.module = module
+        self.device: torch.device = module.device
+
+    @property
+    def decoder(self) -> nn.Module:
+        """The module without its output layer."""
+        return cast(nn.Module, cast(Any, self.module).get_decoder())
+
+    @property
+    def hidden_size(self) -> int:
+        return output_weight(self.module).shape[1]
+
+    def hidden(self, packed: Packed) -> Tensor:
+        """The hidden state that predicts each sampled token: [M, D]."""
+        plan = PackedPlan(packed.lengths, self.device)
+        return hidden_states(self.module, packed.ids_L, plan.positions(), plan)[packed.predicts_M]
+
+    def logprobs(self, packed: Packed, temperature: float) -> TokenLogprobs:
+        """The logprob of each sampled token, and the entropy where it was drawn."""
+        weight_VD, bias_V = output_weight(self.module), output_bias(self.module)
+        scale, softcap = _output_shape(self.module)
+        hidden_MD = self.hidden(packed)
+        return logprobs_and_entropy(
+            hidden_MD if scale == 1 else hidden_MD * scale,
+            weight_VD,
+            packed.targets_M,
+            chunk=max(16, CHUNK_BYTES[self.device.type] // (4 * len(weight_VD))),
+            temperature=temperature,
+            bias_V=bias_V if bias_V is None or scale == 1 else bias_V * scale,
+            softcap=softcap,
+        )
+
+    @contextmanager
+    def recomputing(self, wanted: bool) -> Iterator[None]:
+        """Inside, layers keep no activations for backward but compute them again; where `wanted`."""
+        layers = _layers(self.module) if wanted else ()
+        recompute: Any = partial(checkpoint, use_reentrant=False, preserve_rng_state=False)
+        for layer in layers:
+            layer._gradient_checkpointing_func = recompute
+            layer.gradient_checkpointing = layer.training = True
+        try:
+            yield
+        finally:
+            for layer in layers:
+                layer.gradient_checkpointing = layer.training = False
+
+
+def _output_shape(module: "PreTrainedModel") -> tuple[float, float | None]:
+    """What some families do to logits: the factor of Granite and Cohere, the soft cap of Gemma 2."""
+    config = module.config
+    scale = (getattr(config, "logit_scale", None) or 1) / (getattr(config, "logits_scaling", None) or 1)
+    return scale, getattr(config, "final_logit_softcapping", None)
+
+
+def _layers(module: "PreTrainedModel") -> tuple["GradientCheckpointingLayer", ...]:
+    """The layers that can compute again. Their own dropout stays off: only the layer itself counts as training."""
+    from transformers.modeling_layers import GradientCheckpointingLayer
+
+    layers = tuple(part for part in module.modules() if isinstance(part, GradientCheckpointingLayer))
+    if not layers:
+        problem = f"{type(module).__name__} cannot recompute its activations"
+        raise ConfigError([Mistake("model.enable_gradient_checkpointing", problem, True, fix="set it to false")])
+    return layers

@@ -1,0 +1,106 @@
+"""Rows as a network reads them: only what teaches.
+
+    T  response tokens of all rows, as in `batch`    M  sampled tokens among them: those that have a loss
+    L  tokens that a network reads in one forward
+
+A row is read up to its last sampled token, and not that token itself: nothing after it is predicted. Rows with no
+sampled token are not read at all. Knows no network.
+Invariant: the M of a micro batch are its rows' sampled tokens, in the order of the rows.
+"""
+
+from array import array
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import chain
+
+import torch
+from torch import Tensor
+
+from treadle.errors import MisuseError
+from treadle.types import Row
+
+_KINDS = {"b": torch.int8, "q": torch.int64, "f": torch.float32}
+
+
+@dataclass(frozen=True, slots=True)
+class Packed:
+    """Some rows, packed into one forward."""
+
+    ids_L: Tensor
+    lengths: tuple[int, ...]
+    """Of each row, in tokens read."""
+    predicts_M: Tensor
+    """The token of the forward whose hidden state predicts each sampled token."""
+    targets_M: Tensor
+    sequence_M: Tensor
+    places_M: Tensor
+    """Where each one is among the sampled tokens of all rows."""
+
+    @property
+    def num_sequences(self) -> int:
+        return len(self.lengths)
+
+
+class Sequences:
+    """All rows of a call, ready to be packed."""
+
+    def __init__(self, rows: Sequence[Row]) -> None:
+        self.mask_T = flatten("b", (row.mask for row in rows)).bool()
+        masks = torch.split(self.mask_T, [len(row.mask) for row in rows])
+        ids = flatten("q", (part for row in rows for part in (row.prompt_ids, row.ids)))
+        ids_S = torch.split(ids, [len(row.prompt_ids) + len(row.ids) for row in rows])
+        prompts = [len(row.prompt_ids) for row in rows]
+        self._sequences = [_read(*parts) for parts in zip(ids_S, masks, prompts, strict=True)]
+        self.lengths = tuple(len(ids) for ids, _, _ in self._sequences)
+        """Tokens to read, for each row."""
+        self.num_sampled = tuple(len(targets) for _, _, targets in self._sequences)
+        counts = torch.tensor([0, *self.num_sampled])
+        self._starts: list[int] = counts.cumsum(0).tolist()
+
+    def sampled(self, values_T: Tensor) -> Tensor:
+        """Per-token values of the sampled tokens only: [T] to [M]."""
+        return values_T[self.mask_T]
+
+    def spread(self, values_M: Tensor) -> Tensor:
+        """Back to all response tokens, 0 where none was sampled: [M] to [T]."""
+        return torch.zeros(len(self.mask_T), dtype=values_M.dtype).masked_scatter(self.mask_T, values_M)
+
+    def sampled_by(self, members: Sequence[int]) -> Tensor:
+        """Which sampled tokens the given rows have, as a mask: [M]."""
+        mask_M = torch.zeros(self._starts[-1], dtype=torch.bool)
+        for at in members:
+            mask_M[self._starts[at] : self._starts[at + 1]] = True
+        return mask_M
+
+    def pack(self, members: Sequence[int], device: torch.device) -> Packed:
+        """The given rows as one forward, on `device`."""
+        rows = [self._sequences[at] for at in members]
+        lengths = tuple(len(ids) for ids, _, _ in rows)
+        offsets = torch.tensor((0, *lengths)).cumsum(0).tolist()
+        counts = torch.tensor([len(targets) for _, _, targets in rows])
+        places = [torch.arange(self._starts[at], self._starts[at + 1]) for at in members]
+        tensors = (
+            torch.cat([ids for ids, _, _ in rows]),
+            torch.cat([predicts + offset for (_, predicts, _), offset in zip(rows, offsets, strict=False)]),
+            torch.cat([targets for _, _, targets in rows]),
+            torch.arange(len(rows)).repeat_interleave(counts),
+        )
+        ids_L, predicts_M, targets_M, sequence_M = (tensor.to(device, non_blocking=True) for tensor in tensors)
+        return Packed(ids_L, lengths, predicts_M, targets_M, sequence_M, torch.cat(places))
+
+
+def flatten(kind: str, parts: Iterable[Iterable[float]]) -> Tensor:
+    """Numbers of all parts in one tensor; `kind` is the array module's letter for their type."""
+    numbers = array(kind, chain.from_iterable(parts))  # several times as fast as building a tensor from a list
+    return torch.frombuffer(numbers, dtype=_KINDS[kind]) if numbers else torch.zeros(0, dtype=_KINDS[kind])
+
+
+def _read(ids: Tensor, mask: Tensor, prompt: int) -> tuple[Tensor, Tensor, Tensor]:
+    """The ids to read, the places in them that predict, and what they predict."""
+    sampled = mask.nonzero().squeeze(1)
+    if not len(sampled):
+        return ids[:0], sampled, ids[:0]
+    if not prompt:
+        raise MisuseError("a row without a prompt cannot train: nothing predicts its first token")
+    predicts = sampled + (prompt - 1)
+    return ids[: int(predicts[-1]) + 1], predicts, ids[predicts + 1]

@@ -1,0 +1,1 @@
+"""Training: one step, three schedules, one validation path."""

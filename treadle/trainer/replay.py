@@ -1,0 +1,73 @@
+"""Replays a run from its journal: the same trajectories, in the same order, must give the same weights.
+
+Owns nothing of a run; reads its journal and trains a fresh policy on what was recorded. Every step's checksum is
+compared with the one the engine confirmed then.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from treadle.algorithm.kl import KLControl
+from treadle.errors import RunError
+from treadle.journal import Event, JournalReader
+from treadle.model.checksum import checksum
+from treadle.trainer.step import StepParts, train_step
+from treadle.types import Group, Trajectory
+
+
+@dataclass(frozen=True, slots=True)
+class Replayed:
+    """One step, then and now."""
+
+    step: int
+    recorded: str
+    replayed: str
+
+    @property
+    def equal(self) -> bool:
+        return self.recorded == self.replayed
+
+
+def replay(parts: StepParts, run_dir: Path) -> Iterator[Replayed]:
+    """Train `parts` on each recorded step in turn. Where a run was resumed, the last record of a step counts."""
+    control: KLControl | None = None
+    with JournalReader.open(run_dir) as reader:
+        steps = {event.fields["step"]: event for event in _events(reader, "step")}
+        weights = {event.fields["version"]: event.fields["checksum"] for event in _events(reader, "weights")}
+        if not steps:
+            raise RunError(f"{run_dir} has no training steps to replay")
+        for step in sorted(steps):
+            event = steps[step]
+            report = train_step(parts, _groups(reader, event, run_dir), step=step, control=control)
+            control = report.control
+            recorded = weights.get(event.fields["version"], "none")
+            yield Replayed(step, recorded, checksum(parts.policy.tensors()))
+
+
+def _events(reader: JournalReader, kind: str) -> Iterator[Event]:
+    last = 0
+    while found := reader.events(after=last, kind=kind):
+        yield from found
+        last = found[-1].id
+
+
+def _groups(reader: JournalReader, event: Event, run_dir: Path) -> list[Group]:
+    groups = []
+    for uid, samples in event.fields["groups"]:
+        task = reader.task(uid)
+        trajectories = [_trajectory(reader, uid, sample, run_dir) for sample in samples]
+        if task is None:
+            raise RunError(f"{run_dir} has no task {uid!r}: it cannot be replayed")
+        groups.append(Group(task, tuple(trajectories)))
+    return groups
+
+
+def _trajectory(reader: JournalReader, uid: str, sample: int, run_dir: Path) -> Trajectory:
+    entry = reader.trajectory(uid, sample)
+    if entry is None or not entry.headline.has_body:
+        raise RunError(
+            f"{run_dir} no longer has the tokens of {uid}/{sample}: logging.journal_max_mb let them go, so the run "
+            "cannot be replayed"
+        )
+    return entry.trajectory
