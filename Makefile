@@ -14,8 +14,8 @@ check: $(INSTALLED)  ## format, lint, types, import ranks and unit tests: about 
 test: check  ## everything above, then contract and integration tests with real processes
 	$(BIN)/pytest tests/contract tests/integration -n auto
 
-demo: $(INSTALLED)  ## what the calculator example would do on this machine
-	$(BIN)/treadle plan calculator
+demo: $(INSTALLED)  ## an agent that learns to use a calculator: two minutes on two cores
+	$(BIN)/treadle train calculator
 
 format: $(INSTALLED)
 	$(BIN)/ruff format .
@@ -23,6 +23,8 @@ format: $(INSTALLED)
 
 bench: $(INSTALLED)  ## figures, not tests: each prints its ratios
 	$(BIN)/python bench/startup.py
+	PYTHONPATH=. $(BIN)/python bench/engine.py
+	PYTHONPATH=. $(BIN)/python bench/grpo_step.py
 
 $(INSTALLED): pyproject.toml constraints.txt
 	python3 -m venv $(VENV)

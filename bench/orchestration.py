@@ -173,7 +173,10 @@ def _schema() -> dict[str, Any]:
 
 def bench_peer(command: str) -> tuple[str, float]:
     """A peer's own script, run here and now; its last JSON line counts."""
-    done = subprocess.run(shlex.split(command), capture_output=True, text=True, timeout=1800, check=True)
+    done = subprocess.run(shlex.split(command), capture_output=True, text=True, timeout=1800, check=False)
+    if done.returncode:
+        print(f"{command} failed: {done.stderr.strip().splitlines()[-1]}", file=sys.stderr)
+        return command, float("nan")
     line = json.loads([row for row in done.stdout.splitlines() if row.startswith("{")][-1])
     return line.get("peer", command), float(line["cpu_ms_per_turn"])
 
@@ -196,16 +199,16 @@ def main(arguments: Sequence[str] | None = None) -> None:
     def ours(count: int, workers: int, journal: bool) -> float:
         return bench_treadle(model, count, workers, journal, options.repeats)
 
-    rows = {"floor": bench_floor(renderer, model, options.n, options.repeats)}
-    rows["treadle, journal off"] = ours(options.n, 1, False)
+    rows = {"treadle, journal off": ours(options.n, 1, False)}
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
     rows["treadle, journal on"] = ours(options.n, 1, True)
     for size in options.sizes:
         rows[f"treadle, journal off, {size} at once"] = ours(size, 1, False)
     if options.workers > 1:
         rows[f"treadle, {options.workers} worker processes"] = ours(options.n, options.workers, False)
+    rows["floor"] = bench_floor(renderer, model, options.n, options.repeats)
     rows.update(bench_peer(command) for command in options.peer)
-    print(f"CPU ms per turn, {options.n} trajectories × {TURNS} turns; peak memory at the second row {peak:.0f} MiB")
+    print(f"CPU ms per turn, {options.n} trajectories × {TURNS} turns; peak memory of the first row {peak:.0f} MiB")
     for name, figure in rows.items():
         print(f"{name:44} {figure:8.3f}   {figure / rows['floor']:6.2f} × floor")
 

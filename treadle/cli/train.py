@@ -60,9 +60,12 @@ def _train(config: "TrainConfig") -> "TrainingResult":
 def _print_result(result: "TrainingResult") -> None:
     if len(result.validations) > 1:
         _print_comparison(result)
-    print(f"{result.steps} steps; everything is in {result.run_dir}")
+    print(f"\n{result.steps} steps; everything is in {result.run_dir}")
     if result.interrupted:
         print("interrupted and saved: the same command goes on from here")
+    else:
+        print(f"try next:  treadle replay {result.run_dir}    the same weights once more, from the journal")
+        print("           treadle plan my.yaml              what your own config would do")
 
 
 def _print_comparison(result: "TrainingResult") -> None:
@@ -78,7 +81,7 @@ def _print_comparison(result: "TrainingResult") -> None:
     console = Console()
     console.print(table)
     learned = [pair for pair in zip(first.trajectories, last.trajectories, strict=False) if _improved(*pair)]
-    for before, after in learned[:2]:
+    for before, after in sorted(learned, key=lambda pair: -pair[1].num_turns)[:2]:
         _print_transcripts(before, after)
 
 

@@ -8,6 +8,8 @@ Shapes: T packed tokens, V vocabulary.
 """
 
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -117,7 +119,7 @@ def _load_weights(
     register()
     loader: Any = AutoModelForCausalLM
     try:
-        with warnings.catch_warnings():
+        with warnings.catch_warnings(), without_progress_bar():
             warnings.simplefilter("ignore")
             module, report = loader.from_pretrained(
                 str(directory),
@@ -160,3 +162,17 @@ def _refusal(model: ModelConfig, problem: str) -> ConfigError:
 
 def _first_line(error: Exception) -> str:
     return next(iter(str(error).splitlines()), type(error).__name__)
+
+
+@contextmanager
+def without_progress_bar() -> Iterator[None]:
+    """Transformers draws one for every load and save, over whatever is on the terminal."""
+    from transformers.utils import logging
+
+    shown = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+    try:
+        yield
+    finally:
+        if shown:
+            logging.enable_progress_bar()  # type: ignore[no-untyped-call]

@@ -11,8 +11,7 @@ Engines read every safetensors file beside config.json as weights, so ours are i
 
 import json
 import random
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,7 +21,7 @@ from torch import Tensor
 
 from treadle.config.model import ModelConfig
 from treadle.errors import RunError
-from treadle.model.causal import load_causal_model
+from treadle.model.causal import load_causal_model, without_progress_bar
 from treadle.policy.optimizer import Optimizer
 from treadle.policy.precision import Weights
 
@@ -36,7 +35,7 @@ def save_model(directory: Path, module: "PreTrainedModel", weights: Weights) -> 
     """The model alone, as transformers writes it, with its weights in full."""
     full = {id(parameter): weights.full[name].detach() for name, parameter in module.named_parameters()}
     state = {name: full.get(id(value), value) for name, value in module.state_dict(keep_vars=True).items()}
-    with _without_progress_bar():
+    with without_progress_bar():
         module.save_pretrained(directory, state_dict=state)
 
 
@@ -86,20 +85,6 @@ def save_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
 
 def save_json(path: Path, content: Mapping[str, Any]) -> None:
     path.write_text(json.dumps(content), encoding="utf-8")
-
-
-@contextmanager
-def _without_progress_bar() -> Iterator[None]:
-    """Transformers draws one for every save, over whatever is on the terminal."""
-    from transformers.utils import logging
-
-    shown = logging.is_progress_bar_enabled()
-    logging.disable_progress_bar()  # type: ignore[no-untyped-call]
-    try:
-        yield
-    finally:
-        if shown:
-            logging.enable_progress_bar()  # type: ignore[no-untyped-call]
 
 
 def _torch_rng(device: torch.device) -> dict[str, Tensor]:

@@ -1,1 +1,1 @@
-"""The embedded engine: any Hugging Face decoder, in this process, on the policy's own modules."""
+"""The embedded engine: a Hugging Face decoder in this process. Imports torch; triton only on CUDA."""

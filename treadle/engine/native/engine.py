@@ -194,7 +194,7 @@ def _build(
 ) -> Scheduler:
     """Everything that computes, made in the thread that will use it."""
     if device.type == "cuda":
-        torch.cuda.set_device(device)
+        torch.cuda.set_device(device.index or 0)
     row_step = find_row_step(module, rollout.max_num_seqs, device)
     cache = SlotCache.create(rollout, module, device, row_step)
     host_bytes = int(_PARKED_SHARE * os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))

@@ -2,9 +2,12 @@
 
 import re
 
+from treadle.rollout.tools import tool
+
 _OPERATION = re.compile(r"\s*(-?\d{1,9})\s*([-+*])\s*(-?\d{1,9})\s*")
 
 
+@tool(inline=True)
 def calculate(expression: str) -> str:
     """Work out one operation on two whole numbers.
 

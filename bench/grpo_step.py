@@ -1,0 +1,101 @@
+"""Seconds per GRPO step, and where they go: the whole path, tasks to new weights.
+
+    python bench/grpo_step.py --model DIR --device cuda --prompts 64 --samples 8 --tokens 256
+
+Rewards are by length, so that every group has a signal. Prints each step's spans and the median of all but the first
+two.
+"""
+
+import argparse
+import asyncio
+import statistics
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+
+from treadle.cluster.local import train
+from treadle.config import TrainConfig, loads
+
+CONFIG = """
+model: {{path: {model}, enable_gradient_checkpointing: false}}
+data: {{train_files: "bench.grpo_step:rows", train_batch_size: {prompts}}}
+rollout:
+  n: {samples}
+  prompt_length: 128
+  response_length: {tokens}
+  max_num_seqs: {sequences}
+  max_num_batched_tokens: 16384
+reward: {{functions: {{length: {{path: "bench.grpo_step:by_length"}}}}, num_workers: 0}}
+actor:
+  ppo_mini_batch_size: {prompts}
+  ppo_max_token_len_per_gpu: {budget}
+  dtype: {dtype}
+  optim: {{lr: 1.0e-6}}
+trainer: {{total_training_steps: {steps}, n_gpus_per_node: {gpus}, val_before_train: false}}
+logging: {{run_dir: {run_dir}}}
+"""
+
+
+def rows() -> list[dict[str, str]]:
+    """Questions enough for any run."""
+    return [{"prompt": f"What is {at} + {at * 7 % 91}? Explain step by step.", "answer": ""} for at in range(2048)]
+
+
+def by_length(response: str) -> float:
+    """A reward that differs between samples."""
+    return len(response) % 7 / 7
+
+
+class Printed:
+    """Shows each step's seconds, and keeps them."""
+
+    def __init__(self) -> None:
+        self.steps: list[Mapping[str, float]] = []
+
+    def resume(self, step: int) -> None: ...
+
+    def on_validation(self, step: int, success: float) -> None: ...
+
+    def on_step(self, step: int, metrics: Mapping[str, float]) -> None:
+        self.steps.append(metrics)
+        shown = {name: round(value, 3) for name, value in metrics.items() if name.startswith(("seconds", "timing"))}
+        print(f"step {step}: {shown}, length {metrics['response_length/mean']:.0f}", flush=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="treadle/tiny-calculator")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--prompts", type=int, default=16)
+    parser.add_argument("--samples", type=int, default=8)
+    parser.add_argument("--tokens", type=int, default=32)
+    parser.add_argument("--steps", type=int, default=6)
+    parser.add_argument("--budget", type=int, default=32768, help="tokens in a micro batch")
+    options = parser.parse_args()
+    on_gpu = options.device == "cuda"
+    with tempfile.TemporaryDirectory() as folder:
+        text = CONFIG.format(
+            **vars(options),
+            sequences=options.prompts * options.samples,
+            dtype="bf16" if on_gpu else "fp32",
+            gpus=int(on_gpu),
+            run_dir=Path(folder) / "run",
+        )
+        config = loads(text, "bench")
+        assert isinstance(config, TrainConfig), "the text has a trainer section"
+        view = Printed()
+        asyncio.run(train(config, view))
+    timed = view.steps[2:] or view.steps
+    spans = {
+        name: statistics.median(step[f"seconds/{name}"] for step in timed) for name in ("rollout", "train", "weights")
+    }
+    total = sum(spans.values())
+    print(f"median step {total:.3f} s: " + ", ".join(f"{name} {value:.3f} s" for name, value in spans.items()))
+    if on_gpu:
+        print(f"peak GPU memory {torch.cuda.max_memory_allocated() / 2**30:.1f} GiB")
+
+
+if __name__ == "__main__":
+    main()
