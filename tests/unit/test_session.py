@@ -11,7 +11,8 @@ from tests.rollouts import rollout, task
 from treadle.config import LimitsConfig, RolloutConfig
 from treadle.errors import EngineFailure, MisuseError
 from treadle.rollout.parsers import parser
-from treadle.rollout.session import Services, Session, SessionRecord
+from treadle.rollout.services import Services
+from treadle.rollout.session import Session, SessionRecord
 from treadle.types import Completion, Request, Row, SamplingParams, StopReason, ToolCall, ToolResult, ToolStatus
 
 PROMPT = (1, 2, 3)

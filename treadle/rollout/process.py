@@ -16,7 +16,7 @@ from treadle.config import ModelConfig, RolloutConfig
 from treadle.errors import ConfigError, DeadlineError, Failure, LoopFailure, RunError
 from treadle.observe import Wait
 from treadle.rollout.channel import Channel, ChannelClosed, Peer
-from treadle.rollout.session import Generator
+from treadle.rollout.services import Generator
 from treadle.rollout.worker import Dropped, Job
 from treadle.types import Outcome, Trajectory
 

@@ -9,11 +9,12 @@ than `rollout.response_length`, nor are all sampled ids together.
 import asyncio
 import json
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from dataclasses import replace
+from typing import Any
 
-from treadle.config import RolloutConfig
 from treadle.errors import EngineFailure, MisuseError, PromptFailure
+from treadle.rollout.growth import Ledger, OpenRow, OpenTurn
+from treadle.rollout.services import OpenTools, Services
 from treadle.types import (
     NOTHING,
     Completion,
@@ -26,131 +27,7 @@ from treadle.types import (
     ToolCall,
     ToolResult,
     ToolStatus,
-    Turn,
 )
-
-
-class Generator(Protocol):
-    """Whoever answers requests: an engine, or the router in front of several."""
-
-    async def generate(self, request: Request) -> Completion: ...
-
-
-class TextCodec(Protocol):
-    """Between messages and ids, as far as a session needs it."""
-
-    @property
-    def stop_token_ids(self) -> tuple[int, ...]: ...
-
-    def prompt(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] = ()) -> tuple[int, ...]: ...
-
-    def observation(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] = ()) -> tuple[int, ...]: ...
-
-    def decode(self, ids: Sequence[int]) -> str: ...
-
-
-class CallParser(Protocol):
-    """Finds tool calls in what a model wrote."""
-
-    def parse(self, text: str) -> Any: ...
-
-
-class OpenTools(Protocol):
-    """The tools of one session."""
-
-    async def call_many(self, calls: Sequence[ToolCall], max_parallel: int) -> Sequence[ToolResult]: ...
-
-
-@dataclass(frozen=True, slots=True)
-class Services:
-    """What every session of a worker shares."""
-
-    rollout: RolloutConfig
-    engine: Generator
-    codec: TextCodec
-    parser: CallParser
-
-
-@dataclass(slots=True)
-class Ledger:
-    """What a session and its forks have spent together, and where they stand."""
-
-    sampled: int = 0
-    assistant_turns: int = 0
-    user_turns: int = 0
-    invalid_streak: int = 0
-    generate_s: float = 0.0
-    tool_s: float = 0.0
-    ended: StopReason | None = None
-    stage: str = "start"
-    since: float = 0.0
-    server: str = ""
-    last_event: str = "started"
-    spoken: list[Message] = field(default_factory=list)
-    """The conversation of whichever fork spoke last: the one that ends with the answer."""
-    turn_rewards: list[float] = field(default_factory=list)
-    extra: dict[str, Any] = field(default_factory=dict)
-
-
-@dataclass(slots=True)
-class _OpenTurn:
-    start: int
-    sampled_end: int
-    stop: StopReason
-    generate_s: float
-    replica: str
-    calls: tuple[ToolCall, ...] = ()
-    results: tuple[ToolResult, ...] = ()
-    tool_s: float = 0.0
-    reward: float | None = None
-
-
-class _OpenRow:
-    """A row that is still growing."""
-
-    __slots__ = ("ids", "logprobs", "mask", "prompt_ids", "turns", "versions")
-
-    def __init__(self, prompt_ids: tuple[int, ...]) -> None:
-        self.prompt_ids = prompt_ids
-        self.ids: list[int] = []
-        self.mask: list[int] = []
-        self.logprobs: list[float] = []
-        self.versions: list[int] = []
-        self.turns: list[_OpenTurn] = []
-
-    def add_sampled(self, completion: Completion) -> None:
-        self.ids += completion.ids
-        self.mask += [1] * len(completion.ids)
-        self.logprobs += completion.logprobs
-        self.versions += completion.versions
-
-    def add_observed(self, ids: Sequence[int]) -> None:
-        self.ids += ids
-        self.mask += [0] * len(ids)
-        self.logprobs += [0.0] * len(ids)
-        self.versions += [-1] * len(ids)
-
-    def close(self) -> Row:
-        ends = [turn.start for turn in self.turns[1:]] + [len(self.ids)]
-        turns = tuple(_closed(turn, end) for turn, end in zip(self.turns, ends, strict=False))
-        return Row(
-            self.prompt_ids, tuple(self.ids), tuple(self.mask), tuple(self.logprobs), tuple(self.versions), turns
-        )
-
-
-def _closed(turn: _OpenTurn, end: int) -> Turn:
-    return Turn(
-        turn.start,
-        turn.sampled_end,
-        end,
-        turn.stop,
-        turn.calls,
-        turn.results,
-        turn.generate_s,
-        turn.tool_s,
-        turn.replica,
-        turn.reward,
-    )
 
 
 class Session:
@@ -176,8 +53,8 @@ class Session:
         self._schemas = tuple(schemas)
         self._sampling = sampling
         self._ledger: Ledger = parent._ledger if parent else Ledger()
-        self._rows: list[_OpenRow] = parent._rows if parent else []
-        self._row = _OpenRow(prompt_ids)
+        self._rows: list[OpenRow] = parent._rows if parent else []
+        self._row = OpenRow(prompt_ids)
         self._rows.append(self._row)
         self._messages: list[Message] = list(task.messages if messages is None else messages)
         self._clock = asyncio.get_running_loop().time
@@ -234,7 +111,7 @@ class Session:
         took = self._clock() - began
         ledger.generate_s += took
         ledger.assistant_turns += 1
-        row.turns.append(_OpenTurn(start, len(row.ids), part.stop, took, part.replica))
+        row.turns.append(OpenTurn(start, len(row.ids), part.stop, took, part.replica))
         completion = self._whole_turn(part, start)
         self._messages.append(_spoken(completion))
         ledger.spoken = self._messages

@@ -16,8 +16,10 @@ from treadle.data.renderer import Renderer, truncate
 from treadle.errors import EngineFailure, Failure, LoopFailure, PromptFailure
 from treadle.observe import Wait
 from treadle.rollout.agent_loop import LoopFactory
+from treadle.rollout.growth import Ledger
 from treadle.rollout.parsers import parser
-from treadle.rollout.session import Generator, Ledger, Services, Session, SessionRecord
+from treadle.rollout.services import Generator, Services
+from treadle.rollout.session import Session, SessionRecord
 from treadle.rollout.tools import Toolbox
 from treadle.types import NOTHING, Outcome, SamplingParams, StopReason, Task, Timing, Trajectory
 

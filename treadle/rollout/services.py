@@ -1,0 +1,52 @@
+"""What sessions lean on, as far as they see it: an engine, a renderer, a parser, tools.
+
+Owns the narrow views, so that sessions and workers can be run against anything that answers these calls.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from treadle.config import RolloutConfig
+from treadle.types import Completion, Message, Request, ToolCall, ToolResult
+
+
+class Generator(Protocol):
+    """Whoever answers requests: an engine, or the router in front of several."""
+
+    async def generate(self, request: Request) -> Completion: ...
+
+
+class TextCodec(Protocol):
+    """Between messages and ids, as far as a session needs it."""
+
+    @property
+    def stop_token_ids(self) -> tuple[int, ...]: ...
+
+    def prompt(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] = ()) -> tuple[int, ...]: ...
+
+    def observation(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] = ()) -> tuple[int, ...]: ...
+
+    def decode(self, ids: Sequence[int]) -> str: ...
+
+
+class CallParser(Protocol):
+    """Finds tool calls in what a model wrote."""
+
+    def parse(self, text: str) -> Any: ...
+
+
+class OpenTools(Protocol):
+    """The tools of one session."""
+
+    async def call_many(self, calls: Sequence[ToolCall], max_parallel: int) -> Sequence[ToolResult]: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Services:
+    """What every session of a worker shares."""
+
+    rollout: RolloutConfig
+    engine: Generator
+    codec: TextCodec
+    parser: CallParser
