@@ -1,0 +1,55 @@
+"""What a person sees of a training run."""
+
+import io
+
+from treadle.observe.spans import Spans
+from treadle.observe.training import TrainingView, draw_curve
+
+METRICS = {"reward/mean": 0.25, "rollout/tokens_per_s": 1234.5, "seconds/rollout": 1.5, "seconds/train": 0.5}
+
+
+def test_without_a_terminal_every_step_is_one_line():
+    stream = io.StringIO()
+    with TrainingView(10, stream=stream) as view:
+        view.on_validation(0, 0.5)
+        view.on_step(1, METRICS)
+    assert stream.getvalue().splitlines() == [
+        "validation after step 0: success 0.500",
+        "step 1/10: reward 0.250, 1,234 tokens/s, rollout 1.50 s, train 0.50 s",
+    ]
+
+
+def test_on_a_terminal_the_view_is_drawn_with_curve_success_and_seconds():
+    class Terminal(io.StringIO):
+        def isatty(self) -> bool:
+            return True
+
+    stream = Terminal()
+    with TrainingView(10, phase=lambda: "rollout", stream=stream) as view:
+        view.on_validation(0, 0.35)
+        view.on_step(1, METRICS)
+    shown = stream.getvalue()
+    assert "step 1 of 10   rollout" in shown
+    assert "0.35 (step 0)" in shown
+    assert "1,234 tokens/s" in shown
+    assert "rollout 1.50  train 0.50" in shown
+
+
+def test_a_curve_spans_its_own_range_and_keeps_the_last_values():
+    assert draw_curve([0.0, 0.5, 1.0]) == "▁▅█"
+    assert draw_curve([0.7]) == "▁"
+    assert len(draw_curve([float(at) for at in range(500)], width=60)) == 60
+
+
+def test_spans_add_up_nest_and_start_anew():
+    now = iter(range(100))
+    spans = Spans(clock=lambda: float(next(now)))
+    with spans("outer"):
+        assert spans.current == "outer"
+        with spans("inner"):
+            assert spans.current == "inner"
+    with spans("inner"):
+        pass
+    assert spans.take() == {"outer": 3.0, "inner": 2.0}
+    assert spans.take() == {}
+    assert spans.current == ""
