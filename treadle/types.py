@@ -252,6 +252,10 @@ class Trajectory:
         return sum(len(row.turns) for row in self.rows)
 
     @property
+    def num_rows(self) -> int:
+        return len(self.rows)
+
+    @property
     def response_text(self) -> str:
         """What the model said last."""
         spoken = (message["content"] for message in reversed(self.messages) if message["role"] == "assistant")

@@ -293,3 +293,12 @@ def test_every_attempt_is_in_the_journal_and_the_last_one_counts(tmp_path):
         assert reader.counts().superseded == 1
         entry = reader.trajectory("one", 0)
     assert entry.trajectory.messages[-1]["content"] == FINAL
+
+
+def test_how_turns_are_rendered_is_in_the_journal(tmp_path):
+    with Journal.open(tmp_path, max_mb=10) as journal:
+        parts = Parts(engines=[engine()], renderer=renderer(), journal=journal)
+        AgentLoopManager.create_blocking(rollout=rollout(), model=MODEL, parts=parts).close_blocking()
+    with JournalReader.open(tmp_path) as reader:
+        (event,) = reader.events(kind="rendering")
+    assert "agree at" in event.fields["proof"]

@@ -72,6 +72,8 @@ class Summary:
     failures: tuple[FailureSummary, ...]
     stages: tuple[StageSummary, ...]
     sampled_tokens: int
+    num_forks: int
+    """Rows beyond the first of their trajectory."""
     wall_s: float
 
     @property
@@ -107,6 +109,7 @@ def summarize(
             StageSummary(name, stage.mean_s, stage.max_s, stage.slowest) for name, stage in gathered.stages.items()
         ),
         sampled_tokens=gathered.tokens,
+        num_forks=gathered.forks,
         wall_s=wall_s,
     )
 
@@ -130,12 +133,14 @@ class _Gathered:
     examples: dict[Boundary, tuple[str, str]] = field(default_factory=dict)
     stages: dict[str, Stage] = field(default_factory=lambda: {"generate": Stage(), "tool": Stage(), "score": Stage()})
     tokens: int = 0
+    forks: int = 0
 
     def add(self, finished: Finished) -> None:
         self.tasks.add(finished.uid)
         self.counts[finished.data_source] += 1
         self.reasons[finished.outcome.reason] += 1
         self.tokens += finished.num_sampled
+        self.forks += max(0, finished.num_rows - 1)
         if not finished.outcome.ok:
             self._add_failure(finished)
         elif finished.reward is not None:

@@ -82,8 +82,9 @@ def _timings(summary: Summary) -> Table:
 
 def _totals(summary: Summary) -> str:
     dropped = f", {summary.num_dropped:,} tasks dropped" if summary.num_dropped else ""
+    forks = f", {summary.num_forks:,} forks" if summary.num_forks else ""
     return (
-        f"{summary.num_trajectories:,} trajectories of {summary.num_tasks:,} tasks{dropped}; "
+        f"{summary.num_trajectories:,} trajectories of {summary.num_tasks:,} tasks{forks}{dropped}; "
         f"{summary.sampled_tokens:,} tokens in {_seconds(summary.wall_s)} ({summary.tokens_per_s:,.0f} tokens/s)"
     )
 

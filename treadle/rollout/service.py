@@ -87,6 +87,7 @@ class RolloutService:
             renderer = parts.renderer
             if renderer is None:
                 renderer = await asyncio.to_thread(Renderer.create, model)
+            _tell_differences(renderer, parts.journal)
             engines = await _start_engines(rollout, model, renderer, parts)
             router = Router(engines, limits=rollout.limits, failures=rollout.failures, rng=random.Random(rollout.seed))
             started.push_async_callback(router.close)
@@ -179,6 +180,15 @@ async def _start_workers(
         started.push_async_callback(worker.close)
         workers.append(worker)
     return workers
+
+
+def _tell_differences(renderer: Renderer, journal: Journal | None) -> None:
+    """Where turn by turn and all at once give other ids, say so at the start: people compare with other tools."""
+    proof = renderer.proof
+    if journal is not None:
+        journal.add_event("rendering", proof=str(proof), differences=len(proof.differences))
+    if proof.differences:
+        print(f"note: turn by turn, the chat template gives other ids than all at once:\n{proof}", file=sys.stderr)
 
 
 def _report_stall(parts: Parts, report: StallReport) -> None:
