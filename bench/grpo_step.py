@@ -10,7 +10,7 @@ import argparse
 import asyncio
 import statistics
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import torch
@@ -53,6 +53,8 @@ class Printed:
 
     def __init__(self) -> None:
         self.steps: list[Mapping[str, float]] = []
+
+    def watch(self, phase: Callable[[], str]) -> None: ...
 
     def resume(self, step: int) -> None: ...
 

@@ -25,7 +25,8 @@ def test_on_a_terminal_the_view_is_drawn_with_curve_success_and_seconds():
             return True
 
     stream = Terminal()
-    with TrainingView(10, phase=lambda: "rollout", stream=stream) as view:
+    with TrainingView(10, stream=stream) as view:
+        view.watch(lambda: "rollout")
         view.on_validation(0, 0.35)
         view.on_step(1, METRICS)
     shown = stream.getvalue()

@@ -33,9 +33,9 @@ class TrainingState:
 class TrainingView:
     """Shows a run while its `with` block runs."""
 
-    def __init__(self, total_steps: int, phase: Callable[[], str] = str, stream: TextIO | None = None) -> None:
+    def __init__(self, total_steps: int, stream: TextIO | None = None) -> None:
         self._state = TrainingState(total_steps)
-        self._phase = phase
+        self._phase: Callable[[], str] = str
         self._stream = stream or sys.stderr
         self._live: Any = None
 
@@ -54,6 +54,10 @@ class TrainingView:
     ) -> None:
         if self._live is not None:
             self._live.stop()
+
+    def watch(self, phase: Callable[[], str]) -> None:
+        """Show what the run is doing, as `phase` tells; empty between phases."""
+        self._phase = phase
 
     def resume(self, step: int) -> None:
         """The run goes on after `step`."""

@@ -32,6 +32,8 @@ class Interrupted(Exception):
 class View(Protocol):
     """Whoever shows the run to a person."""
 
+    def watch(self, phase: Callable[[], str]) -> None: ...
+
     def resume(self, step: int) -> None: ...
 
     def on_step(self, step: int, metrics: Mapping[str, float]) -> None: ...
@@ -75,6 +77,7 @@ class Run:
         self.spans = Spans()
         self.step = 0
         self.total_steps = total_steps(config, parts.tasks)
+        parts.view.watch(lambda: self.spans.current)
 
     async def start(self) -> None:
         """Go on from the newest checkpoint, if there is one; give the engine the weights; validate as asked."""
