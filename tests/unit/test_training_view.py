@@ -30,7 +30,7 @@ def test_on_a_terminal_the_view_is_drawn_with_curve_success_and_seconds():
         view.on_validation(0, 0.35)
         view.on_step(1, METRICS)
     shown = stream.getvalue()
-    assert "step 1 of 10   rollout" in shown
+    assert "1 of 10   rollout" in shown
     assert "0.35 (step 0)" in shown
     assert "1,234 tokens/s" in shown
     assert "rollout 1.50  train 0.50" in shown

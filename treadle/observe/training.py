@@ -82,21 +82,23 @@ class TrainingView:
             print(f"validation after step {step}: success {success:.3f}", file=self._stream, flush=True)
 
     def _draw(self) -> "RenderableType":
-        from rich.console import Group
         from rich.progress_bar import ProgressBar
-        from rich.text import Text
+        from rich.table import Table
 
         state = self._state
         state.phase = self._phase() or state.phase
-        bar = ProgressBar(total=state.total_steps, completed=state.step, width=CURVE_WIDTH)
-        return Group(
-            Text(f"step {state.step} of {state.total_steps}   {state.phase}"),
-            bar,
-            Text(f"reward     {draw_curve(state.rewards)} {state.rewards[-1]:.3f}" if state.rewards else "reward"),
-            Text("success    " + "  ".join(f"{success:.2f} (step {step})" for step, success in state.successes[-5:])),
-            Text(f"rollout    {state.tokens_per_s:,.0f} tokens/s"),
-            Text("seconds    " + "  ".join(f"{name} {value:.2f}" for name, value in state.seconds.items())),
-        )
+        table = Table.grid(padding=(0, 2))
+        table.add_row("step", f"{state.step} of {state.total_steps}   {state.phase}")
+        table.add_row("", ProgressBar(total=state.total_steps, completed=state.step, width=CURVE_WIDTH))
+        if state.rewards:
+            table.add_row("reward", f"{draw_curve(state.rewards)} {state.rewards[-1]:.3f}")
+        if state.successes:
+            shown = state.successes[-5:]
+            table.add_row("success", "  ".join(f"{success:.2f} (step {step})" for step, success in shown))
+        if state.seconds:
+            table.add_row("rollout", f"{state.tokens_per_s:,.0f} tokens/s")
+            table.add_row("seconds", "  ".join(f"{name} {value:.2f}" for name, value in state.seconds.items()))
+        return table
 
 
 def draw_curve(values: list[float], width: int = CURVE_WIDTH) -> str:
