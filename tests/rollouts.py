@@ -1,9 +1,12 @@
 """A rollout small enough for any test: the golden tokenizer, a hermes template, scripts and tools."""
 
+import json
 from collections.abc import Callable, Sequence
 from functools import cache
 from pathlib import Path
 from random import Random
+from shutil import copyfile
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from treadle.config import AgentConfig, ModelConfig, MultiTurnConfig, RolloutConfig, ScriptedConfig
@@ -17,23 +20,20 @@ CALL = '<tool_call>{"name": "add", "arguments": {"a": 1, "b": 2}}</tool_call>'
 FINAL = "It is 3."
 
 
-@cache
-def _tokenizer() -> Any:
-    from transformers import PreTrainedTokenizerFast
-
-    return PreTrainedTokenizerFast(tokenizer_file=str(GOLDEN / "tokenizer.json"), eos_token="<|im_end|>")
+def save_model(directory: Path) -> ModelConfig:
+    """A model directory with a tokenizer and a template, and no weights."""
+    directory.mkdir(parents=True, exist_ok=True)
+    copyfile(GOLDEN / "tokenizer.json", directory / "tokenizer.json")
+    settings = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<|im_end|>"}
+    (directory / "tokenizer_config.json").write_text(json.dumps(settings))
+    (directory / "chat_template.jinja").write_text(TEMPLATE)
+    return ModelConfig(path=str(directory))
 
 
 @cache
 def renderer() -> Renderer:
-    return Renderer.create(ModelConfig(path=str(GOLDEN), custom_chat_template=TEMPLATE), _tokenizer())
-
-
-def save_model(directory: Path) -> ModelConfig:
-    """A model directory with a tokenizer and a template, and no weights."""
-    _tokenizer().save_pretrained(directory)
-    (directory / "chat_template.jinja").write_text(TEMPLATE)
-    return ModelConfig(path=str(directory))
+    with TemporaryDirectory() as directory:
+        return Renderer.create(save_model(Path(directory)))
 
 
 def task(uid: str = "one", **fields: Any) -> Task:
