@@ -1,5 +1,6 @@
 import io
 import json
+from dataclasses import replace
 from itertools import combinations
 
 import pytest
@@ -137,3 +138,11 @@ def test_the_table_shows_it_all_and_reads_no_markup() -> None:
 @pytest.mark.parametrize("width", [1, 10, 40])
 def test_a_narrow_terminal_does_not_break_the_table(width: int) -> None:
     drawn(summarize([*group("a", 1.0, 0.0), make("c", outcome=Outcome.failed(EngineFailure("gone")))]), width)
+
+
+def test_rows_beyond_the_first_are_counted_as_forks() -> None:
+    plain = make("a")
+    forked = replace(make("b"), rows=make("b").rows * 3)
+    summary = summarize([plain, forked])
+    assert summary.num_forks == 2
+    assert "2 forks" in drawn(summary)

@@ -59,7 +59,9 @@ class AgentConfig(Section):
 class MCPServerConfig(Section):
     """One MCP server whose tools the model may call. Give `command` (stdio) or `url` (HTTP)."""
 
-    command: Strings = key((), "program and arguments of a server that speaks over standard input and output")
+    command: Strings = key(
+        (), "program and arguments of a server on standard input and output; python is the one that runs treadle"
+    )
     url: str | None = key(None, "address of a server that speaks streamable HTTP")
     env: Mapping[str, str] = key({}, "environment variables for the program")
     tools: Strings = key((), "names of the tools to offer; empty for all")

@@ -9,6 +9,7 @@ Waits: `open` for the server's first answers, at most `startup_timeout_s`; `clos
 import asyncio
 import logging
 import os
+import sys
 from collections.abc import Iterator
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, contextmanager
 from typing import TYPE_CHECKING, Any, TextIO
@@ -176,6 +177,8 @@ def _stdio(server: MCPServerConfig, errors: TextIO) -> AbstractAsyncContextManag
     from mcp import StdioServerParameters, stdio_client
 
     program, *arguments = server.command
+    if program in ("python", "python3"):
+        program = sys.executable  # the one that has treadle and, most likely, what the server imports
     parameters = StdioServerParameters(command=program, args=arguments, env=dict(server.env))
     return stdio_client(parameters, errlog=errors)
 
