@@ -23,7 +23,7 @@ RANKS = {
     "observe": 2,
     "journal": 2,
     "data": 3,
-    "model": 3,
+    "model": 2,
     "engine": 4,
     "reward": 5,
     "rollout": 6,
@@ -39,9 +39,6 @@ RANKS = {
     "recipes": 11,
 }
 """A folder imports lower ranks only, itself aside. `models` holds files, not code."""
-
-SIDEWAYS = {("data", "model"): "the renderer reads the tokenizer that model/ finds and loads"}
-"""Imports between folders of one rank, one way only, each with its reason."""
 
 OWNERS = {"ray": ("cluster/",), "vllm": ("engine/vllm",), "torch.distributed": ("policy/", "weights/")}
 """Packages that only some places may import."""
@@ -114,19 +111,10 @@ def test_a_file_imports_lower_ranks_only(path):
         if is_under(name, "treadle"):
             parts = name.split(".")
             other = parts[1] if len(parts) > 1 and parts[1] in RANKS else ROOT
-            assert other == own or RANKS[other] < RANKS[own] or (own, other) in SIDEWAYS, (
+            assert other == own or RANKS[other] < RANKS[own], (
                 f"{place(path)}:{line} imports {name}: {own or 'the root'} has rank {RANKS[own]}, "
                 f"{other} has rank {RANKS[other]}"
             )
-
-
-def test_sideways_imports_are_used_and_go_one_way():
-    names = [(file, name) for file in FILES for _, name in imports(tree(file)) if name.startswith("treadle.")]
-    edges = {(folder(file), name.split(".")[1]) for file, name in names}
-    for own, other in SIDEWAYS:
-        assert RANKS[own] == RANKS[other]
-        assert (own, other) in edges, f"{own} no longer imports {other}: remove the exception"
-        assert (other, own) not in edges
 
 
 def test_imports_are_absolute(path):
