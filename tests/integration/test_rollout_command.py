@@ -125,3 +125,4 @@ def test_mistakes_are_named_before_anything_starts(folder, words, says):
     assert done.returncode == 2
     assert says in done.stderr
     assert "Traceback" not in done.stderr
+    assert words == ["rollout.scripted.script=nope:answer"] or not (folder / "run").exists()

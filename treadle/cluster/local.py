@@ -20,6 +20,7 @@ from treadle.data.tasks import TaskSource, load_training_tasks, load_validation_
 from treadle.engine.native.engine import NativeEngine, choose_dtype
 from treadle.errors import ConfigError, Mistake
 from treadle.journal import Journal
+from treadle.model.tokenizer import resolve_model_path
 from treadle.observe.trackers import Trackers
 from treadle.policy.critic import SingleCritic
 from treadle.policy.precision import DTYPES
@@ -83,6 +84,7 @@ async def _assembled(config: TrainConfig, view: View, command: Sequence[str]) ->
     device = _device(config)
     run_dir, logging = Path(config.logging.directory()), config.logging
     tasks = load_training_tasks(config.data)
+    resolve_model_path(config.model.path, origin=config.model.origin("path"))  # before there is a run directory
     async with AsyncExitStack() as parts:
         resolved = to_yaml(config, origins=True)
         journal = Journal.open(run_dir, max_mb=logging.journal_max_mb, config_yaml=resolved, command=command)

@@ -8,10 +8,11 @@ the journal and are not drawn again.
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from treadle.config import Config, to_yaml
+from treadle.data.renderer import Renderer
 from treadle.data.tasks import load_training_tasks, load_validation_tasks
 from treadle.journal import Headline, Journal, JournalReader, RunStatus
 from treadle.observe import Finished, Summary, Tally, summarize
@@ -51,8 +52,9 @@ def run_rollout(
     Ctrl-C ends it in order: what is finished is kept, and the same call goes on from there.
     """
     tasks = list(load_validation_tasks(config.data) if validation else load_training_tasks(config.data))
+    renderer = Renderer.create(config.model)  # a mistake in the model leaves no run directory behind
     with _open_journal(config, command) as journal:
-        run = _Run(config, tasks, journal, validation, api_key)
+        run = _Run(config, tasks, journal, validation, Parts(renderer=renderer, journal=journal, api_key=api_key))
         run.recall()
         with progress(run.tally, run.total):
             interrupted = run.roll_out()
@@ -77,14 +79,14 @@ class _Run:
     """One start of a run: what earlier starts finished, and what this one adds."""
 
     def __init__(
-        self, config: Config, tasks: Sequence[Task], journal: Journal | None, validation: bool, api_key: str | None
+        self, config: Config, tasks: Sequence[Task], journal: Journal | None, validation: bool, parts: Parts
     ) -> None:
         rollout = config.rollout
         self._config = config
         self._tasks = tasks
         self._journal = journal
         self._validation = validation
-        self._api_key = api_key
+        self._parts = parts
         self._n = rollout.val_kwargs.n if validation else rollout.n
         self._finished: list[Finished] = []
         self._dropped = 0
@@ -115,7 +117,7 @@ class _Run:
         if len(done) == self.total:
             return False
         kind = Kind.VALIDATION if self._validation else Kind.TRAINING
-        parts = Parts(journal=self._journal, observers=(self.tally,), api_key=self._api_key)
+        parts = replace(self._parts, observers=(self.tally,))
         try:
             with AgentLoopManager.create_blocking(
                 rollout=config.rollout, model=config.model, reward=config.reward, parts=parts
