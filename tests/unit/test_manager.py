@@ -2,6 +2,7 @@
 
 import asyncio
 import gc
+import signal
 import threading
 import time
 import warnings
@@ -302,3 +303,56 @@ def test_how_turns_are_rendered_is_in_the_journal(tmp_path):
     with JournalReader.open(tmp_path) as reader:
         (event,) = reader.events(kind="rendering")
     assert "agree at" in event.fields["proof"]
+
+
+class Patient(AgentLoopBase):
+    """Ends at once for the first task, and never for the others."""
+
+    async def run(self, session: Session) -> None:
+        await session.generate()
+        if session.task.uid != "task0":
+            await asyncio.sleep(600)
+
+
+def wait_until_idle(made: AgentLoopManager) -> None:
+    deadline = time.monotonic() + 5
+    while made._service._running and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert not made._service._running
+
+
+@pytest.mark.parametrize("colour", ["awaited", "blocking"])
+def test_a_stream_that_is_closed_early_cancels_what_it_started(colour):
+    with manager(rollout(default_agent_loop=f"{__name__}:Patient")) as made:
+
+        async def first() -> None:
+            stream = made.stream(tasks(20))
+            async for _ in stream:
+                break
+            await stream.aclose()
+
+        if colour == "awaited":
+            asyncio.run(first())
+        else:
+            stream = made.stream_blocking(tasks(20))
+            next(stream)
+            stream.close()
+        wait_until_idle(made)
+
+
+def test_an_interrupt_while_waiting_cancels_the_work():
+    class Enough(Exception):
+        pass
+
+    def ring(*_: object) -> None:
+        raise Enough
+
+    before = signal.signal(signal.SIGALRM, ring)
+    try:
+        with manager(hang_rate=1.0) as made:
+            signal.setitimer(signal.ITIMER_REAL, 0.2)
+            with pytest.raises(Enough):
+                made.generate_sequences_blocking(tasks(3))
+            wait_until_idle(made)
+    finally:
+        signal.signal(signal.SIGALRM, before)
