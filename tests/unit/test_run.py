@@ -12,8 +12,10 @@ from treadle.config import TrainConfig, loads
 from treadle.data.tasks import TaskSource
 from treadle.errors import RunError
 from treadle.journal import Journal, JournalReader
+from treadle.model.checksum import checksum
 from treadle.observe.trackers import Trackers
 from treadle.rollout.service import Kind
+from treadle.trainer.replay import replay
 from treadle.trainer.run import Interrupted, Parts, Run
 from treadle.trainer.step import StepParts
 from treadle.trainer.sync import train_sync
@@ -31,20 +33,22 @@ trainer: {total_training_steps: 3, val_before_train: false}
 
 
 class Policy:
-    """Counts; remembers what it trained on."""
+    """Counts; its only weight is the sum of the advantages it trained on."""
 
     def __init__(self) -> None:
         self.version = 0
+        self.weight = torch.zeros(1)
 
     def train(self, batch):
         self.version += 1
+        self.weight = self.weight + batch.advantages_T.abs().sum()
         return {"actor/pg_loss": 0.0}
 
     def logprobs(self, rows):
         return torch.zeros(sum(len(row.ids) for row in rows))
 
     def tensors(self):
-        return {}
+        return {"weight": self.weight}
 
 
 class Rollout:
@@ -52,11 +56,16 @@ class Rollout:
 
     def __init__(self, dull=()) -> None:
         self.dull = dull
+        self.journal: Journal | None = None
         self.asked: list[tuple[Kind, tuple[str, ...], int | None]] = []
 
     async def generate_sequences(self, tasks, *, kind=Kind.TRAINING, seed=None) -> Batch:
         self.asked.append((kind, tuple(item.uid for item in tasks), seed))
-        return Batch(tuple(self._group(item) for item in tasks))
+        batch = Batch(tuple(self._group(item) for item in tasks))
+        if self.journal is not None and kind is Kind.TRAINING:
+            for trajectory in batch.trajectories:
+                self.journal.add(trajectory)
+        return batch
 
     def _group(self, item) -> Group:
         done = Outcome.ended(StopReason.STOP)
@@ -98,17 +107,19 @@ def run_of(tmp_path: Path, rollout: Rollout, *words: str, checkpoints=None, task
     config = loads(BASE, "test", words)
     assert isinstance(config, TrainConfig)
     checkpoints = checkpoints or Checkpoints()
+    policy = Policy()
 
     async def push(version: int) -> PushReport:
         if version == stop_at:
             run.request_stop()
-        return PushReport(version, f"sum{version}", 0, 0.0, 0.0)
+        return PushReport(version, checksum(policy.tensors()), 0, 0.0, 0.0)
 
     async def main() -> None:
         nonlocal run
         source = TaskSource([task(f"t{at}") for at in range(tasks)], shuffle=False, seed=0)
         with Journal.open(tmp_path, max_mb=10) as journal:
-            step = StepParts(Policy(), config.actor, config.algorithm, config.trainer)
+            rollout.journal = journal
+            step = StepParts(policy, config.actor, config.algorithm, config.trainer)
             parts = Parts(step, rollout, push, source, validation, checkpoints, journal, Trackers({}), View())
             run = Run(config, parts)
             await train_sync(run)
@@ -132,7 +143,29 @@ def test_the_journal_says_what_each_step_trained_on_and_which_weights_came_of_it
         weights = reader.events(kind="weights")
         assert reader.task("t0@1") is not None
     assert [event.fields["groups"] for event in steps][2] == [["t4", [0, 1]], ["t0@1", [0, 1]]]
-    assert [event.fields["checksum"] for event in weights] == ["sum1", "sum2", "sum3"]
+    assert [event.fields["version"] for event in weights] == [1, 2, 3]
+    assert len({event.fields["checksum"] for event in weights}) == 3
+
+
+@pytest.mark.parametrize("estimator", ["grpo", "remax"])
+def test_a_run_replays_to_the_same_weights_and_other_trajectories_do_not(tmp_path, estimator):
+    run_of(tmp_path, Rollout(), f"algorithm.adv_estimator={estimator}")
+    config = loads(BASE, "test", [f"algorithm.adv_estimator={estimator}"])
+    parts = StepParts(Policy(), config.actor, config.algorithm, config.trainer)
+    assert [step.equal for step in replay(parts, tmp_path)] == [True, True, True]
+    with Journal.open(tmp_path, max_mb=10) as journal:
+        done = Outcome.ended(StopReason.STOP)
+        journal.add(Trajectory("t2", 0, (ROW,), done, Score(7.0), attempt=1))
+    parts = StepParts(Policy(), config.actor, config.algorithm, config.trainer)
+    assert [step.equal for step in replay(parts, tmp_path)] == [True, False, False]
+
+
+def test_a_directory_without_steps_cannot_be_replayed(tmp_path):
+    Journal.open(tmp_path, max_mb=10).close_blocking()
+    config = loads(BASE)
+    parts = StepParts(Policy(), config.actor, config.algorithm, config.trainer)
+    with pytest.raises(RunError, match="no training steps"):
+        list(replay(parts, tmp_path))
 
 
 def test_groups_without_a_signal_are_replaced_by_exactly_as_many(tmp_path):

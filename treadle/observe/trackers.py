@@ -135,8 +135,3 @@ def _run_id(run_dir: Path, make: Callable[[], str]) -> str:
     if not file.exists():
         file.write_text(make())
     return file.read_text().strip()
-
-
-def scalars(metrics: Mapping[str, Any]) -> dict[str, float]:
-    """The metrics that trackers can draw: numbers only."""
-    return {name: float(value) for name, value in metrics.items() if isinstance(value, int | float)}

@@ -39,7 +39,8 @@ def replay(parts: StepParts, run_dir: Path) -> Iterator[Replayed]:
             raise RunError(f"{run_dir} has no training steps to replay")
         for step in sorted(steps):
             event = steps[step]
-            report = train_step(parts, _groups(reader, event, run_dir), step=step, control=control)
+            groups = _groups(reader, event, run_dir)
+            report = train_step(parts, groups, step=step, control=control, baselines=event.fields["baselines"])
             control = report.control
             recorded = weights.get(event.fields["version"], "none")
             yield Replayed(step, recorded, checksum(parts.policy.tensors()))

@@ -71,6 +71,7 @@ class Run:
         self._parts = parts
         self._stop = asyncio.Event()
         self._control: KLControl | None = None
+        self._baselines: list[float] | None = None
         self._before_step = parts.tasks.state()
         self._extra: dict[str, float] = {}
         self.validations: list[Validation] = []
@@ -139,14 +140,15 @@ class Run:
 
     async def train(self, groups: Sequence[Group]) -> StepReport:
         """One step on these groups. Not interrupted: a step is whole or has not begun."""
-        baselines = await self._baselines(groups)
+        baselines = await self._draw_baselines(groups)
         report = await asyncio.to_thread(
             train_step, self._parts.step, groups, step=self.step + 1, control=self._control, baselines=baselines
         )
         self._control = report.control
+        self._baselines = baselines
         return report
 
-    async def _baselines(self, groups: Sequence[Group]) -> list[float] | None:
+    async def _draw_baselines(self, groups: Sequence[Group]) -> list[float] | None:
         if self._config.algorithm.adv_estimator != "remax":
             return None
         tasks = [replace(group.task, uid=f"greedy/{group.task.uid}") for group in groups]
@@ -165,7 +167,9 @@ class Run:
         self.step += 1
         self._before_step = self._parts.tasks.state()
         names = [[group.task.uid, [item.sample for item in group.trajectories]] for group in groups]
-        self._parts.journal.add_event("step", step=self.step, version=report.version, groups=names)
+        self._parts.journal.add_event(
+            "step", step=self.step, version=report.version, groups=names, baselines=self._baselines
+        )
         self._record(report, groups)
         trainer = self._config.trainer
         if trainer.test_freq > 0 and self.step % trainer.test_freq == 0 and self.step < self.total_steps:
