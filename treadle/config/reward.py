@@ -1,11 +1,20 @@
-"""The `reward` section: which functions score a trajectory, and the limits they run under."""
+"""The `reward` section: which functions and models score a trajectory, and the limits they run under."""
 
-from collections.abc import Mapping
+import re
+from collections.abc import Iterator, Mapping
+from typing import Literal
 
+from treadle.config.model import ModelConfig
+from treadle.config.rollout import FailureConfig, LimitsConfig, OpenAIConfig, RolloutConfig, ScriptedConfig
 from treadle.config.section import REQUIRED, Options, Section, key
 
 REWARD_FUNCTIONS = ("exact_match", "number_match", "math", "format", "reasoning_gym")
 """The reward functions that come with treadle."""
+
+SCORE_LINE = r"(?i)\bscore\**\s*[:=]\s*\**\s*(-?\d+(?:\.\d+)?)\b"
+"""A number after the word score and a colon, in bold or not."""
+
+_DEVICE = re.compile(r"cpu|cuda(:\d+)?")
 
 
 class RewardFunctionConfig(Section):
@@ -16,13 +25,195 @@ class RewardFunctionConfig(Section):
     kwargs: Options = key({}, "keyword arguments for the function")
 
 
+class ClassifierConfig(Section):
+    """A discriminative reward model: a decoder whose head gives a text one number, the score."""
+
+    path: str = key(REQUIRED, "Hugging Face directory of the model; for an endpoint, of its tokenizer")
+    weight: float = key(1.0, "factor of its score in the sum")
+    prompt: str | None = key(None, "Jinja template of the text to score; null for the conversation, as the model chats")
+    placement: Literal["process", "thread", "endpoint"] = key(
+        "process", "where it computes: a process of its own, a thread of this one, or a server"
+    )
+    device: str = key("cpu", "cpu, cuda or cuda:N, for a process or a thread")
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = key("auto", "number format of its weights")
+    max_length: int = key(4096, "tokens one text may have", ge=1)
+    overlong: Literal["error", "truncate_left", "truncate_right", "truncate_middle"] = key(
+        "error", "what happens to a longer text: no score, or a cut"
+    )
+    max_num_batched_tokens: int = key(16384, "tokens of the texts that are computed at once", ge=1)
+    max_concurrency: int = key(256, "texts that wait or compute at once", ge=1)
+    timeout_s: float = key(60.0, "deadline of one score", gt=0)
+    launch_timeout_s: float = key(300.0, "how long it may take to load", gt=0)
+    memory_mb: int = key(16384, "memory of a process on the CPU", ge=256)
+    gpu_memory_utilization: float = key(0.3, "fraction of a GPU's memory for a process there", gt=0, le=1)
+    endpoint: OpenAIConfig = key(OpenAIConfig(), "the server, for placement: endpoint; it must answer /classify")
+
+
+class JudgeEngineConfig(Section):
+    """The engine a judge speaks through: what of a `rollout` section applies to one."""
+
+    name: Literal["policy", "native", "vllm", "openai", "scripted"] = key(
+        "native", "engine of its own, or policy for the rollout's, with the weights in training"
+    )
+    replicas: int = key(1, "engines that share the questions, where they use no GPU", ge=1)
+    n_gpus: int = key(0, "GPUs of its own; 0 for CPU", ge=0)
+    tensor_model_parallel_size: int = key(1, "GPUs that one engine is split over", ge=1)
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = key("auto", "number format of the engine's weights")
+    gpu_memory_utilization: float = key(0.3, "fraction of a GPU's memory for weights and KV cache", gt=0, le=1)
+    max_model_len: int = key(8192, "tokens of a question and its answer", ge=2)
+    max_num_seqs: int = key(64, "questions one engine answers at once", ge=1)
+    enforce_eager: bool = key(False, "do without CUDA graphs")
+    launch_timeout_s: float = key(300.0, "how long an engine may take to start", gt=0)
+    engine_kwargs: Options = key({}, "further arguments by engine name, handed on as they are")
+    openai: OpenAIConfig = key(OpenAIConfig(), "the endpoint, for name: openai")
+    scripted: ScriptedConfig = key(ScriptedConfig(), "the script, for name: scripted")
+
+
+class JudgeConfig(Section):
+    """A generative reward model: asked about a trajectory in words, its answer is read as a score."""
+
+    path: str | None = key(None, "Hugging Face directory of the judge; an endpoint and a script do without")
+    weight: float = key(1.0, "factor of its score in the sum")
+    prompt: str = key(REQUIRED, "Jinja template of the question")
+    system: str | None = key(None, "system message before the question")
+    pattern: str = key(SCORE_LINE, "regular expression whose last match in the answer holds the score")
+    words: Mapping[str, float] = key({}, "score of each word the pattern may find; empty where it finds numbers")
+    parser: str | None = key(None, "function that reads the answer instead of the pattern", names=())
+    bounds: tuple[float, float] | None = key(None, "lowest and highest score; what lies outside cannot be read")
+    retries: int = key(2, "further answers drawn, with other seeds, when one cannot be read", ge=0)
+    n: int = key(1, "answers that vote on the score", ge=1)
+    vote: Literal["mean", "majority"] = key("mean", "what votes come to")
+    temperature: float = key(0.6, "sampling temperature; 0 is greedy", ge=0)
+    top_p: float = key(1.0, "keep the smallest set of tokens with this much probability", gt=0, le=1)
+    seed: int = key(42, "seed of its sampling", ge=0)
+    response_length: int = key(1024, "tokens of one answer", ge=1)
+    apply_chat_template_kwargs: Options = key({}, "extra variables for its chat template, such as enable_thinking")
+    max_concurrency: int = key(64, "trajectories it judges at once", ge=1)
+    timeout_s: float = key(120.0, "deadline of one score, all its answers included", gt=0)
+    engine: JudgeEngineConfig = key(JudgeEngineConfig(), "what it speaks through")
+
+    def model(self) -> ModelConfig:
+        """The `model` section of an engine that loads the judge."""
+        assert self.path is not None, "a judge without a path has no model of its own"
+        return ModelConfig(path=self.path, apply_chat_template_kwargs=self.apply_chat_template_kwargs)
+
+    def limits(self) -> LimitsConfig:
+        return LimitsConfig(request_timeout_s=self.timeout_s, launch_timeout_s=self.engine.launch_timeout_s)
+
+    def rollout(self, failures: FailureConfig) -> RolloutConfig:
+        """The `rollout` section of its engine."""
+        engine = self.engine
+        assert engine.name != "policy", "the rollout's engine has a section already"
+        return RolloutConfig(
+            name=engine.name,
+            n_gpus_per_node=engine.n_gpus,
+            replicas_per_node=engine.replicas,
+            tensor_model_parallel_size=engine.tensor_model_parallel_size,
+            seed=self.seed,
+            prompt_length=engine.max_model_len - self.response_length,
+            response_length=self.response_length,
+            limits=self.limits(),
+            failures=failures,
+            dtype=engine.dtype,
+            gpu_memory_utilization=engine.gpu_memory_utilization,
+            max_model_len=engine.max_model_len,
+            max_num_seqs=engine.max_num_seqs,
+            enforce_eager=engine.enforce_eager,
+            engine_kwargs=engine.engine_kwargs,
+            openai=engine.openai,
+            scripted=engine.scripted,
+        )
+
+
 class RewardConfig(Section):
-    """Scores are the weighted sum of the functions; a function that fails gives no score at all."""
+    """Scores are the weighted sum of functions, classifiers and judges; one that fails leaves no score at all."""
 
     functions: Mapping[str, RewardFunctionConfig] = key({}, "reward functions by name")
+    classifiers: Mapping[str, ClassifierConfig] = key({}, "discriminative reward models by name")
+    judges: Mapping[str, JudgeConfig] = key({}, "generative reward models by name")
     num_workers: int = key(1, "processes that run untrusted or blocking functions; 0 runs them in this process", ge=0)
-    timeout_s: float = key(10.0, "deadline of one score", gt=0)
-    cpu_time_s: float = key(60.0, "CPU time of one score", gt=0)
+    timeout_s: float = key(10.0, "deadline of the functions of one score", gt=0)
+    cpu_time_s: float = key(60.0, "CPU time of the functions of one score", gt=0)
     memory_mb: int = key(2048, "memory of one worker process", ge=64)
     retries: int = key(1, "further attempts after a timeout or a crash", ge=0)
-    rate_limit_per_s: float | None = key(None, "scores started per second, over all workers; null for no limit", gt=0)
+    rate_limit_per_s: float | None = key(
+        None,
+        "scores of functions and classifiers, and questions to judges, started per second; null for no limit",
+        gt=0,
+    )
+
+    def weights(self) -> dict[str, float]:
+        """The share of each part of a score: functions first, then classifiers, then judges."""
+        weights = {name: function.weight for name, function in self.functions.items()}
+        weights |= {name: classifier.weight for name, classifier in self.classifiers.items()}
+        return weights | {name: judge.weight for name, judge in self.judges.items()}
+
+    def api_key_variables(self) -> tuple[str, ...]:
+        """The environment variables that may hold a key of an endpoint named here."""
+        classifiers = [item.endpoint for item in self.classifiers.values() if item.placement == "endpoint"]
+        judges = [item.engine.openai for item in self.judges.values() if item.engine.name == "openai"]
+        return tuple(dict.fromkeys(openai.api_key_env for openai in (*classifiers, *judges)))
+
+
+Clash = Iterator[tuple[str, str, str | None]]
+"""The key to blame, what is wrong, and how to mend it."""
+
+
+def reward_models_are_whole(reward: RewardConfig) -> Clash:
+    """What must hold between the keys of reward models."""
+    for name in reward.classifiers:
+        if name in reward.functions:
+            yield f"reward.classifiers.{name}.path", f"a function is called {name!r} too: names must differ", None
+        yield from _classifier_is_whole(f"reward.classifiers.{name}", reward.classifiers[name])
+    for name in reward.judges:
+        if name in reward.functions or name in reward.classifiers:
+            problem = f"a function or a classifier is called {name!r} too: names must differ"
+            yield f"reward.judges.{name}.prompt", problem, None
+        yield from _judge_has_an_engine(f"reward.judges.{name}", reward.judges[name])
+        yield from _judge_can_be_read(f"reward.judges.{name}", reward.judges[name])
+
+
+def _classifier_is_whole(place: str, classifier: ClassifierConfig) -> Clash:
+    if not _DEVICE.fullmatch(str(classifier.device)):
+        yield f"{place}.device", f"must be cpu, cuda or cuda:N, got {classifier.device!r}", None
+    if classifier.placement == "endpoint" and not classifier.endpoint.base_url:
+        fix = "give the server, as http://host:port without /v1"
+        yield f"{place}.endpoint.base_url", "is needed by placement: endpoint", fix
+    if classifier.max_length > classifier.max_num_batched_tokens:
+        problem = f"{classifier.max_num_batched_tokens} holds no text of max_length {classifier.max_length} tokens"
+        yield f"{place}.max_num_batched_tokens", problem, f"raise it to {classifier.max_length}"
+
+
+def _judge_has_an_engine(place: str, judge: JudgeConfig) -> Clash:
+    engine = judge.engine
+    if engine.name in ("native", "vllm") and judge.path is None:
+        yield f"{place}.path", f"is needed by engine.name: {engine.name}", "give the directory of the judge's model"
+    if engine.name == "policy" and judge.path is not None:
+        yield f"{place}.path", "is given, but engine.name is policy, which has its own model", "remove one of them"
+    if engine.name == "openai" and not engine.openai.base_url:
+        fix = "give the endpoint, as http://host:port/v1"
+        yield f"{place}.engine.openai.base_url", "is needed by engine.name: openai", fix
+    if judge.apply_chat_template_kwargs and (judge.path is None or engine.name == "openai"):
+        fix = "an endpoint takes them as engine.openai.extra_body.chat_template_kwargs; the policy's are in model"
+        yield f"{place}.apply_chat_template_kwargs", "is given, but the judge renders no template of its own", fix
+    if engine.n_gpus and engine.name not in ("native", "vllm"):
+        yield f"{place}.engine.n_gpus", f"{engine.n_gpus}, but {engine.name} uses no GPU of its own", "leave it 0"
+    if engine.n_gpus % engine.tensor_model_parallel_size:
+        problem = f"{engine.tensor_model_parallel_size} does not divide n_gpus {engine.n_gpus}"
+        yield f"{place}.engine.tensor_model_parallel_size", problem, None
+    if judge.response_length >= engine.max_model_len:
+        problem = (
+            f"{judge.response_length} leaves no room for a question in engine.max_model_len {engine.max_model_len}"
+        )
+        yield f"{place}.response_length", problem, "lower it, or raise engine.max_model_len"
+
+
+def _judge_can_be_read(place: str, judge: JudgeConfig) -> Clash:
+    if judge.parser is not None and judge.words:
+        yield f"{place}.words", "is given, but parser reads the answer", "remove one of them"
+    if judge.bounds is not None:
+        low, high = judge.bounds
+        if low >= high:
+            yield f"{place}.bounds", f"{low:g} is not below {high:g}", None
+    if judge.n > 1 and judge.temperature == 0:
+        yield f"{place}.n", f"{judge.n}, but at temperature 0 every vote is the same", "raise temperature, or ask once"

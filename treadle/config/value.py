@@ -191,7 +191,7 @@ def describe(hint: Any, bounds: Bounds = UNBOUNDED) -> str:
             return f"a list, each item {describe(arguments[0], bounds)}"
         return f"a list of {len(arguments)}: " + ", ".join(describe(part, bounds) for part in arguments)
     if origin is not None and issubclass(origin, Mapping):
-        inner = {Any: "a map", str: "a map from names to strings"}
+        inner = {Any: "a map", str: "a map from names to strings", float: "a map from names to numbers"}
         return inner.get(arguments[1]) or f"a map from names to sections ({arguments[1].__name__})"
     if bounds.names is not None:
         return str(bounds)

@@ -1,4 +1,4 @@
-"""Rewards: functions that score a finished trajectory, and the processes they run in.
+"""Rewards: functions and models that score a finished trajectory, and the processes they run in.
 
     scorer = await Scorer.create(cfg.reward)           # treadle.reward.scorer
     score = await scorer.score(task, trajectory)       # a Score, or RewardFailure
@@ -8,6 +8,9 @@ A function is a built-in (`treadle.reward.builtin`) or `package.module:function`
 kwargs; verl's `compute_score(data_source, solution_str, ground_truth, extra_info)` fits as it is. It returns a number,
 a Score, or a map with "score" and whatever else it wants to report. A worker runs one score at a time; a function that
 only waits for a server, such as a judge behind an API, is better off with `num_workers: 0`, where scores overlap.
+
+Reward models are parts of the sum too: `treadle.reward.classifier` holds discriminative ones, `treadle.reward.judge`
+generative ones, `treadle.reward.models` what they have in common. What follows is about functions.
 
 What a worker process protects the run from
 - Time: a score that passes `timeout_s` is killed with SIGKILL, with every process it started, in C code too.

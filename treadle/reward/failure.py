@@ -1,6 +1,6 @@
-"""Why a trajectory has no score: one kind for each way a reward function can fail.
+"""Why a trajectory has no score: one kind for each way a reward function or a reward model can fail.
 
-Owns the kinds and the one exception that carries them. Knows nothing about processes or functions.
+Owns the kinds and the one exception that carries them. Knows nothing about processes, functions or models.
 Invariant: a failure names its kind first, so a table can count kinds by the text before the colon.
 """
 
@@ -15,7 +15,7 @@ MAX_DETAIL = 500
 
 
 class Fault(StrEnum):
-    """The ways a reward function can fail."""
+    """The ways a reward function can fail; the last three are those of models only."""
 
     TIMEOUT = "timeout"
     CPU_TIME = "cpu_time"
@@ -26,35 +26,41 @@ class Fault(StrEnum):
     NOT_A_NUMBER = "not_a_number"
     TOO_LARGE = "too_large"
     CLOSED = "closed"
+    PROMPT = "prompt"
+    """The trajectory could not be put into words for the model, or is too long."""
+    ENGINE = "engine"
+    """The judge's engine, or the classifier's server, did not answer."""
+    UNREADABLE = "unreadable"
+    """The judge answered, and its answer holds no score."""
 
     @property
     def may_pass(self) -> bool:
-        """Another attempt may do better; a wrong kind of result comes back the same."""
+        """Another attempt may do better. Wrong results come back the same; engines and judges retry by themselves."""
         return self in (Fault.TIMEOUT, Fault.CPU_TIME, Fault.MEMORY, Fault.CRASH, Fault.EXCEPTION)
 
 
 class ScoreFailure(RewardFailure):
-    """One failed attempt at a score. `problem` completes the sentence "reward function X …"."""
+    """One failed attempt at a score. `problem` completes the sentence "reward function X …", or "reward model X …"."""
 
-    def __init__(self, fault: Fault, problem: str, function: str = "") -> None:
-        super().__init__(fault, problem, function)
-        self.fault, self.problem, self.function = fault, problem, function
+    def __init__(self, fault: Fault, problem: str, function: str = "", kind: str = "function") -> None:
+        super().__init__(fault, problem, function, kind)
+        self.fault, self.problem, self.function, self.kind = fault, problem, function, kind
 
     def __str__(self) -> str:
-        return f"{self.fault}: reward function {self.function!r} {self.problem}"
+        return f"{self.fault}: reward {self.kind} {self.function!r} {self.problem}"
 
-    def by(self, function: str) -> "ScoreFailure":
-        """The same failure with the function it belongs to."""
-        return ScoreFailure(self.fault, self.problem, function)
+    def by(self, function: str, kind: str = "function") -> "ScoreFailure":
+        """The same failure with the function or model it belongs to."""
+        return ScoreFailure(self.fault, self.problem, function, kind)
 
 
 @contextmanager
-def name_function(function: str) -> Iterator[None]:
-    """A failure inside belongs to this function."""
+def name_function(function: str, kind: str = "function") -> Iterator[None]:
+    """A failure inside belongs to this function or model."""
     try:
         yield
     except ScoreFailure as failure:
-        raise failure.by(function) from failure.__cause__
+        raise failure.by(function, kind) from failure.__cause__
 
 
 @contextmanager

@@ -1,8 +1,10 @@
-"""Scores trajectories: which functions run where, attempts, and the weighted sum.
+"""Scores trajectories: which functions run where, attempts, models after functions, and the weighted sum.
 
 Owns the split between this process (built-ins that are pure and bounded, or everything where `reward.num_workers` is
 0) and worker processes (all else), and the retries. What the limits do and do not cover: see `treadle.reward`.
-Invariant: a Score is what the functions said; anything that kept one from speaking is a RewardFailure, never a number.
+Models are asked when all functions have answered, so a trajectory that functions cannot score costs no model anything.
+Invariant: a Score is what functions and models said; anything that kept one from speaking is a RewardFailure, never a
+number.
 """
 
 import asyncio
@@ -17,46 +19,68 @@ from treadle.reward.argument import gather
 from treadle.reward.builtin import BUILTINS
 from treadle.reward.failure import Fault, ScoreFailure, blame_function
 from treadle.reward.function import Function, load_function
+from treadle.reward.models import Models, prepare_models
 from treadle.reward.packing import copy
 from treadle.reward.pool import Pool
 from treadle.reward.process import locate
 from treadle.reward.rate import RateLimit
+from treadle.reward.surroundings import ALONE, Surroundings
 from treadle.reward.verdict import combine, read_score, settle
 from treadle.types import Score, Task, Trajectory
 
 
 class Scorer:
-    """The reward functions of one `reward` section, ready to score. Built by `create`, on the loop that uses it."""
+    """The functions and models of one `reward` section, ready to score. Built by `create`, on the loop that uses it."""
 
     def __init__(
-        self, reward: RewardConfig, inline: Mapping[str, Function], pool: Pool | None, rate: RateLimit
+        self,
+        reward: RewardConfig,
+        inline: Mapping[str, Function],
+        pool: Pool | None,
+        rate: RateLimit,
+        models: Models | None = None,
     ) -> None:
-        self._reward, self._inline, self._pool, self._rate = reward, inline, pool, rate
-        self._weights = {name: function.weight for name, function in reward.functions.items()}
+        self._reward, self._inline, self._pool, self._rate, self._models = reward, inline, pool, rate, models
+        self._weights = reward.weights()
         self._closed = False
 
     @classmethod
-    async def create(cls, reward: RewardConfig) -> "Scorer":
-        """A started scorer. ConfigError with every mistake, or RunError where workers cannot start."""
+    async def create(cls, reward: RewardConfig, surroundings: Surroundings = ALONE) -> "Scorer":
+        """A started scorer. ConfigError with every mistake, or RunError where workers or models cannot start.
+
+        `surroundings`: what a rollout lends to judges.
+        """
         sandboxed = tuple(name for name in reward.functions if _needs_worker(reward, name))
         rate = RateLimit(reward.rate_limit_per_s)
-        mistakes = [] if reward.functions else [Mistake("reward.functions", "is empty: nothing can be scored")]
+        mistakes = [] if reward.weights() else [Mistake("reward.functions", "is empty: nothing can be scored")]
         inline = _load_inline(reward, [name for name in reward.functions if name not in sandboxed], mistakes)
+        prepared = await prepare_models(reward, surroundings)
+        mistakes += prepared.mistakes
         pool = None
         try:
             pool = await Pool.create(reward, sandboxed, rate) if sandboxed else None
         except ConfigError as error:
             mistakes += error.mistakes
-        if mistakes:
+        try:
+            if mistakes:
+                raise ConfigError(mistakes)
+            models = await Models.start(reward, prepared, rate, surroundings) if prepared.any else None
+        except BaseException:
             if pool is not None:
                 await asyncio.shield(pool.close())
-            raise ConfigError(mistakes)
-        return cls(reward, inline, pool, rate)
+            raise
+        return cls(reward, inline, pool, rate, models)
 
     async def score(self, task: Task, trajectory: Trajectory) -> Score:
         """The score of a finished trajectory. Raises RewardFailure where there is none, whose text begins with why."""
         if self._closed:
             raise MisuseError("this scorer is closed; build another with Scorer.create")
+        scores = await self._run_functions(task, trajectory) if self._reward.functions else {}
+        if self._models is not None:
+            scores |= await self._models.score(task, trajectory)
+        return combine({name: scores[name] for name in self._weights}, self._weights)
+
+    async def _run_functions(self, task: Task, trajectory: Trajectory) -> dict[str, Score]:
         for attempt in range(self._reward.retries + 1):
             try:
                 return await self._attempt(task, trajectory)
@@ -65,7 +89,7 @@ class Scorer:
                     raise
         raise AssertionError("every attempt returns or raises")
 
-    async def _attempt(self, task: Task, trajectory: Trajectory) -> Score:
+    async def _attempt(self, task: Task, trajectory: Trajectory) -> dict[str, Score]:
         scores: dict[str, Score] = {}
         if self._pool is None:
             await self._rate.turn()
@@ -73,7 +97,7 @@ class Scorer:
             scores[name] = await self._run_inline(function, task, trajectory)
         if self._pool is not None:
             scores |= await self._pool.run(task, trajectory)
-        return combine({name: scores[name] for name in self._weights}, self._weights)
+        return scores
 
     async def _run_inline(self, function: Function, task: Task, trajectory: Trajectory) -> Score:
         """Run in this process: a built-in on the records themselves, a user's function on a copy of them."""
@@ -96,10 +120,14 @@ class Scorer:
             raise
 
     async def close(self) -> None:
-        """End the workers. Scores that run fail; later ones are a MisuseError. Closing twice is fine."""
+        """End workers and models. Scores that run fail; later ones are a MisuseError. Closing twice is fine."""
         self._closed = True
-        if self._pool is not None:
-            await asyncio.shield(self._pool.close())
+        try:
+            if self._models is not None:
+                await asyncio.shield(self._models.close())
+        finally:
+            if self._pool is not None:
+                await asyncio.shield(self._pool.close())
 
     async def __aenter__(self) -> "Scorer":
         return self

@@ -1,0 +1,145 @@
+"""The reward models of a section: prepared, started together, asked side by side, closed together.
+
+Owns their attempts and their names. Knows neither torch nor engines: a classifier and a judge are both something that
+scores. What can be found out without loading a model is found out first, all of it.
+Invariant: a failure carries the name of its model; after `close` nothing a model started is left.
+"""
+
+import asyncio
+from collections.abc import Iterator, Mapping
+from contextlib import AsyncExitStack, contextmanager
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from treadle.config.reward import RewardConfig, reward_models_are_whole
+from treadle.errors import ConfigError, Mistake
+from treadle.reward.classifier.classifier import Classifier, start_head
+from treadle.reward.classifier.transcript import Transcript
+from treadle.reward.failure import ScoreFailure, name_function
+from treadle.reward.judge.judge import Judge
+from treadle.reward.judge.reading import Reading
+from treadle.reward.judge.voice import Speech, prepare_speech, start_voice
+from treadle.reward.prompt import Prompt
+from treadle.reward.rate import RateLimit
+from treadle.reward.surroundings import Surroundings
+from treadle.types import Score, Task, Trajectory
+
+
+class RewardModel(Protocol):
+    """Whatever gives a trajectory a score."""
+
+    async def score(self, task: Task, trajectory: Trajectory) -> Score: ...
+
+    async def close(self) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """What models need besides their weights, and every mistake found on the way."""
+
+    transcripts: dict[str, Transcript] = field(default_factory=dict)
+    judges: dict[str, tuple[Prompt, Reading, Speech]] = field(default_factory=dict)
+    mistakes: list[Mistake] = field(default_factory=list)
+
+    @property
+    def any(self) -> bool:
+        """Whether there is a model at all."""
+        return bool(self.transcripts or self.judges)
+
+
+class Models:
+    """Started by `start`, whole; the constructor only holds."""
+
+    def __init__(self, reward: RewardConfig, models: Mapping[str, RewardModel], started: AsyncExitStack) -> None:
+        self._reward, self._models, self._started = reward, models, started
+
+    @classmethod
+    async def start(
+        cls, reward: RewardConfig, prepared: Prepared, rate: RateLimit, surroundings: Surroundings
+    ) -> "Models":
+        """Start every model, or none. ConfigError or RunError says which could not."""
+        models: dict[str, RewardModel] = {}
+        async with AsyncExitStack() as started:
+            for name, transcript in prepared.transcripts.items():
+                classifier = reward.classifiers[name]
+                with _locate(reward, f"classifiers.{name}."):
+                    head = await start_head(name, classifier, reward, surroundings)
+                models[name] = Classifier(name, classifier, transcript, head, rate)
+                started.push_async_callback(models[name].close)
+            for name, (prompt, reading, speech) in prepared.judges.items():
+                judge = reward.judges[name]
+                with _locate(reward, f"judges.{name}."):
+                    voice = await start_voice(name, judge, reward, speech, surroundings)
+                models[name] = Judge(name, judge, prompt, reading, voice, rate)
+                started.push_async_callback(models[name].close)
+            return cls(reward, models, started.pop_all())
+
+    async def score(self, task: Task, trajectory: Trajectory) -> dict[str, Score]:
+        """The score of each model, all at the same time. The first that fails ends the others."""
+        try:
+            async with asyncio.TaskGroup() as group:
+                asked = {
+                    name: group.create_task(self._attempt(name, model, task, trajectory))
+                    for name, model in self._models.items()
+                }
+        except BaseExceptionGroup as failed:
+            raise failed.exceptions[0] from None
+        return {name: answer.result() for name, answer in asked.items()}
+
+    async def close(self) -> None:
+        """Close every model, last started first."""
+        await self._started.aclose()
+
+    async def _attempt(self, name: str, model: RewardModel, task: Task, trajectory: Trajectory) -> Score:
+        with name_function(name, "model"):
+            for attempt in range(self._reward.retries + 1):
+                try:
+                    return await model.score(task, trajectory)
+                except ScoreFailure as failure:
+                    if attempt == self._reward.retries or not failure.fault.may_pass:
+                        raise
+        raise AssertionError("every attempt returns or raises")
+
+
+async def prepare_models(reward: RewardConfig, surroundings: Surroundings) -> Prepared:
+    """Read templates, patterns and tokenizers; loads no weights and starts nothing."""
+    prepared = Prepared()
+    for key, problem, fix in reward_models_are_whole(reward):
+        prepared.mistakes.append(_place(reward, "", Mistake(key.removeprefix("reward."), problem, fix=fix)))
+    if prepared.mistakes:
+        return prepared
+    for name, classifier in reward.classifiers.items():
+        with _collect(prepared.mistakes), _locate(reward, f"classifiers.{name}."):
+            prepared.transcripts[name] = await Transcript.create(classifier)
+    for name, judge in reward.judges.items():
+        with _collect(prepared.mistakes), _locate(reward, f"judges.{name}."):
+            reading, speech = Reading.create(judge), await prepare_speech(judge, surroundings)
+            prepared.judges[name] = (Prompt.create(judge.prompt, speech.guard), reading, speech)
+    return prepared
+
+
+@contextmanager
+def _collect(mistakes: list[Mistake]) -> Iterator[None]:
+    """Keep what is wrong here, and go on."""
+    try:
+        yield
+    except ConfigError as error:
+        mistakes.extend(error.mistakes)
+
+
+@contextmanager
+def _locate(reward: RewardConfig, place: str) -> Iterator[None]:
+    """Mistakes inside have keys relative to `place`; outside they have whole keys and origins."""
+    try:
+        yield
+    except ConfigError as error:
+        raise ConfigError([_place(reward, place, mistake) for mistake in error.mistakes]) from error
+
+
+def _place(reward: RewardConfig, place: str, mistake: Mistake) -> Mistake:
+    key = f"{place}{mistake.key}"
+    try:
+        origin = reward.origin(key)
+    except KeyError:
+        origin = None  # an engine blames something that a judge has no key for
+    return Mistake(f"reward.{key}", mistake.problem, mistake.value, origin, mistake.fix)

@@ -1,0 +1,43 @@
+"""What a rollout lends to its reward models: its engine, its renderer, and the way it starts engines.
+
+Owns the narrow views, so that reward models know neither routers nor rollouts. A scorer that stands alone lends what
+it has: `start_engines` of `treadle.rollout.engines` is enough for a judge with a model of its own.
+"""
+
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from treadle.config.model import ModelConfig
+from treadle.config.rollout import RolloutConfig
+from treadle.data.renderer import Renderer
+from treadle.engine.protocol import Engine
+from treadle.types import Completion, Request
+
+StartEngines = Callable[[RolloutConfig, ModelConfig, Renderer, str | None], Awaitable[Sequence[Engine]]]
+"""Starts every replica of a section. The last argument is the key of an endpoint."""
+
+
+class Generator(Protocol):
+    """Whoever answers requests."""
+
+    async def generate(self, request: Request) -> Completion: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Surroundings:
+    """All of it optional: what is missing is asked for by name when a judge needs it."""
+
+    model: ModelConfig | None = None
+    """The policy's model."""
+    renderer: Renderer | None = None
+    """Between the policy's messages and ids."""
+    policy: Generator | None = None
+    """The policy itself, for judges with `engine: {name: policy}`."""
+    start_engines: StartEngines | None = None
+    api_keys: Mapping[str, str] = field(default_factory=dict)
+    """Keys of endpoints, by the environment variable that holds them."""
+
+
+ALONE = Surroundings()
+"""A scorer with nothing around it."""
