@@ -112,6 +112,21 @@ class Completion:
 
 
 @dataclass(frozen=True, slots=True)
+class Part:
+    """One answer of an engine to a session that is still open: what a later start of the run can go on from."""
+
+    uid: str
+    sample: int
+    number: int
+    """Which request of its session it answers, counted from 0 in the order they were asked."""
+    asked: int
+    """How many ids the request had."""
+    digest: int
+    """Of those ids; the same in every process."""
+    completion: Completion
+
+
+@dataclass(frozen=True, slots=True)
 class ToolCall:
     """One call the model asked for. `problem` says why it cannot be made, if it cannot."""
 

@@ -8,12 +8,12 @@ import treadle.errors
 import treadle.types
 
 CONFIG = """
-    ActorConfig AgentConfig AgentLoopConfig AlgorithmConfig CheckpointConfig ClusterConfig Config CriticConfig
-    DataConfig FSDPActorConfig FSDPConfig FSDPCriticConfig FSDPRefConfig FailureConfig FilterGroupsConfig
-    KLControlConfig LegacyKeyWarning LimitsConfig LoggingConfig MCPServerConfig Machine ModelConfig MultiTurnConfig
-    OpenAIConfig OptimConfig Origin Plan PolicyLossConfig RefConfig RewardConfig RewardFunctionConfig RolloutConfig
-    RolloutCorrectionConfig SamplingConfig ScriptedConfig Section Source TrainConfig TrainerConfig diff explain key
-    load loads make_plan to_yaml
+    ActorConfig AgentConfig AgentLoopConfig AlgorithmConfig CheckpointConfig ClassifierConfig ClusterConfig Config
+    CriticConfig DataConfig FSDPActorConfig FSDPConfig FSDPCriticConfig FSDPRefConfig FailureConfig
+    FilterGroupsConfig JudgeConfig JudgeEngineConfig KLControlConfig LegacyKeyWarning LimitsConfig LoggingConfig
+    MCPServerConfig Machine ModelConfig MultiTurnConfig OpenAIConfig OptimConfig Origin Plan PolicyLossConfig
+    RefConfig RewardConfig RewardFunctionConfig RolloutConfig RolloutCorrectionConfig SamplingConfig ScriptedConfig
+    Section Source TrainConfig TrainerConfig diff explain key load loads make_plan to_yaml
 """
 
 ERRORS = """
@@ -22,7 +22,7 @@ ERRORS = """
 """
 
 TYPES = """
-    Batch Completion Group Message NOTHING Outcome Request Row SamplingParams Score Status StopReason Task Timing
+    Batch Completion Group Message NOTHING Outcome Part Request Row SamplingParams Score Status StopReason Task Timing
     ToolCall ToolResult ToolStatus Trajectory Turn
 """
 

@@ -7,7 +7,7 @@ tokens it has. Refuses to know where an engine runs and who asks.
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from treadle.types import Completion, Request
 
@@ -25,6 +25,9 @@ class WeightUpdate:
     version: int
     checksum: str
     tensors: Mapping[str, Any]
+    """By their Hugging Face names. In one process a dict; to another process a map that can be pickled and opens where
+    it is read. Read `items()` through, once: a tensor may be valid only until the next one is taken. Empty: the engine
+    holds the sender's own module."""
 
 
 class Engine(Protocol):
@@ -75,4 +78,13 @@ class Engine(Protocol):
 
     async def close(self) -> None:
         """Free everything. Running requests are aborted, later ones raise EngineFailure. Closing twice is harmless."""
+        ...
+
+
+@runtime_checkable
+class Sleeper(Protocol):
+    """An engine that can give the memory of a shared device back. The next weights wake it, whatever the level."""
+
+    async def sleep(self, level: int = 1) -> None:
+        """Free what can be had again: 1 keeps the weights somewhere, 2 does not. Nobody may be generating."""
         ...

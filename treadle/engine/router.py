@@ -19,9 +19,9 @@ from treadle.config.rollout import FailureConfig, LimitsConfig
 from treadle.engine.fleet import Fleet, Routing
 from treadle.engine.gate import Gate
 from treadle.engine.interrupt import Flight, Flights, Interrupted
-from treadle.engine.protocol import Engine, WeightUpdate
+from treadle.engine.protocol import Engine, Sleeper, WeightUpdate
 from treadle.engine.replica import FlightState, Replica, ReplicaState
-from treadle.errors import EngineFailure, RequestRefused
+from treadle.errors import DeadlineError, EngineFailure, RequestRefused
 from treadle.types import Completion, Request, StopReason
 
 DEFAULT_ROUTING = Routing()
@@ -104,11 +104,27 @@ class Router:
             self._fleet.paused = True
             await self._order(self._fleet.replicas, lambda engine: engine.pause(), "pause")
 
+    async def drain(self, timeout_s: float) -> None:
+        """Wait until no request is at a replica; after `pause` that is soon."""
+        for replica in self._fleet.replicas:
+            if not await replica.flights.drain(timeout_s):
+                raise DeadlineError(f"{len(replica.flights)} requests did not leave {replica.name} in {timeout_s:g} s")
+
     async def resume(self) -> None:
         async with self._control:
             self._fleet.paused = False
             await self._order(self._fleet.replicas, lambda engine: engine.resume(), "resume")
             self._gate.resume()
+
+    async def sleep(self, level: int = 1) -> None:
+        """Let every replica that can give its device's memory back."""
+        sleepers = [replica for replica in self._fleet.members if isinstance(replica.engine, Sleeper)]
+
+        async def sleep(engine: Engine) -> None:
+            assert isinstance(engine, Sleeper), "chosen before"
+            await engine.sleep(level)
+
+        await self._order(sleepers, sleep, "sleep")
 
     async def health(self) -> None:
         """Ask every replica. Those that cannot serve are set aside; it raises when none is left."""

@@ -11,7 +11,7 @@ run_dir/
 from treadle.journal.directory import Start, read_starts
 from treadle.journal.journal import Journal
 from treadle.journal.reader import JournalReader
-from treadle.journal.record import Counts, Entry, Event, Filter, Headline, Metrics, RunStatus
+from treadle.journal.record import Counts, Entry, Event, Filter, Headline, Metrics, PartEntry, RunStatus, SessionTime
 
 __all__ = [
     "Counts",
@@ -22,7 +22,9 @@ __all__ = [
     "Journal",
     "JournalReader",
     "Metrics",
+    "PartEntry",
     "RunStatus",
+    "SessionTime",
     "Start",
     "read_starts",
 ]

@@ -11,12 +11,14 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from treadle.errors import Boundary
-from treadle.journal.record import Headline
+from treadle.journal.record import Headline, PartEntry
 from treadle.journal.text import decode, encode, label
 from treadle.types import (
     NOTHING,
+    Completion,
     Message,
     Outcome,
+    Part,
     Row,
     Score,
     Status,
@@ -135,12 +137,48 @@ def _read_result(status: str, **fields: Any) -> ToolResult:
     return ToolResult(status=ToolStatus(status), **fields)
 
 
-def headline_values(written_at: float, id: int, prompt: int, trajectory: Trajectory, masks: Sequence[Mask]) -> Values:
+def part_values(start: int, written_at: float, part: Part) -> Values:
+    """The columns of `parts`."""
+    said = part.completion
+    answer: dict[str, Any] = {"stop": said.stop, "text": said.text, "replica": said.replica}
+    if said.calls:
+        answer["calls"] = [_call_fields(call) for call in said.calls]
+    return (
+        *(label(part.uid), part.sample, part.number, start, written_at, part.asked, part.digest),
+        *(pack_ints(said.ids), pack_floats(said.logprobs), pack_ints(said.versions), encode(answer)),
+    )
+
+
+def read_part(uid: str, stored: Sequence[Any]) -> PartEntry:
+    """The columns of `parts`, in their order; `uid` as it was asked for."""
+    sample, number, start, written_at, asked, digest = stored[1:7]
+    ids, logprobs, versions, answer = stored[7:]
+    ids_T = unpack_ints(ids)
+    completion = _read_answer(ids_T, unpack_floats(logprobs, len(ids_T)), unpack_ints(versions), **decode(answer))
+    return PartEntry(start, written_at, Part(uid, sample, number, asked, digest, completion))
+
+
+def _read_answer(
+    ids: tuple[int, ...],
+    logprobs: tuple[float, ...],
+    versions: tuple[int, ...],
+    stop: str,
+    text: str,
+    replica: str,
+    calls: Sequence[Any] = (),
+) -> Completion:
+    parsed = tuple(ToolCall(**call) for call in calls)
+    return Completion(ids, logprobs, versions, StopReason(stop), text, replica, parsed)
+
+
+def headline_values(
+    start: int, written_at: float, id: int, prompt: int, trajectory: Trajectory, masks: Sequence[Mask]
+) -> Values:
     """The columns of `trajectories`."""
     outcome, timing, reward, rows = trajectory.outcome, trajectory.timing, trajectory.reward, trajectory.rows
     boundary = None if outcome.boundary is None else outcome.boundary.value
     return (
-        *(id, written_at, label(trajectory.uid), trajectory.sample, trajectory.attempt, prompt),
+        *(id, start, written_at, label(trajectory.uid), trajectory.sample, trajectory.attempt, prompt),
         # `.value`: SQLite's binding is slow for anything but plain strings.
         *(label(trajectory.data_source), outcome.status.value, outcome.reason.value, boundary, label(outcome.detail)),
         *((None, None) if reward is None else (reward.value, encode(reward.parts))),
@@ -152,11 +190,12 @@ def headline_values(written_at: float, id: int, prompt: int, trajectory: Traject
 
 def read_headline(stored: Sequence[Any], has_body: bool) -> Headline:
     """The columns of `trajectories`, in their order."""
-    id, written_at, uid, sample, attempt, _, data_source = stored[:7]
-    status, reason, boundary, detail, reward, parts = stored[7:13]
-    num_rows, num_turns, prompt_tokens, response_tokens, num_sampled = stored[13:18]
+    id, start, written_at, uid, sample, attempt, _, data_source = stored[:8]
+    status, reason, boundary, detail, reward, parts = stored[8:14]
+    num_rows, num_turns, prompt_tokens, response_tokens, num_sampled = stored[14:19]
     return Headline(
         id=id,
+        start=start,
         written_at=written_at,
         uid=uid,
         sample=sample,
@@ -164,7 +203,7 @@ def read_headline(stored: Sequence[Any], has_body: bool) -> Headline:
         outcome=Outcome(Status(status), StopReason(reason), Boundary(boundary) if boundary else None, detail),
         # SQLite keeps a NaN as NULL; the parts say that there was a reward at all.
         reward=None if parts is None else Score(math.nan if reward is None else reward, decode(parts)),
-        timing=Timing(*stored[18:]),
+        timing=Timing(*stored[19:]),
         data_source=data_source,
         num_rows=num_rows,
         num_turns=num_turns,

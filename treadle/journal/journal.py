@@ -21,10 +21,10 @@ from treadle.errors import DeadlineError, MisuseError, RunError
 from treadle.journal import schema
 from treadle.journal.directory import RunFile, write_config
 from treadle.journal.lock import RunLock
-from treadle.journal.record import Measurement, Note, RunStatus, Stamped
+from treadle.journal.record import Ended, Measurement, Note, Parts, Record, RunStatus, Stamped
 from treadle.journal.store import Store
 from treadle.journal.writer import Writer
-from treadle.types import Task, Trajectory
+from treadle.types import Part, Task, Trajectory
 
 _EXIT_TIMEOUT_S = 10.0
 _MAX_WAITERS = 4
@@ -86,7 +86,15 @@ class Journal:
         """Record what was measured at a step, in the journal and in `metrics.jsonl`."""
         self._put(Measurement(step, values))
 
-    def _put(self, record: Trajectory | Task | Note | Measurement) -> None:
+    def add_parts(self, parts: Sequence[Part]) -> None:
+        """Record what engines answered to open sessions; a part with the same number replaces the earlier one."""
+        self._put(Parts(tuple(parts)))
+
+    def drop_parts(self, uid: str, sample: int) -> None:
+        """Delete the parts of a session that has ended: of those added so far, none is left."""
+        self._put(Ended(uid, sample))
+
+    def _put(self, record: Record) -> None:
         self._check()
         self._writer.put(Stamped(time.time(), record))
 

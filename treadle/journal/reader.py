@@ -15,13 +15,15 @@ from typing import Any, Self
 
 from treadle.errors import Boundary
 from treadle.journal import schema
-from treadle.journal.codec import read_extra, read_headline, read_messages, read_row, read_task
-from treadle.journal.record import Counts, Entry, Event, Filter, Headline, Metrics
+from treadle.journal.codec import read_extra, read_headline, read_messages, read_part, read_row, read_task
+from treadle.journal.record import Counts, Entry, Event, Filter, Headline, Metrics, PartEntry, SessionTime
 from treadle.journal.text import decode, label
 from treadle.types import Row, Status, StopReason, Task, Trajectory
 
 _PAGE = 64
+_MANY = 10_000
 _HEADLINE = ",".join(f"t.{column}" for column in schema.TRAJECTORIES.columns)
+_PART = ",".join(schema.PARTS.columns)
 _HAS_BODY = "t.id >= (SELECT ifnull(min(trajectory), 1 << 62) FROM texts)"
 _LATEST = (
     "NOT EXISTS (SELECT 1 FROM trajectories later "
@@ -56,6 +58,17 @@ class JournalReader:
             yield from entries
             after = entries[-1].headline.id
 
+    def session_times(self) -> Iterator[SessionTime]:
+        """When each session was open, failed attempts included, in the order they were written."""
+        after = 0
+        while found := self._connection.execute(
+            "SELECT id, uid, start, started_at, total_s FROM trajectories WHERE id > ? ORDER BY id LIMIT ?",
+            (after, _MANY),
+        ).fetchall():
+            for _, uid, start, began, total_s in found:
+                yield SessionTime(uid, start, began, began + total_s)
+            after = found[-1][0]
+
     def trajectory(self, uid: str, sample: int, attempt: int | None = None) -> Entry | None:
         """One trajectory: the latest of this (uid, sample), or the latest with this attempt number."""
         with self._snapshot():
@@ -65,6 +78,21 @@ class JournalReader:
                 (label(uid), sample, attempt, attempt),
             ).fetchone()
             return None if found is None else self._entry(read_headline(found[:-1], bool(found[-1])))
+
+    def attempts(self, uid: str) -> tuple[Entry, ...]:
+        """Every attempt at a task: sample by sample, in the order they were written."""
+        with self._snapshot():
+            found = self._connection.execute(
+                f"SELECT {_HEADLINE}, {_HAS_BODY} FROM trajectories t WHERE uid = ? ORDER BY sample, id", (label(uid),)
+            )
+            return tuple(self._entry(read_headline(stored[:-1], bool(stored[-1]))) for stored in found.fetchall())
+
+    def parts(self, uid: str) -> tuple[PartEntry, ...]:
+        """What is left of sessions that had not ended: sample by sample, in the order of their requests."""
+        found = self._connection.execute(
+            f"SELECT {_PART} FROM parts WHERE uid = ? ORDER BY sample, number", (label(uid),)
+        )
+        return tuple(read_part(uid, stored) for stored in found.fetchall())
 
     def task(self, uid: str) -> Task | None:
         """A task as it was given."""
@@ -101,10 +129,11 @@ class JournalReader:
     def events(self, after: int = 0, kind: str | None = None, limit: int = 1000) -> tuple[Event, ...]:
         """At most `limit` events that came after event `after`, oldest first."""
         found = self._connection.execute(
-            "SELECT id, time, kind, fields FROM events WHERE id > ? AND (? IS NULL OR kind = ?) ORDER BY id LIMIT ?",
+            "SELECT id, time, kind, fields, start FROM events "
+            "WHERE id > ? AND (? IS NULL OR kind = ?) ORDER BY id LIMIT ?",
             (after, kind, kind, limit),
         )
-        return tuple(Event(id, time, kind, decode(fields)) for id, time, kind, fields in found.fetchall())
+        return tuple(Event(id, time, kind, decode(text), start) for id, time, kind, text, start in found.fetchall())
 
     def metrics(self, after: int = 0, limit: int = 1000) -> tuple[Metrics, ...]:
         """At most `limit` measurements that came after measurement `after`, oldest first."""

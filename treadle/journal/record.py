@@ -10,7 +10,7 @@ from enum import StrEnum
 from typing import Any, NamedTuple
 
 from treadle.errors import Boundary
-from treadle.types import Outcome, Score, Status, StopReason, Task, Timing, Trajectory
+from treadle.types import Outcome, Part, Score, Status, StopReason, Task, Timing, Trajectory
 
 
 class RunStatus(StrEnum):
@@ -37,11 +37,27 @@ class Measurement(NamedTuple):
     values: Mapping[str, float]
 
 
+class Parts(NamedTuple):
+    """What engines answered to open sessions, on its way to the journal."""
+
+    parts: tuple[Part, ...]
+
+
+class Ended(NamedTuple):
+    """A session whose parts nobody needs any more."""
+
+    uid: str
+    sample: int
+
+
+Record = Trajectory | Task | Note | Measurement | Parts | Ended
+
+
 class Stamped(NamedTuple):
     """Anything on its way to the journal, and when it was handed over (seconds since the epoch)."""
 
     time: float
-    record: Trajectory | Task | Note | Measurement
+    record: Record
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +68,8 @@ class Event:
     time: float
     kind: str
     fields: Mapping[str, Any]
+    start: int
+    """By which start of the run, counted from 1."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +87,8 @@ class Headline:
     """What stays of a trajectory for good: how it ended, its reward, counts and timings."""
 
     id: int
+    start: int
+    """Which start of the run wrote it, counted from 1."""
     written_at: float
     uid: str
     sample: int
@@ -87,12 +107,32 @@ class Headline:
     """False once the tokens and messages were dropped to keep the journal within its size."""
 
 
+class SessionTime(NamedTuple):
+    """When a session that ended was open (seconds since the epoch)."""
+
+    uid: str
+    start: int
+    """Which start of the run wrote it, counted from 1."""
+    began: float
+    ended: float
+
+
 @dataclass(frozen=True, slots=True)
 class Entry:
     """A trajectory as the journal holds it. Without a body, its rows and messages are empty."""
 
     headline: Headline
     trajectory: Trajectory
+
+
+@dataclass(frozen=True, slots=True)
+class PartEntry:
+    """A part as the journal holds it."""
+
+    start: int
+    """Which start of the run wrote it, counted from 1."""
+    written_at: float
+    part: Part
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,5 +1,7 @@
 """How a journal stays within its size: the bodies of the oldest trajectories go first, and their pages are used again.
 
+Parts of sessions go with the bodies that were written after them: a session that never came back has left them behind.
+
 Owns what is dropped and when. Knows nothing of what the bodies mean.
 Invariant: after `tend` the file has room for a batch as large as the largest so far, unless headlines, events and
 metrics alone need more, which is then said in an event.
@@ -21,8 +23,9 @@ _NONE_KEPT = 1 << 62
 class Retention:
     """Drops bodies, oldest first, when the file nears `max_bytes`."""
 
-    def __init__(self, connection: sqlite3.Connection, max_bytes: int) -> None:
+    def __init__(self, connection: sqlite3.Connection, max_bytes: int, start: int) -> None:
         self._connection = connection
+        self._start = start
         self._max_bytes = max_bytes
         self._page_bytes = schema.pragma(connection, "page_size")
         self._unchecked = max_bytes  # a journal may be opened again with a smaller size
@@ -51,8 +54,10 @@ class Retention:
         while (used := self._used()) > target:
             oldest, newest = self._connection.execute("SELECT min(trajectory), max(trajectory) FROM texts").fetchone()
             if oldest is None:
-                self._complain(used)
-                break
+                if not self._drop_older_parts():
+                    self._complain(used)
+                    break
+                continue
             share = (newest - oldest + 1) * (used - target) / used
             self._drop(oldest, oldest + min(int(share), _MAX_DROP))
             dropped = True
@@ -70,12 +75,22 @@ class Retention:
                 "ifnull((SELECT min(prompt) FROM trajectories t WHERE t.uid = prompts.uid AND t.id > ?), ?)",
                 (oldest, last, last, _NONE_KEPT),
             )
+            execute(
+                "DELETE FROM parts WHERE written_at < (SELECT written_at FROM trajectories WHERE id <= ? "
+                "ORDER BY id DESC LIMIT 1)",
+                (last,),
+            )
             self._note("dropped", count=last - oldest + 1, through=last)
             execute("COMMIT")
         except sqlite3.Error:
             if self._connection.in_transaction:
                 execute("ROLLBACK")
             raise
+
+    def _drop_older_parts(self) -> bool:
+        """Where parts are all there is, drop the older half; whether there were any."""
+        dropped = self._connection.execute("DELETE FROM parts WHERE id <= (SELECT (min(id) + max(id)) / 2 FROM parts)")
+        return dropped.rowcount > 0
 
     def _complain(self, used: int) -> None:
         """Say once that nothing is left to drop."""
@@ -84,7 +99,7 @@ class Retention:
             self._note("over_size", used_bytes=used, max_bytes=self._max_bytes)
 
     def _note(self, kind: str, **fields: int) -> None:
-        self._connection.execute(schema.EVENTS.insert(1), (time.time(), kind, encode(fields)))
+        self._connection.execute(schema.EVENTS.insert(1), (self._start, time.time(), kind, encode(fields)))
 
     def _give_back(self) -> None:
         """Return free pages to the file system where the file itself is too long; others are used again."""

@@ -8,8 +8,12 @@ Invariant: a connection from here is to a journal of exactly this version, or it
     trajectories  one row per attempt, kept for good: outcome, reward, counts, timings
     rows          training sequences: ids, mask, logprobs and versions as little-endian arrays, turns as JSON
     texts         the rest of the conversation and free-form extras, as JSON; dropped together with `rows`
+    parts         what engines answered to sessions that are still open; deleted once their session has ended
     events        what happened, in order
     metrics       what was measured, by step
+
+`start` counts the times the journal was opened to be written: it tells what came before a resume from what came after
+it, whatever the clocks of two machines say.
 """
 
 import sqlite3
@@ -20,7 +24,7 @@ from pathlib import Path
 from treadle.errors import RunError
 
 FILE_NAME = "journal.sqlite"
-VERSION = 1
+VERSION = 2
 _APPLICATION_ID = 0x7265646C  # "redl": tells a journal from any other SQLite file
 _PAGE_BYTES = 16384  # holds a short trajectory whole; 4096 would spill nearly each one into overflow pages
 _CHECKPOINT_BYTES = 8 << 20
@@ -51,7 +55,7 @@ PROMPTS = Table("prompts", ("id", "uid", "ids", "messages"))
 TRAJECTORIES = Table(
     "trajectories",
     (
-        *("id", "written_at", "uid", "sample", "attempt", "prompt", "data_source"),
+        *("id", "start", "written_at", "uid", "sample", "attempt", "prompt", "data_source"),
         *("status", "reason", "boundary", "detail", "reward", "parts"),
         *("num_rows", "num_turns", "prompt_tokens", "response_tokens", "num_sampled"),
         *("started_at", "total_s", "generate_s", "tool_s", "score_s"),
@@ -59,7 +63,15 @@ TRAJECTORIES = Table(
 )
 ROWS = Table("rows", ("trajectory", "position", "prompt_ids", "ids", "mask", "logprobs", "versions", "turns"))
 TEXTS = Table("texts", ("trajectory", "messages", "extra", "score_extra"))
-EVENTS = Table("events", ("time", "kind", "fields"))
+PARTS = Table(
+    "parts",
+    (
+        *("uid", "sample", "number", "start", "written_at", "asked", "digest"),
+        *("ids", "logprobs", "versions", "answer"),
+    ),
+    verb="INSERT OR REPLACE",
+)
+EVENTS = Table("events", ("start", "time", "kind", "fields"))
 METRICS = Table("metrics", ("time", "step", "items"))
 
 _DDL = """
@@ -67,7 +79,7 @@ CREATE TABLE tasks (uid TEXT PRIMARY KEY, data_source TEXT NOT NULL, task TEXT N
 CREATE TABLE prompts (id INTEGER PRIMARY KEY, uid TEXT NOT NULL, ids BLOB NOT NULL, messages TEXT NOT NULL);
 CREATE INDEX prompts_by_uid ON prompts (uid);
 CREATE TABLE trajectories (
-    id INTEGER PRIMARY KEY, written_at REAL NOT NULL,
+    id INTEGER PRIMARY KEY, start INTEGER NOT NULL, written_at REAL NOT NULL,
     uid TEXT NOT NULL, sample INTEGER NOT NULL, attempt INTEGER NOT NULL,
     prompt INTEGER NOT NULL, data_source TEXT NOT NULL,
     status TEXT NOT NULL, reason TEXT NOT NULL, boundary TEXT, detail TEXT NOT NULL,
@@ -83,7 +95,15 @@ CREATE TABLE rows (
 );
 CREATE INDEX rows_by_trajectory ON rows (trajectory);
 CREATE TABLE texts (trajectory INTEGER PRIMARY KEY, messages TEXT NOT NULL, extra TEXT, score_extra TEXT);
-CREATE TABLE events (id INTEGER PRIMARY KEY, time REAL NOT NULL, kind TEXT NOT NULL, fields TEXT NOT NULL);
+CREATE TABLE parts (
+    id INTEGER PRIMARY KEY, uid TEXT NOT NULL, sample INTEGER NOT NULL, number INTEGER NOT NULL,
+    start INTEGER NOT NULL, written_at REAL NOT NULL, asked INTEGER NOT NULL, digest INTEGER NOT NULL,
+    ids BLOB NOT NULL, logprobs BLOB NOT NULL, versions BLOB NOT NULL, answer TEXT NOT NULL
+);
+CREATE UNIQUE INDEX parts_by_session ON parts (uid, sample, number);
+CREATE TABLE events (
+    id INTEGER PRIMARY KEY, start INTEGER NOT NULL, time REAL NOT NULL, kind TEXT NOT NULL, fields TEXT NOT NULL
+);
 CREATE TABLE metrics (id INTEGER PRIMARY KEY, time REAL NOT NULL, step INTEGER NOT NULL, items TEXT NOT NULL);
 """
 

@@ -14,9 +14,9 @@ from pathlib import Path
 
 from treadle.errors import RunError
 from treadle.journal import schema
-from treadle.journal.codec import Values, headline_values, pack_ints, row_values, task_values, text_values
+from treadle.journal.codec import Values, headline_values, pack_ints, part_values, row_values, task_values, text_values
 from treadle.journal.metricsfile import MetricsFile
-from treadle.journal.record import Measurement, Note, Stamped
+from treadle.journal.record import Ended, Measurement, Note, Parts, Record, Stamped
 from treadle.journal.retention import Retention
 from treadle.journal.schema import Table
 from treadle.journal.text import encode, label
@@ -25,6 +25,9 @@ from treadle.types import Message, Task, Trajectory
 _MAX_PROMPTS = 512
 _MAX_ROWS_PER_STATEMENT = 256
 _BYTES_PER_ROW = 128  # about what a row takes beside its blobs and long texts
+
+Session = tuple[str, int]
+"""uid and sample."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +47,9 @@ class Pages:
     """The rows of one batch, by table."""
 
     rows: dict[Table, list[Values]] = field(default_factory=dict)
+    parts: dict[Session, list[Values]] = field(default_factory=dict)
+    ended: set[Session] = field(default_factory=set)
+    """Sessions whose parts in the journal are deleted, before those in `parts` are inserted."""
     lines: list[str] = field(default_factory=list)
     num_bytes: int = 0
 
@@ -51,14 +57,23 @@ class Pages:
         self.num_bytes += _BYTES_PER_ROW
         self.rows.setdefault(table, []).append(values)
 
+    def add_part(self, session: Session, values: Values, num_tokens: int) -> None:
+        self.num_bytes += _BYTES_PER_ROW + 12 * num_tokens + len(str(values[-1]))
+        self.parts.setdefault(session, []).append(values)
+
+    def end(self, session: Session) -> None:
+        self.parts.pop(session, None)
+        self.ended.add(session)
+
 
 class Store:
     """The writing side of a journal, as one thread sees it."""
 
-    def __init__(self, connection: sqlite3.Connection, metrics: MetricsFile, retention: Retention) -> None:
+    def __init__(self, connection: sqlite3.Connection, metrics: MetricsFile, max_bytes: int) -> None:
         self._connection = connection
         self._metrics = metrics
-        self._retention = retention
+        self._start = 1 + max(_last_start(connection, table) for table in ("trajectories", "parts", "events"))
+        self._retention = Retention(connection, max_bytes, self._start)
         self._next_trajectory = _next_id(connection, "trajectories")
         self._next_prompt = _next_id(connection, "prompts")
         self._prompts: dict[str, Prompt] = {}
@@ -75,7 +90,7 @@ class Store:
             metrics = MetricsFile.open(run_dir)
             undo.callback(metrics.close)
             try:
-                store = cls(connection, metrics, Retention(connection, max_bytes))
+                store = cls(connection, metrics, max_bytes)
             except sqlite3.Error as error:
                 raise RunError(f"cannot use {path} as a journal: {error}") from error
             undo.pop_all()
@@ -90,6 +105,8 @@ class Store:
         try:
             for table, rows in pages.rows.items():
                 self._insert(table, rows)
+            self._connection.executemany("DELETE FROM parts WHERE uid = ? AND sample = ?", pages.ended)
+            self._insert(schema.PARTS, [*chain.from_iterable(pages.parts.values())])
             self._metrics.append(pages.lines)
             self._connection.execute("COMMIT")
         except (sqlite3.Error, OSError):
@@ -103,24 +120,30 @@ class Store:
         self._metrics.close()
         self._connection.close()
 
-    def _lay_out(self, pages: Pages, time: float, record: Trajectory | Task | Note | Measurement) -> None:
+    def _lay_out(self, pages: Pages, time: float, record: Record) -> None:
         match record:
             case Trajectory():
                 self._lay_out_trajectory(pages, time, record)
             case Task():
                 pages.add(schema.TASKS, task_values(record))
             case Note():
-                pages.add(schema.EVENTS, (time, label(record.kind), encode(record.fields)))
+                pages.add(schema.EVENTS, (self._start, time, label(record.kind), encode(record.fields)))
             case Measurement():
                 pages.add(schema.METRICS, (time, record.step, encode(record.values)))
                 pages.lines.append(encode({**record.values, "step": record.step, "time": time}))
+            case Parts(parts):
+                for part in parts:
+                    session = (label(part.uid), part.sample)
+                    pages.add_part(session, part_values(self._start, time, part), len(part.completion.ids))
+            case Ended(uid, sample):
+                pages.end((label(uid), sample))
 
     def _lay_out_trajectory(self, pages: Pages, time: float, trajectory: Trajectory) -> None:
         id = self._next_trajectory
         self._next_trajectory += 1
         masks = [bytes(row.mask) for row in trajectory.rows]
         prompt = self._prompt(pages, trajectory)
-        pages.add(schema.TRAJECTORIES, headline_values(time, id, prompt.id, trajectory, masks))
+        pages.add(schema.TRAJECTORIES, headline_values(self._start, time, id, prompt.id, trajectory, masks))
         for position, (row, mask) in enumerate(zip(trajectory.rows, masks, strict=True)):
             values = row_values(id, position, row, mask)
             pages.add(schema.ROWS, values)
@@ -164,6 +187,12 @@ def _opening(messages: tuple[Message, ...]) -> tuple[Message, ...]:
         if message.get("role") == "assistant":
             return messages[:index]
     return messages
+
+
+def _last_start(connection: sqlite3.Connection, table: str) -> int:
+    """By which start the last row of a table was written."""
+    found = connection.execute(f"SELECT start FROM {table} ORDER BY id DESC LIMIT 1").fetchone()
+    return int(found[0]) if found else 0
 
 
 def _next_id(connection: sqlite3.Connection, table: str) -> int:

@@ -1,22 +1,26 @@
 """Turns tasks into groups of scored trajectories, on the manager's own loop.
 
 Owns who runs when: samples per task, concurrency, retries, scoring, the journal, the failure budget.
-Waits: a job waits for a free place (`agent.max_concurrent_sessions`); a group waits for its samples; a stream waits for
-its reader. A failure ends a trajectory, never its batch; a spent failure budget ends everything.
+Waits: a job waits for a free place (`agent.max_concurrent_sessions`), then while `emptied` holds sessions back; a group
+waits for its samples; a stream waits for its reader. A failure ends a trajectory, never its batch; a spent failure
+budget ends everything.
 """
 
 import asyncio
 from collections import Counter
-from collections.abc import Callable, Container, Coroutine, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Callable, Container, Coroutine, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, Protocol, TypeVar
 
 from treadle.config import RolloutConfig
-from treadle.errors import Boundary, MisuseError, RewardFailure
+from treadle.engine.gate import Gate
+from treadle.engine.interrupt import Flight, Flights, Interrupted
+from treadle.errors import Boundary, DeadlineError, MisuseError, RewardFailure
 from treadle.journal import Journal
 from treadle.rollout.budget import FailureBudget
 from treadle.rollout.feed import Feed
+from treadle.rollout.recall import NO_PAST, Past
 from treadle.rollout.worker import Dropped, Job
 from treadle.types import Batch, Group, Outcome, SamplingParams, Score, Task, Trajectory
 
@@ -80,6 +84,8 @@ class Dispatcher:
         self._forget = forget
         self._budget = FailureBudget(rollout.failures)
         self._places = asyncio.Semaphore(rollout.agent.max_concurrent_sessions)
+        self._gate = Gate()
+        self._attempts = Flights()
         self._turn = 0
 
     async def generate(self, tasks: Sequence[Task], order: Order) -> Batch:
@@ -91,6 +97,26 @@ class Dispatcher:
         groups = [task.result() for task in running]
         dropped = tuple(group.uid for group in groups if isinstance(group, Dropped))
         return Batch(tuple(group for group in groups if isinstance(group, Group)), dropped)
+
+    async def group(self, task: Task, order: Order, past: Past = NO_PAST) -> Group | Dropped:
+        """One group, once every sample has ended; what an earlier run finished is taken over."""
+        with first_error():
+            return await self._group(task, order, past)
+
+    @asynccontextmanager
+    async def emptied(self, *, restart: bool) -> AsyncIterator[None]:
+        """Run a block while no session is open: those that are end first, or, with `restart`, begin again after it."""
+        self._gate.pause()
+        try:
+            if restart:
+                self._attempts.end("weights were updated")
+            limit = self._rollout.limits.session_timeout_s
+            if not await self._attempts.drain(limit):
+                oldest = next(iter(self._attempts)).session
+                raise DeadlineError(f"{len(self._attempts)} sessions did not end within {limit:g} s, such as {oldest}")
+            yield
+        finally:
+            self._gate.resume()
 
     async def stream(self, tasks: Sequence[Task], order: Order, feed: Feed[Trajectory | Dropped]) -> None:
         """Every sample into `feed` as it ends; dropped tasks once each."""
@@ -114,12 +140,15 @@ class Dispatcher:
     def _missing(self, task: Task, order: Order) -> list[int]:
         return [sample for sample in range(task.n or order.n) if (task.uid, sample) not in order.done]
 
-    async def _group(self, task: Task, order: Order) -> Group | Dropped:
+    async def _group(self, task: Task, order: Order, past: Past = NO_PAST) -> Group | Dropped:
         """The samples of one task. With too few survivors, those that failed are drawn once more."""
-        results = await _side_by_side([self._sample(task, sample, order) for sample in self._missing(task, order)])
+        finished = {trajectory.sample: trajectory for trajectory in past.finished}
+        missing = [sample for sample in self._missing(task, order) if sample not in finished]
+        results = await _side_by_side([self._sample(task, sample, order, past.attempt) for sample in missing])
         if any(isinstance(result, Dropped) for result in results):
             return next(result for result in results if isinstance(result, Dropped))
-        group = Group(task, tuple(result for result in results if isinstance(result, Trajectory)))
+        finished.update({result.sample: result for result in results if isinstance(result, Trajectory)})
+        group = Group(task, tuple(finished[sample] for sample in sorted(finished)))
         if len(group.survivors) >= self._rollout.failures.min_group_size:
             return group
         failed = [trajectory for trajectory in group.trajectories if not trajectory.outcome.ok]
@@ -145,17 +174,33 @@ class Dispatcher:
         return result
 
     async def _attempt(self, task: Task, sample: int, order: Order, attempt: int) -> Trajectory | Dropped:
-        result = await self._worker().run(Job(task, sample, order.sampling, attempt))
+        result = await self._run(Job(task, sample, order.sampling, attempt))
         if isinstance(result, Dropped):
             return result
-        self._forget(f"{task.uid}/{sample}")
         if result.outcome.ok and self._scorer is not None:
             result = await self._scored(task, result, self._scorer)
         if self._journal is not None:
             self._journal.add(result)
-            if self._journal.full:
-                await self._journal.drain()
+        self._forget(f"{task.uid}/{sample}")  # not before the journal has it, so that a crash finds one or the other
+        if self._journal is not None and self._journal.full:
+            await self._journal.drain()
         return result
+
+    async def _run(self, job: Job) -> Trajectory | Dropped:
+        """One attempt by a worker; begun again when `emptied` restarts it."""
+        session, clock = f"{job.task.uid}/{job.sample}", asyncio.get_running_loop().time
+        while True:
+            if self._gate.shut:
+                await self._gate.admit(session)
+            attempt = Flight(session, clock())
+            self._attempts[attempt] = None
+            try:
+                with attempt:
+                    return await self._worker().run(job)
+            except Interrupted:
+                self._forget(session)
+            finally:
+                self._attempts.land(attempt)
 
     def _tell(self, event: str, *about: Trajectory) -> None:
         for observer in self._observers:

@@ -7,7 +7,7 @@ from treadle.data.renderer import Renderer
 from treadle.engine.openai import OpenAIEngine
 from treadle.engine.protocol import Engine
 from treadle.engine.scripted import ScriptedEngine
-from treadle.errors import ConfigError, DeadlineError, Mistake
+from treadle.errors import DeadlineError
 
 
 async def start_engines(
@@ -37,5 +37,7 @@ async def _start(
 
         device = "cuda" if rollout.n_gpus_per_node else "cpu"
         return await NativeEngine.create(rollout, model, name=name, device=device)
-    problem = f"the {rollout.name} engine is not part of this version"
-    raise ConfigError([Mistake("rollout.name", problem, rollout.name, fix="use native, scripted or openai")])
+    from treadle.engine.vllm.engine import VLLMEngine, require_vllm
+
+    require_vllm(rollout)
+    return await VLLMEngine.create(rollout, model, name=name, device="cuda" if rollout.n_gpus_per_node else "cpu")

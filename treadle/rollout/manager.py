@@ -13,13 +13,15 @@ from types import TracebackType
 from typing import Any, Self
 
 from treadle.config import ModelConfig, RewardConfig, RolloutConfig
+from treadle.config.trainer import OnWeightUpdate
 from treadle.engine.protocol import WeightUpdate
 from treadle.errors import MisuseError
 from treadle.rollout.feed import Feed
+from treadle.rollout.recall import NO_PAST, Past
 from treadle.rollout.service import Kind, Parts, RolloutService
 from treadle.rollout.thread import LoopThread
 from treadle.rollout.worker import Dropped
-from treadle.types import Batch, Task, Trajectory
+from treadle.types import Batch, Group, Task, Trajectory
 
 STREAM_BUFFER = 256
 """Trajectories a stream holds for a slow reader before sessions wait for it."""
@@ -127,9 +129,25 @@ class AgentLoopManager:
     def name(self) -> str:
         return "rollout"
 
-    async def update_weights(self, update: WeightUpdate) -> str:
-        """Hand new weights to every engine; the checksum they confirmed."""
-        return await self._thread.run(self._service.router.update_weights(update))
+    async def generate_group(self, task: Task, *, kind: Kind = Kind.TRAINING, past: Past = NO_PAST) -> Group | Dropped:
+        """Sample one task; `past` is what an earlier run left of it. Somebody must run `watch` meanwhile."""
+        return await self._thread.run(self._service.group(task, kind, past))
+
+    async def watch(self) -> None:
+        """Report stalls and a journal that cannot be written, until cancelled; for callers of `generate_group`."""
+        await self._thread.run(self._service.watch())
+
+    async def keep(self) -> None:
+        """Have what open sessions generated so far recorded, so that it survives; they go on after that."""
+        await self._thread.run(self._service.keep())
+
+    async def sleep(self) -> None:
+        """Have the engines give their devices' memory back until the next weights. Nothing may be under way."""
+        await self._thread.run(self._service.sleep())
+
+    async def update_weights(self, update: WeightUpdate, *, running: OnWeightUpdate = "continue") -> str:
+        """Hand new weights to every engine; the checksum they confirmed. `running`: what becomes of open sessions."""
+        return await self._thread.run(self._service.update_weights(update, running))
 
     async def close(self) -> None:
         """End running sessions, release every part, stop the thread. Closing twice is fine."""

@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from typing import Self
 
 from treadle.config import ModelConfig, RolloutConfig
+from treadle.engine.channel import Channel, ChannelClosed, Peer
 from treadle.errors import ConfigError, DeadlineError, Failure, LoopFailure, RunError
 from treadle.observe import Wait
-from treadle.rollout.channel import Channel, ChannelClosed, Peer
 from treadle.rollout.services import Generator
 from treadle.rollout.worker import Dropped, Job
 from treadle.types import Outcome, Trajectory

@@ -1,11 +1,12 @@
 """The worker's end: `python -m treadle.rollout.process_main FD`. Started by `ProcessWorker`, never by hand."""
 
 import asyncio
+import signal
 import socket
 import sys
 
+from treadle.engine.channel import Channel, Peer
 from treadle.errors import ConfigError, Failure, TreadleError
-from treadle.rollout.channel import Channel, Peer
 from treadle.rollout.process import Ready, Setup
 from treadle.rollout.worker import AgentLoopWorker
 from treadle.types import Completion, Request
@@ -42,4 +43,5 @@ async def serve(end: socket.socket) -> None:
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group: the manager decides what ends when
     asyncio.run(serve(socket.socket(fileno=int(sys.argv[1]))))

@@ -6,7 +6,7 @@ the journal and are not drawn again.
 """
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -19,7 +19,7 @@ from treadle.observe import Finished, Summary, Tally, summarize
 from treadle.rollout.manager import AgentLoopManager
 from treadle.rollout.service import Kind, Parts
 from treadle.rollout.worker import Dropped
-from treadle.types import Task
+from treadle.types import NOTHING, Task
 
 Progress = Callable[[Tally, int], AbstractContextManager[object]]
 """Shows a tally while it grows towards a total."""
@@ -44,7 +44,7 @@ def run_rollout(
     *,
     validation: bool = False,
     command: Sequence[str] = (),
-    api_key: str | None = None,
+    api_keys: Mapping[str, str] = NOTHING,
     progress: Progress = hide_progress,
 ) -> Result:
     """Roll out every task of the training files, or of the validation files, and keep everything in the run directory.
@@ -54,7 +54,7 @@ def run_rollout(
     tasks = list(load_validation_tasks(config.data) if validation else load_training_tasks(config.data))
     renderer = Renderer.create(config.model)  # a mistake in the model leaves no run directory behind
     with _open_journal(config, command) as journal:
-        run = _Run(config, tasks, journal, validation, Parts(renderer=renderer, journal=journal, api_key=api_key))
+        run = _Run(config, tasks, journal, validation, Parts(renderer=renderer, journal=journal, api_keys=api_keys))
         run.recall()
         with progress(run.tally, run.total):
             interrupted = run.roll_out()

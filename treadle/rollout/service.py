@@ -7,26 +7,30 @@ takes down the ones before it.
 import asyncio
 import random
 import sys
-from collections.abc import AsyncIterator, Awaitable, Callable, Container, Iterator, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable, Container, Iterator, Mapping, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from functools import partial
-from typing import Self
+from typing import Protocol, Self
 
 from treadle.config import ModelConfig, RewardConfig, RolloutConfig
+from treadle.config.trainer import OnWeightUpdate
 from treadle.data.renderer import Renderer
-from treadle.engine.protocol import Engine
+from treadle.engine.protocol import Engine, WeightUpdate
 from treadle.engine.router import Router
 from treadle.journal import Journal
 from treadle.observe import StallReport, StallWatch, Wait
 from treadle.reward.scorer import Scorer
-from treadle.rollout.dispatch import Dispatcher, Observer, Order, first_error
+from treadle.reward.surroundings import Surroundings
+from treadle.rollout.dispatch import Dispatcher, Observer, Order, Scoring, Worker, first_error
 from treadle.rollout.engines import start_engines
 from treadle.rollout.feed import Feed
 from treadle.rollout.process import ProcessWorker
+from treadle.rollout.recall import Past, Recall
+from treadle.rollout.services import Generator
 from treadle.rollout.worker import AgentLoopWorker, Dropped
-from treadle.types import Batch, SamplingParams, Task, Trajectory
+from treadle.types import NOTHING, Batch, Group, SamplingParams, Task, Trajectory
 
 
 class Kind(StrEnum):
@@ -45,6 +49,28 @@ def print_stall(report: StallReport) -> None:
     print(report.text(), file=sys.stderr, flush=True)
 
 
+class HiredWorker(Worker, Protocol):
+    """An agent worker that the rollout closes again."""
+
+    def waits(self) -> Iterator[Wait]: ...
+
+    async def close(self) -> None: ...
+
+
+class HiredScorer(Scoring, Protocol):
+    """A scorer that the rollout closes again."""
+
+    async def close(self) -> None: ...
+
+
+class Attendant(Protocol):
+    """Whoever looks after replicas. `watch` raises when none is left."""
+
+    async def watch(self) -> None: ...
+
+    async def close(self) -> None: ...
+
+
 @dataclass(frozen=True, slots=True)
 class Parts:
     """What a caller may bring instead of having it built from the config."""
@@ -54,8 +80,15 @@ class Parts:
     renderer: Renderer | None = None
     journal: Journal | None = None
     observers: Sequence[Observer] = ()
+    workers: Callable[[Generator], Awaitable[Sequence[HiredWorker]]] | None = None
+    """Starts agent workers elsewhere, which generate through what they are given."""
+    scorer: Callable[[], Awaitable[HiredScorer]] | None = None
+    """Starts a scorer elsewhere."""
+    attend: Callable[[Router], Awaitable[Attendant]] | None = None
+    """Lets somebody look after the replicas behind the router, who may replace those that die."""
     on_stall: Callable[[StallReport], None] = print_stall
-    api_key: str | None = None
+    api_keys: Mapping[str, str] = NOTHING
+    """Keys of endpoints, by the environment variable that the config names for each."""
 
 
 class RolloutService:
@@ -66,19 +99,25 @@ class RolloutService:
         rollout: RolloutConfig,
         renderer: Renderer,
         router: Router,
+        recall: Recall,
         dispatcher: Dispatcher,
         watch: StallWatch,
+        attendant: Attendant | None,
         journal: Journal | None,
         parts: AsyncExitStack,
     ) -> None:
         self._rollout = rollout
         self._renderer = renderer
         self.router = router
+        self._recall = recall
         self._dispatcher = dispatcher
         self._watch = watch
+        self._attendant = attendant
         self._journal = journal
         self._parts = parts
         self._running: set[asyncio.Task[object]] = set()
+        self._guarded = False
+        """Whether somebody runs `watch`."""
 
     @classmethod
     async def start(cls, rollout: RolloutConfig, model: ModelConfig, reward: RewardConfig | None, parts: Parts) -> Self:
@@ -91,15 +130,24 @@ class RolloutService:
             engines = await _start_engines(rollout, model, renderer, parts)
             router = Router(engines, limits=rollout.limits, failures=rollout.failures, rng=random.Random(rollout.seed))
             started.push_async_callback(router.close)
-            workers = await _start_workers(rollout, model, renderer, router, started)
+            attendant = None
+            if parts.attend is not None:
+                attendant = await parts.attend(router)
+                started.push_async_callback(attendant.close)
+            recall = Recall(router, parts.journal)
+            started.callback(recall.close)
+            workers = await _start_workers(rollout, model, renderer, recall, parts, started)
             scorer = None
-            if reward is not None and reward.functions:
-                scorer = await Scorer.create(reward)
+            if reward is not None and reward.weights():
+                surroundings = _surround(rollout, model, renderer, router, parts)
+                scorer = await (parts.scorer() if parts.scorer else Scorer.create(reward, surroundings))
                 started.push_async_callback(scorer.close)
-            dispatcher = Dispatcher(rollout, workers, scorer, parts.journal, parts.observers, router.forget)
+            forget = partial(_forget, router, recall)
+            dispatcher = Dispatcher(rollout, workers, scorer, parts.journal, parts.observers, forget)
             report = partial(_report_stall, parts)
             watch = StallWatch(rollout.limits.stall_report_s, lambda: _waits(workers, router), report)
-            return cls(rollout, renderer, router, dispatcher, watch, parts.journal, started.pop_all())
+            journal, closing = parts.journal, started.pop_all()
+            return cls(rollout, renderer, router, recall, dispatcher, watch, attendant, journal, closing)
 
     async def generate(self, tasks: Sequence[Task], kind: Kind, seed: int | None = None) -> Batch:
         """Sample every task."""
@@ -117,6 +165,57 @@ class RolloutService:
         async with self._watched():
             await self._dispatcher.stream(tasks, self._order(kind, done), feed)
 
+    async def group(self, task: Task, kind: Kind, past: Past) -> Group | Dropped:
+        """Sample one task. Stalls are reported, and the journal's death noticed, by whoever runs `watch`."""
+        order = self._order(kind)
+        with self._counted():
+            for sample in range(task.n or order.n):
+                self._recall.forget(f"{task.uid}/{sample}")  # of a group that was cancelled, and begins again
+            self._recall.recover(past.parts)
+            return await self._dispatcher.group(task, order, past)
+
+    async def watch(self) -> None:
+        """Report stalls; raise when the journal cannot be written any more, or no replica is left; until cancelled."""
+        self._guarded = True
+        try:
+            with first_error():
+                async with asyncio.TaskGroup() as group:
+                    group.create_task(self._watch.run())
+                    if self._attendant is not None:
+                        group.create_task(self._attendant.watch())
+                    if self._journal is not None:
+                        group.create_task(self._journal.watch())
+        finally:
+            self._guarded = False
+
+    async def update_weights(self, update: WeightUpdate, running: OnWeightUpdate) -> str:
+        """Hand new weights to every engine; `running` says what becomes of sessions that are open."""
+        if running == "continue":
+            return await self.router.update_weights(update)
+        if running == "recompute":
+            async with self._paused():
+                return await self.router.update_weights(update)
+        async with self._dispatcher.emptied(restart=running == "drop"):
+            return await self.router.update_weights(update)
+
+    async def sleep(self) -> None:
+        """Let the engines give their devices' memory back, weights included: new ones must be on their way."""
+        await self.router.sleep(level=2)
+
+    async def keep(self) -> None:
+        """Interrupt what is being generated, and have the tokens so far on their way to the journal."""
+        async with self._paused():
+            await self.router.drain(self._rollout.limits.request_timeout_s)
+            await self._recall.flush()
+
+    @asynccontextmanager
+    async def _paused(self) -> AsyncIterator[None]:
+        await self.router.pause()
+        try:
+            yield
+        finally:
+            await self.router.resume()
+
     async def close(self) -> None:
         """End what is running, then close every part, last started first."""
         running = [task for task in self._running if task is not asyncio.current_task()]
@@ -128,19 +227,21 @@ class RolloutService:
 
     @asynccontextmanager
     async def _watched(self) -> AsyncIterator[None]:
-        """Count a call as running; meanwhile report stalls, and end it if the journal can no longer be written."""
+        """Count a call as running; meanwhile `watch`, unless somebody does already."""
+        with self._counted(), first_error():
+            async with asyncio.TaskGroup() as group:
+                watcher = None if self._guarded else group.create_task(self.watch())
+                yield
+                if watcher is not None:
+                    watcher.cancel()
+
+    @contextmanager
+    def _counted(self) -> Iterator[None]:
         task = asyncio.current_task()
         assert task is not None, "calls run in tasks"
         self._running.add(task)
         try:
-            with first_error():
-                async with asyncio.TaskGroup() as group:
-                    watchers = [group.create_task(self._watch.run())]
-                    if self._journal is not None:
-                        watchers.append(group.create_task(self._journal.watch()))
-                    yield
-                    for watcher in watchers:
-                        watcher.cancel()
+            yield
         finally:
             self._running.discard(task)
 
@@ -162,24 +263,46 @@ async def _start_engines(
     rollout: RolloutConfig, model: ModelConfig, renderer: Renderer, parts: Parts
 ) -> Sequence[Engine]:
     if parts.engines is None:
-        return await start_engines(rollout, model, renderer, parts.api_key)
+        return await start_engines(rollout, model, renderer, parts.api_keys.get(rollout.openai.api_key_env))
     return await parts.engines() if callable(parts.engines) else parts.engines
 
 
+def _surround(
+    rollout: RolloutConfig, model: ModelConfig, renderer: Renderer, router: Router, parts: Parts
+) -> Surroundings:
+    """What reward models may use of this rollout."""
+    return Surroundings(model, renderer, router, start_engines, parts.api_keys)
+
+
 async def _start_workers(
-    rollout: RolloutConfig, model: ModelConfig, renderer: Renderer, router: Router, started: AsyncExitStack
-) -> list[AgentLoopWorker | ProcessWorker]:
-    """One worker here, or several in processes of their own."""
-    workers: list[AgentLoopWorker | ProcessWorker] = []
-    if rollout.agent.num_workers == 1:
-        workers.append(await AgentLoopWorker.create(rollout=rollout, model=model, engine=router, renderer=renderer))
+    rollout: RolloutConfig,
+    model: ModelConfig,
+    renderer: Renderer,
+    engine: Generator,
+    parts: Parts,
+    started: AsyncExitStack,
+) -> Sequence[HiredWorker]:
+    """One worker here, several in processes of their own, or those that the caller hires."""
+    workers: list[HiredWorker] = []
+    if parts.workers is not None:
+        workers += await parts.workers(engine)
+        for worker in workers:
+            started.push_async_callback(worker.close)
+    elif rollout.agent.num_workers == 1:
+        workers.append(await AgentLoopWorker.create(rollout=rollout, model=model, engine=engine, renderer=renderer))
         started.push_async_callback(workers[0].close)
-        return workers
-    for number in range(rollout.agent.num_workers):
-        worker = await ProcessWorker.create(rollout=rollout, model=model, engine=router, name=f"agent worker {number}")
-        started.push_async_callback(worker.close)
-        workers.append(worker)
+    else:
+        for number in range(rollout.agent.num_workers):
+            name = f"agent worker {number}"
+            workers.append(await ProcessWorker.create(rollout=rollout, model=model, engine=engine, name=name))
+            started.push_async_callback(workers[-1].close)
     return workers
+
+
+def _forget(router: Router, recall: Recall, session: str) -> None:
+    """A session is over: nobody need remember anything for its next turn."""
+    router.forget(session)
+    recall.forget(session)
 
 
 def _tell_differences(renderer: Renderer, journal: Journal | None) -> None:
@@ -197,7 +320,7 @@ def _report_stall(parts: Parts, report: StallReport) -> None:
         parts.journal.add_event("stall", **report.fields())
 
 
-def _waits(workers: Sequence[AgentLoopWorker | ProcessWorker], router: Router) -> Iterator[Wait]:
+def _waits(workers: Sequence[HiredWorker], router: Router) -> Iterator[Wait]:
     """What each open session waits for; for those that generate, the router knows on which replica."""
     replicas = {flight.session: flight.replica for flight in router.flights()}
     for worker in workers:
