@@ -3,7 +3,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from treadle.errors import ConfigError
-from treadle.policy.packing import pack, split_in_order, split_shuffled
+from treadle.policy.packing import deal, pack, split_in_order, split_shuffled
 
 LENGTHS = st.lists(st.integers(0, 50), max_size=40)
 
@@ -49,3 +49,49 @@ def test_the_seed_decides_the_shuffle() -> None:
     rows = list(range(20))
     assert split_shuffled(rows, rows, 5, "a") == split_shuffled(rows, rows, 5, "a")
     assert split_shuffled(rows, rows, 5, "a") != split_shuffled(rows, rows, 5, "b")
+
+
+RANKS = st.integers(2, 5)
+
+
+@given(LENGTHS, RANKS)
+def test_every_row_with_tokens_is_dealt_to_one_rank_within_the_budget(lengths: list[int], num_ranks: int) -> None:
+    dealt = deal(lengths, 50, "key", num_ranks)
+    members = sorted(row for bins in dealt for rows in bins for row in rows)
+    assert members == [at for at, length in enumerate(lengths) if length]
+    assert all(sum(lengths[row] for row in rows) <= 50 for bins in dealt for rows in bins)
+    assert all(rows == tuple(sorted(rows)) for bins in dealt for rows in bins)
+
+
+@given(LENGTHS, RANKS)
+def test_every_rank_has_as_many_micro_batches(lengths: list[int], num_ranks: int) -> None:
+    dealt = deal(lengths, 50, "key", num_ranks)
+    assert len(dealt) == num_ranks and len({len(bins) for bins in dealt}) == 1
+    assert dealt == deal(list(lengths), 50, "key", num_ranks)
+
+
+@given(LENGTHS, RANKS)
+def test_ranks_wait_little_for_each_other(lengths: list[int], num_ranks: int) -> None:
+    """No two micro batches differ by more than the longest row: the last one put into the fullest."""
+    loads = [sum(lengths[row] for row in rows) for bins in deal(lengths, 50, "key", num_ranks) for rows in bins]
+    assert max(loads, default=0) - min(loads, default=0) <= max(lengths, default=0)
+
+
+def test_even_rows_need_no_more_rounds_than_their_tokens_do() -> None:
+    assert [len(bins) for bins in deal([10] * 20, 50, "key", 2)] == [2, 2]
+    assert [len(bins) for bins in deal([10] * 21, 50, "key", 2)] == [3, 3]
+
+
+def test_a_rank_without_rows_has_an_empty_micro_batch() -> None:
+    assert deal([7], 50, "key", 3) == (((0,),), ((),), ((),))
+    assert deal([0, 0], 50, "key", 2) == ((), ())
+
+
+def test_one_rank_packs_as_one_device() -> None:
+    lengths = [30, 20, 40, 10, 25]
+    assert deal(lengths, 50, "key", 1) == (pack(lengths, 50, "key"),)
+
+
+def test_a_row_over_the_budget_is_refused_for_ranks_too() -> None:
+    with pytest.raises(ConfigError, match=r"actor\.ppo_max_token_len_per_gpu: 50 tokens hold no row of 51"):
+        deal([3, 51], 50, "actor.ppo_max_token_len_per_gpu", 2)

@@ -8,7 +8,7 @@ from treadle.engine.protocol import WeightUpdate
 from treadle.errors import DeadlineError, RunError
 from treadle.model.checksum import checksum
 from treadle.policy.single import SinglePolicy
-from treadle.weights import push
+from treadle.weights import PolicySender, send
 
 
 @pytest.fixture(scope="module")
@@ -39,7 +39,7 @@ class Receiver:
 
 def test_a_copy_is_confirmed_bit_for_bit(policy: SinglePolicy) -> None:
     engine = Receiver()
-    report = asyncio.run(push(policy, engine, 3, shared=False, timeout_s=5))
+    report = asyncio.run(send(PolicySender(policy), engine, 3, timeout_s=5))
     assert engine.update is not None and engine.update.version == report.version == 3
     assert report.checksum == checksum(policy.tensors())
     assert report.num_bytes == sum(tensor.nbytes for tensor in policy.tensors().values())
@@ -48,23 +48,23 @@ def test_a_copy_is_confirmed_bit_for_bit(policy: SinglePolicy) -> None:
 
 def test_weights_travel_in_the_engines_number_format(policy: SinglePolicy) -> None:
     engine = Receiver()
-    report = asyncio.run(push(policy, engine, 1, shared=False, timeout_s=5, dtype=torch.bfloat16))
+    report = asyncio.run(send(PolicySender(policy, dtype=torch.bfloat16), engine, 1, timeout_s=5))
     narrow = {name: tensor.bfloat16() for name, tensor in policy.tensors().items()}
     assert report.checksum == checksum(narrow) != checksum(policy.tensors())
 
 
 def test_nothing_travels_to_an_engine_that_holds_the_same_module(policy: SinglePolicy) -> None:
     engine = Receiver(own=dict(policy.module.named_parameters()))
-    report = asyncio.run(push(policy, engine, 1, shared=True, timeout_s=5))
+    report = asyncio.run(send(PolicySender(policy, shared=True), engine, 1, timeout_s=5))
     assert engine.update is not None and not engine.update.tensors
     assert report.num_bytes == 0 and report.checksum == checksum(policy.tensors())
 
 
 def test_other_weights_end_the_run_naming_both_checksums(policy: SinglePolicy) -> None:
     with pytest.raises(RunError, match=rf"replica-0 .* version 2 has checksum {checksum(policy.tensors())}.*confirms"):
-        asyncio.run(push(policy, Receiver(flip=True), 2, shared=False, timeout_s=5))
+        asyncio.run(send(PolicySender(policy), Receiver(flip=True), 2, timeout_s=5))
 
 
 def test_an_engine_that_does_not_answer_is_named(policy: SinglePolicy) -> None:
     with pytest.raises(DeadlineError, match=r"replica-0 did not confirm the weights of version 2 within 0\.05 s"):
-        asyncio.run(push(policy, Receiver(hang=True), 2, shared=False, timeout_s=0.05))
+        asyncio.run(send(PolicySender(policy), Receiver(hang=True), 2, timeout_s=0.05))

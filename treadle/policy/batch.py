@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from treadle.policy.sequence import FlatRows
 from treadle.types import Group, Row
 
 
@@ -18,7 +19,8 @@ from treadle.types import Group, Row
 class TrainBatch:
     """One step's data. Old logprobs may be left out: the policy computes them where it needs them."""
 
-    rows: tuple[Row, ...]
+    rows: tuple[Row, ...] | FlatRows
+    """As they are, or flat where they have a journey before them."""
     group_S: tuple[int, ...]
     """Which group each row belongs to; never falls."""
     trajectory_S: tuple[int, ...]

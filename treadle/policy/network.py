@@ -35,6 +35,10 @@ class Network:
     def __init__(self, module: "PreTrainedModel") -> None:
         self.module = module
         self.device: torch.device = module.device
+        if self.device.type == "cuda" and all(type(weight.data) is Tensor for weight in module.parameters()):
+            from treadle.model.fused import fuse_layers  # triton comes with it, which CPU machines do not have
+
+            fuse_layers(module)
 
     @property
     def decoder(self) -> nn.Module:
@@ -64,6 +68,12 @@ class Network:
             bias_V=bias_V if bias_V is None or scale == 1 else bias_V * scale,
             softcap=softcap,
         )
+
+    def begin(self, *, last: bool) -> None:
+        """Called before each micro batch's forward; `last` of those that one optimizer step, or one result, is for."""
+
+    def settle(self) -> None:
+        """Called after forwards that no backward follows."""
 
     @contextmanager
     def recomputing(self, wanted: bool) -> Iterator[None]:

@@ -1,10 +1,10 @@
 """AdamW with clipped gradients and a schedule.
 
-Owns the moments and their names in a file. Knows no network beyond its named parameters, and no loss.
+Owns the moments and their names in a file. Knows no network beyond its named parameters, and no loss. Parameters may be
+cut over ranks: then so are gradients and moments, and every rank steps at once.
 Invariant: a gradient that is not finite never reaches the weights.
 """
 
-from collections.abc import Mapping
 from math import isfinite
 
 import torch
@@ -12,6 +12,8 @@ from torch import Tensor, nn
 
 from treadle.config.actor import OptimConfig
 from treadle.errors import RunError
+from treadle.policy.cut import like, rows_here, whole
+from treadle.policy.pieces import Pieces
 from treadle.policy.precision import Weights
 from treadle.policy.schedule import learning_rate
 
@@ -36,9 +38,9 @@ class Optimizer:
 
     def step(self, step: int) -> float:
         """Move the weights by the gradients that have come together, then forget those. Returns their norm."""
-        norm = float(nn.utils.clip_grad_norm_(self._parameters.values(), self._grad_clip))
+        norm = self._clip()
         if not isfinite(norm):
-            worst = next((name for name, grad in self._gradients() if not grad.isfinite().all()), "their sum")
+            worst = next((name for name, grad in self._gradients() if not whole(grad).isfinite().all()), "their sum")
             self._adamw.zero_grad()
             raise RunError(
                 f"{self.name}: the gradient of training step {step} is {norm} (first in {worst}). The weights are as "
@@ -50,6 +52,12 @@ class Optimizer:
         self._adamw.zero_grad()
         self.weights.publish()
         return norm
+
+    def _clip(self) -> float:
+        """Scale gradients down to the norm that is allowed. Returns the norm they had, over all ranks."""
+        norm = whole(nn.utils.get_total_norm([grad for _, grad in self._gradients()]))
+        nn.utils.clip_grads_with_norm_(self._parameters.values(), self._grad_clip, norm)
+        return float(norm)
 
     def _gradients(self) -> list[tuple[str, Tensor]]:
         pairs = ((name, parameter.grad) for name, parameter in self._parameters.items())
@@ -63,14 +71,22 @@ class Optimizer:
             for kind, value in self._adamw.state[parameter].items()
         }
 
-    def restore(self, state: Mapping[str, Tensor]) -> None:
-        """Take the moments from an earlier `state`."""
+    def restore(self, pieces: Pieces) -> None:
+        """Take the moments from an earlier `state`, however many ranks wrote it."""
         self._adamw.state.clear()
-        for joined, value in state.items():
+        for joined in pieces.names():
             name, _, kind = joined.rpartition(".")
             parameter = self._parameters[name]
+            found = pieces.read(joined, rows_here(parameter))
             # The step count lives where the fused kernel reads it: beside the parameter.
-            self._adamw.state[parameter][kind] = value.to(parameter.device, copy=True)
+            value = like(found, parameter) if found.dim() else found.to(parameter.device, copy=True)
+            self._adamw.state[parameter][kind] = value
+
+    def move(self, device: torch.device) -> None:
+        """Bring the moments to `device`. Steps are taken where the parameters are."""
+        for state in self._adamw.state.values():
+            for kind, value in state.items():
+                state[kind] = value.to(device)
 
     def clear(self) -> None:
         """Free moments and gradients."""

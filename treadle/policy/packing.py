@@ -2,11 +2,12 @@
 
 Works on numbers alone: lengths, groups and seeds. Knows no tensors.
 Invariant: the same input always gives the same split; every row is in exactly one mini batch, and every row with
-something to compute in exactly one micro batch.
+something to compute in exactly one micro batch. Every rank has as many micro batches as any other.
 """
 
 import random
 from collections.abc import Sequence
+from heapq import heapify, heapreplace
 from math import ceil
 
 from treadle.errors import ConfigError, Mistake
@@ -32,6 +33,40 @@ def pack(lengths: Sequence[int], budget: int, key: str) -> tuple[Members, ...]:
         room[best] -= lengths[row]
         bins[best].append(row)
     return tuple(sorted(tuple(sorted(rows)) for rows in bins))
+
+
+def deal(lengths: Sequence[int], budget: int, key: str, num_ranks: int) -> tuple[tuple[Members, ...], ...]:
+    """The micro batches of each rank, in as few rounds as even ones allow. One is empty where rows are too few.
+
+    Ranks that share a network wait for each other in every round, so all micro batches are about the same size.
+    """
+    if num_ranks == 1:
+        return (pack(lengths, budget, key),)
+    _check_fit(lengths, budget, key)
+    rows = sorted((at for at, length in enumerate(lengths) if length), key=lambda at: (-lengths[at], at))
+    rounds = ceil(sum(lengths) / (num_ranks * budget))
+    while (bins := _spread(rows, lengths, rounds * num_ranks, budget)) is None:
+        rounds += 1
+    bins = sorted(bins, key=lambda rows: (-sum(lengths[at] for at in rows), rows))
+    turns = [bins[at * num_ranks : (at + 1) * num_ranks] for at in range(rounds)]
+    # Every other round is dealt backwards, so that no rank has the largest every time.
+    return tuple(
+        tuple(turn[-1 - rank if at % 2 else rank] for at, turn in enumerate(turns)) for rank in range(num_ranks)
+    )
+
+
+def _spread(rows: Sequence[int], lengths: Sequence[int], num_bins: int, budget: int) -> list[Members] | None:
+    """Each row into the micro batch with the fewest tokens; None where one then has too many."""
+    bins: list[list[int]] = [[] for _ in range(num_bins)]
+    loads = [(0, at) for at in range(num_bins)]
+    heapify(loads)
+    for row in rows:
+        load, at = loads[0]
+        if load + lengths[row] > budget:
+            return None
+        heapreplace(loads, (load + lengths[row], at))
+        bins[at].append(row)
+    return [tuple(sorted(members)) for members in bins]
 
 
 def _check_fit(lengths: Sequence[int], budget: int, key: str) -> None:

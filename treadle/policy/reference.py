@@ -1,6 +1,6 @@
-"""The reference policy: the model as it was before training. Loads its own copy, and never changes it."""
+"""The reference policy: the model as it was before training. Has its own copy, and never changes it."""
 
-from collections.abc import Sequence
+from typing import Self
 
 import torch
 from torch import Tensor
@@ -8,38 +8,36 @@ from torch import Tensor
 from treadle.config.actor import RefConfig
 from treadle.config.model import ModelConfig
 from treadle.model.causal import load_causal_model
-from treadle.policy.learning import Budget, compute
+from treadle.policy.learning import Budget, Desk, compute
 from treadle.policy.network import Network
 from treadle.policy.precision import DTYPES
-from treadle.policy.sequence import Sequences
-from treadle.types import Row
+from treadle.policy.sequence import Rows, Sequences
+from treadle.policy.team import ALONE, Team
 
 
-class SingleReference:
-    """A `Reference` on one device. Its weights are in the number format of its computation."""
+class FrozenPolicy:
+    """All of a `Reference` but where it lives. Its weights are in the number format of its computation."""
 
-    def __init__(self, network: Network, ref: RefConfig, temperature: float) -> None:
+    def __init__(self, network: Network, ref: RefConfig, temperature: float, team: Team = ALONE) -> None:
         self._network = network
-        self._budget = Budget(ref.log_prob_max_token_len_per_gpu, "ref.log_prob_max_token_len_per_gpu")
+        budget = Budget(ref.log_prob_max_token_len_per_gpu, "ref.log_prob_max_token_len_per_gpu")
+        self._desk = Desk(network, team, budget)
         self._temperature = temperature
 
-    @classmethod
-    def create(
-        cls, *, model: ModelConfig, ref: RefConfig, temperature: float, device: torch.device
-    ) -> "SingleReference":
-        """Load `model.path` once more."""
-        module = load_causal_model(model, dtype=DTYPES[ref.dtype], device=device).requires_grad_(False)
-        return cls(Network(module), ref, temperature)
-
-    def logprobs(self, rows: Sequence[Row]) -> Tensor:
+    def logprobs(self, rows: Rows) -> Tensor:
         network, temperature, sequences = self._network, self._temperature, Sequences(rows)
-        values_M = compute(
-            sequences,
-            lambda packed: network.logprobs(packed, temperature).logprobs_T,
-            budget=self._budget,
-            device=network.device,
-        )
+        values_M = compute(sequences, lambda packed: network.logprobs(packed, temperature).logprobs_T, self._desk)
         return sequences.spread(values_M)
 
     def close(self) -> None:
         """Nothing to end: the weights go with the object."""
+
+
+class SingleReference(FrozenPolicy):
+    """A `Reference` on one device."""
+
+    @classmethod
+    def create(cls, *, model: ModelConfig, ref: RefConfig, temperature: float, device: torch.device) -> Self:
+        """Load `model.path` once more."""
+        module = load_causal_model(model, dtype=DTYPES[ref.dtype], device=device).requires_grad_(False)
+        return cls(Network(module), ref, temperature)

@@ -19,7 +19,37 @@ from torch import Tensor
 from treadle.errors import MisuseError
 from treadle.types import Row
 
-_KINDS = {"b": torch.int8, "q": torch.int64, "f": torch.float32}
+_KINDS = {"b": torch.int8, "i": torch.int32, "f": torch.float32}
+
+
+@dataclass(frozen=True, slots=True)
+class FlatRows:
+    """Rows as a few tensors: what a network needs of them, ready to travel."""
+
+    ids: Tensor
+    """Prompt and response of each row, row after row."""
+    mask_T: Tensor
+    logprobs_T: Tensor
+    """As the engine reported them."""
+    prompts: tuple[int, ...]
+    """Tokens of each row's prompt."""
+    responses: tuple[int, ...]
+
+    @classmethod
+    def of(cls, rows: "Rows") -> "FlatRows":
+        """Of rows in any form."""
+        if isinstance(rows, FlatRows):
+            return rows
+        return cls(
+            flatten("i", (part for row in rows for part in (row.prompt_ids, row.ids))),
+            flatten("b", (row.mask for row in rows)).bool(),
+            flatten("f", (row.logprobs for row in rows)),
+            tuple(len(row.prompt_ids) for row in rows),
+            tuple(len(row.mask) for row in rows),
+        )
+
+
+Rows = Sequence[Row] | FlatRows
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,22 +65,30 @@ class Packed:
     sequence_M: Tensor
     places_M: Tensor
     """Where each one is among the sampled tokens of all rows."""
+    silent: bool = False
+    """Nothing of it counts: it keeps a rank with too few rows in step with the others."""
 
     @property
     def num_sequences(self) -> int:
         return len(self.lengths)
 
+    def mask(self) -> Tensor:
+        """Which of the sampled tokens count: all or none."""
+        return torch.full_like(self.targets_M, not self.silent, dtype=torch.bool)
+
 
 class Sequences:
     """All rows of a call, ready to be packed."""
 
-    def __init__(self, rows: Sequence[Row]) -> None:
-        self.mask_T = flatten("b", (row.mask for row in rows)).bool()
-        masks = torch.split(self.mask_T, [len(row.mask) for row in rows])
-        ids = flatten("q", (part for row in rows for part in (row.prompt_ids, row.ids)))
-        ids_S = torch.split(ids, [len(row.prompt_ids) + len(row.ids) for row in rows])
-        prompts = [len(row.prompt_ids) for row in rows]
-        self._sequences = [_read(*parts) for parts in zip(ids_S, masks, prompts, strict=True)]
+    def __init__(self, rows: Rows) -> None:
+        flat = FlatRows.of(rows)
+        self.mask_T = flat.mask_T
+        self.logprobs_T = flat.logprobs_T
+        masks = torch.split(self.mask_T, list(flat.responses))
+        ids_S = torch.split(
+            flat.ids.long(), [sum(lengths) for lengths in zip(flat.prompts, flat.responses, strict=True)]
+        )
+        self._sequences = [_read(*parts) for parts in zip(ids_S, masks, flat.prompts, strict=True)]
         self.lengths = tuple(len(ids) for ids, _, _ in self._sequences)
         """Tokens to read, for each row."""
         self.num_sampled = tuple(len(targets) for _, _, targets in self._sequences)
@@ -87,6 +125,11 @@ class Sequences:
         )
         ids_L, predicts_M, targets_M, sequence_M = (tensor.to(device, non_blocking=True) for tensor in tensors)
         return Packed(ids_L, lengths, predicts_M, targets_M, sequence_M, torch.cat(places))
+
+    def pack_silence(self, device: torch.device) -> Packed:
+        """The least that a network can read: one token, of which nothing counts."""
+        zero = torch.zeros(1, dtype=torch.long, device=device)
+        return Packed(zero, (1,), zero, zero, zero, torch.zeros(1, dtype=torch.long), silent=True)
 
 
 def flatten(kind: str, parts: Iterable[Iterable[float]]) -> Tensor:

@@ -2,16 +2,18 @@
 
     config.json, generation_config.json, model.safetensors …    loadable by transformers and vLLM
     training/policy.json                                        version, Python's random state
-    training/optimizer.safetensors                              moments by parameter
+    training/optimizer.safetensors                              moments by parameter; from several ranks, in `pieces`
     training/rng.safetensors                                    torch's random states
+    training/critic/                                            the critic's weights and moments, likewise
 
 Owns names and contents; that files appear all at once is the caller's care. The schedule has no state but the version.
 Engines read every safetensors file beside config.json as weights, so ours are in a folder of their own.
+Invariant: what one number of ranks wrote, any other number reads.
 """
 
 import json
 import random
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,7 +24,9 @@ from torch import Tensor
 from treadle.config.model import ModelConfig
 from treadle.errors import RunError
 from treadle.model.causal import load_causal_model, without_progress_bar
+from treadle.policy.cut import local, rows_here
 from treadle.policy.optimizer import Optimizer
+from treadle.policy.pieces import ALL, Part, Pieces, save_pieces
 from treadle.policy.precision import Weights
 
 if TYPE_CHECKING:
@@ -39,48 +43,80 @@ def save_model(directory: Path, module: "PreTrainedModel", weights: Weights) -> 
         module.save_pretrained(directory, state_dict=state)
 
 
-def save_policy(directory: Path, module: "PreTrainedModel", optimizer: Optimizer, version: int) -> None:
-    """The model, and everything that training on needs."""
-    save_model(directory, module, optimizer.weights)
-    training = directory / TRAINING
-    training.mkdir(parents=True, exist_ok=True)
-    save_tensors(training / "optimizer.safetensors", optimizer.state())
-    save_tensors(training / "rng.safetensors", _torch_rng(module.device))
-    save_json(training / "policy.json", {"version": version, "random": random.getstate()})
-
-
-def restore_policy(directory: Path, module: "PreTrainedModel", optimizer: Optimizer, model: ModelConfig) -> int:
-    """Take weights, moments and random states from `directory`, in place; returns the version."""
-    dtype = next(iter(optimizer.weights.full.values())).dtype
+def load_model(directory: Path, model: ModelConfig, weights: Weights) -> None:
+    """Take the weights from a model in `directory`, in place."""
+    dtype = next(iter(weights.full.values())).dtype
     stored = load_causal_model(
         ModelConfig(**{**model.values(), "path": str(directory)}), dtype=dtype, device=torch.device("cpu")
     )
-    copy_weights(dict(stored.named_parameters()), optimizer.weights, directory)
+    copy_weights(dict(stored.named_parameters()), weights, directory)
+
+
+@torch.no_grad()
+def copy_weights(stored: Mapping[str, Tensor], weights: Weights, directory: Path) -> None:
+    """Write stored weights over those in use, whose tensors stay the same objects for whoever shares them."""
+    compare(shapes(stored.items()), weights, directory)
+    for name, parameter in weights.full.items():
+        parameter.copy_(stored[name])
+    weights.publish()
+
+
+def save_training(directory: Path, optimizer: Optimizer, version: int, device: torch.device, part: Part = ALL) -> None:
+    """What a policy needs beside its model to train on."""
     training = directory / TRAINING
-    optimizer.restore(load_file(training / "optimizer.safetensors"))
-    _restore_torch_rng(load_file(training / "rng.safetensors"), module.device)
+    training.mkdir(parents=True, exist_ok=True)
+    save_pieces(training, "optimizer", optimizer.state(), part)
+    if part.writes and part.index == 0:
+        save_file(_torch_rng(device), training / "rng.safetensors")
+        save_json(training / "policy.json", {"version": version, "random": random.getstate()})
+
+
+def restore_training(directory: Path, optimizer: Optimizer, device: torch.device) -> int:
+    """Take moments and random states from `directory`; returns the version."""
+    training = directory / TRAINING
+    optimizer.restore(Pieces(training, "optimizer"))
+    _restore_torch_rng(load_file(training / "rng.safetensors"), device)
     state = json.loads((training / "policy.json").read_text(encoding="utf-8"))
     version, words, gauss = state["random"]
     random.setstate((version, tuple(words), gauss))
     return int(state["version"])
 
 
+def save_critic(directory: Path, optimizer: Optimizer, steps: int, part: Part = ALL) -> None:
+    """All of a critic: it is no model that others load."""
+    folder = directory / TRAINING / "critic"
+    folder.mkdir(parents=True, exist_ok=True)
+    save_pieces(folder, "model", optimizer.weights.full, part)
+    save_pieces(folder, "optimizer", optimizer.state(), part)
+    if part.writes and part.index == 0:
+        save_json(folder / "critic.json", {"steps": steps})
+
+
 @torch.no_grad()
-def copy_weights(stored: Mapping[str, Tensor], weights: Weights, directory: Path) -> None:
-    """Write stored weights over those in use, whose tensors stay the same objects for whoever shares them."""
-    parameters = weights.full
-    if strange := stored.keys() ^ parameters.keys():
-        raise RunError(f"{directory} is of another model: only one of the two has {min(strange)}")
-    for name, parameter in parameters.items():
-        if parameter.shape != stored[name].shape:
-            shapes = f"{tuple(stored[name].shape)} there, {tuple(parameter.shape)} here"
-            raise RunError(f"{directory} is of another model: {name} is {shapes}")
-        parameter.copy_(stored[name])
+def restore_critic(directory: Path, optimizer: Optimizer) -> int:
+    """Take a critic from `directory`, in place; returns its steps."""
+    folder = directory / TRAINING / "critic"
+    pieces, weights = Pieces(folder, "model"), optimizer.weights
+    compare({name: pieces.shape(name) for name in pieces.names()}, weights, folder)
+    for name, parameter in weights.full.items():
+        local(parameter).copy_(pieces.read(name, rows_here(parameter)))
     weights.publish()
+    optimizer.restore(Pieces(folder, "optimizer"))
+    return int(json.loads((folder / "critic.json").read_text(encoding="utf-8"))["steps"])
 
 
-def save_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
-    save_file({name: tensor.detach().contiguous() for name, tensor in tensors.items()}, path)
+def shapes(tensors: Iterable[tuple[str, Tensor]]) -> dict[str, tuple[int, ...]]:
+    return {name: tuple(tensor.shape) for name, tensor in tensors}
+
+
+def compare(stored: Mapping[str, tuple[int, ...]], weights: Weights, directory: Path) -> None:
+    """Refuse weights of another model, by their names and shapes."""
+    here = shapes(weights.full.items())
+    if strange := stored.keys() ^ here.keys():
+        raise RunError(f"{directory} is of another model: only one of the two has {min(strange)}")
+    for name, shape in here.items():
+        if stored[name] != shape:
+            raise RunError(f"{directory} is of another model: {name} is {stored[name]} there, {shape} here")
 
 
 def save_json(path: Path, content: Mapping[str, Any]) -> None:

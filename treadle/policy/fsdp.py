@@ -1,0 +1,215 @@
+"""Policy, reference and critic as one rank of many holds them, sharded with FSDP2.
+
+They learn as on one device (`learner`, `critic`, `reference`); here is where their weights are and how they are saved.
+Every method is collective: all ranks call it with the same arguments, and each returns the same, files aside.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Self
+
+import torch
+from torch import Tensor
+
+from treadle.config.actor import FSDPActorConfig, FSDPConfig, FSDPCriticConfig, FSDPRefConfig
+from treadle.config.algorithm import RolloutCorrectionConfig
+from treadle.config.model import ModelConfig
+from treadle.policy.batch import TrainBatch
+from treadle.policy.critic import CriticLearner, critic_model
+from treadle.policy.cut import gather, local
+from treadle.policy.export import write_model
+from treadle.policy.learner import PolicyLearner, Sampling
+from treadle.policy.network import Network
+from treadle.policy.optimizer import Optimizer
+from treadle.policy.precision import DTYPES, Weights, compute_dtype
+from treadle.policy.protocol import Metrics
+from treadle.policy.reference import FrozenPolicy
+from treadle.policy.scatter import build_blank, load_source, scatter
+from treadle.policy.sequence import Rows
+from treadle.policy.sharding import CPU, ShardedNetwork, ShardedValueNetwork, Sharding, make_mesh
+from treadle.policy.storage import compare, restore_critic, restore_training, save_critic, save_training, shapes
+from treadle.policy.team import RankTeam
+
+
+class FSDPPolicy(PolicyLearner):
+    """A rank's part of a `Policy`. Built whole by `create`, on all ranks at once."""
+
+    _network: ShardedNetwork
+    _actor: FSDPActorConfig
+
+    @classmethod
+    def create(
+        cls,
+        *,
+        model: ModelConfig,
+        actor: FSDPActorConfig,
+        rollout_correction: RolloutCorrectionConfig,
+        sampling: Sampling,
+        total_steps: int,
+        device: torch.device,
+    ) -> Self:
+        """Load `model.path` over all ranks and make it ready to train for `total_steps` steps."""
+        compute, dtype = compute_dtype(actor.model_dtype, actor.dtype, "actor"), DTYPES[actor.model_dtype]
+        network = ShardedNetwork(
+            build_blank(model, dtype),
+            mesh=make_mesh(device, actor.fsdp_config, "actor"),
+            device=device,
+            fsdp_config=actor.fsdp_config,
+            dtype=compute,
+        )
+        with network.sharding.present():
+            scatter(load_source(model, dtype), network.module, network.sharding.mesh, device)
+            weights = Weights(dict(network.module.named_parameters()), dtype)
+            optimizer = Optimizer("actor", weights, actor.optim, actor.grad_clip, total_steps)
+        return cls(
+            network,
+            optimizer,
+            model=model,
+            actor=actor,
+            rollout_correction=rollout_correction,
+            sampling=sampling,
+            team=RankTeam(),
+        )
+
+    def train(self, batch: TrainBatch) -> Metrics:
+        with _at_work(self._network.sharding, self._optimizer, self._actor.fsdp_config, self._network.device):
+            return super().train(batch)
+
+    def logprobs(self, rows: Rows) -> Tensor:
+        with self._network.sharding.present():
+            return super().logprobs(rows)
+
+    def full_tensors(self, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
+        """The whole weights on the device, one parameter at a time; as the network computes with them, or in `dtype`.
+
+        Every rank must go through all of them. None is kept: memory is bounded by the largest parameter.
+        """
+        wanted = dtype or DTYPES[self._actor.dtype]
+        for name, parameter in self._network.module.named_parameters():
+            yield name, gather(parameter, self._network.device, wanted)
+
+    def save(self, directory: Path) -> None:
+        self.export(directory)
+        save_training(directory, self._optimizer, self._version, self._network.device, self._network.sharding.part())
+
+    def restore(self, directory: Path) -> None:
+        stored = ModelConfig(**{**self._model.values(), "path": str(directory)})
+        network, weights = self._network, self._optimizer.weights
+        with network.sharding.present():
+            source = load_source(
+                stored,
+                DTYPES[self._actor.model_dtype],
+                lambda found: compare(shapes(found.named_parameters()), weights, directory),
+            )
+            scatter(source, network.module, network.sharding.mesh, network.device)
+            self._version = restore_training(directory, self._optimizer, network.device)
+
+    def export(self, directory: Path) -> None:
+        weights = self.full_tensors(DTYPES[self._actor.model_dtype])  # as they train, not as they compute
+        write_model(directory, self._network.module, weights, is_writer=self._desk.team.rank == 0)
+
+
+class FSDPReference(FrozenPolicy):
+    """A rank's part of a `Reference`."""
+
+    _network: ShardedNetwork
+
+    @classmethod
+    def create(cls, *, model: ModelConfig, ref: FSDPRefConfig, temperature: float, device: torch.device) -> Self:
+        """Load `model.path` once more, over all ranks."""
+        dtype = DTYPES[ref.dtype]
+        network = ShardedNetwork(
+            build_blank(model, dtype).requires_grad_(False),
+            mesh=make_mesh(device, ref.fsdp_config, "ref"),
+            device=device,
+            fsdp_config=ref.fsdp_config,
+            dtype=dtype,
+        )
+        with network.sharding.present():
+            scatter(load_source(model, dtype), network.module, network.sharding.mesh, device)
+        return cls(network, ref, temperature, RankTeam())
+
+    def logprobs(self, rows: Rows) -> Tensor:
+        with self._network.sharding.present():
+            return super().logprobs(rows)
+
+
+class FSDPCritic(CriticLearner):
+    """A rank's part of a `Critic`."""
+
+    _network: ShardedValueNetwork
+    _critic: FSDPCriticConfig
+
+    @classmethod
+    def create(
+        cls,
+        *,
+        model: ModelConfig,
+        critic: FSDPCriticConfig,
+        actor: FSDPActorConfig,
+        response_length: int,
+        total_steps: int,
+        device: torch.device,
+    ) -> Self:
+        """Load `critic.path`, or else `model.path`, over all ranks, and give it a head."""
+        compute, dtype = compute_dtype(critic.model_dtype, critic.dtype, "critic"), DTYPES[critic.model_dtype]
+        model = critic_model(model, critic)
+        network = ShardedValueNetwork(
+            build_blank(model, dtype),
+            mesh=make_mesh(device, critic.fsdp_config, "critic"),
+            device=device,
+            fsdp_config=critic.fsdp_config,
+            dtype=compute,
+        )
+        with network.sharding.present():
+            source = load_source(model, dtype)
+            scatter(
+                None if source is None else Network(source).decoder,
+                network.decoder,
+                network.sharding.mesh,
+                device,
+            )
+            for parameter in network.head.parameters():
+                local(parameter.detach()).zero_()
+            decoder, head = network.decoder.named_parameters(), network.head.named_parameters()
+            weights = Weights({f"decoder.{name}": value for name, value in decoder}, dtype)
+            weights.add({f"head.{name}": value for name, value in head})
+            optimizer = Optimizer("critic", weights, critic.optim, critic.grad_clip, total_steps)
+        return cls(
+            network,
+            optimizer,
+            model=model,
+            critic=critic,
+            actor=actor,
+            response_length=response_length,
+            team=RankTeam(),
+        )
+
+    def values(self, rows: Rows) -> Tensor:
+        with self._network.sharding.present():
+            return super().values(rows)
+
+    def train(self, batch: TrainBatch) -> Metrics:
+        with _at_work(self._network.sharding, self._optimizer, self._critic.fsdp_config, self._network.device):
+            return super().train(batch)
+
+    def save(self, directory: Path) -> None:
+        save_critic(directory, self._optimizer, self._steps, self._network.sharding.part())
+
+    def restore(self, directory: Path) -> None:
+        self._steps = restore_critic(directory, self._optimizer)
+
+
+@contextmanager
+def _at_work(sharding: Sharding, optimizer: Optimizer, fsdp_config: FSDPConfig, device: torch.device) -> Iterator[None]:
+    """Inside, parameters and moments are where steps are taken; outside, where the config keeps them."""
+    moves = fsdp_config.optimizer_offload and not fsdp_config.offload_policy and device.type != "cpu"
+    with sharding.present():
+        if moves:
+            optimizer.move(device)
+        try:
+            yield
+        finally:
+            if moves:
+                optimizer.move(CPU)

@@ -1,0 +1,186 @@
+"""How a policy learns, on one device or on many: old logprobs, mini batches, the loss, the optimizer, the version.
+
+Knows nothing of groups, rewards or engines, nor of files. The ranks of a team run this very code in step; where a
+policy lives and how it is saved is for `single` and `fsdp`.
+Invariant: the same state and batch give the same weights, on a CPU bit for bit.
+"""
+
+import time
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from treadle.algorithm.aggregation import Denominator
+from treadle.algorithm.covariance import select_tokens
+from treadle.algorithm.objective import compute_policy_loss
+from treadle.algorithm.packed import LossOutput, MicroBatch
+from treadle.config.actor import ActorConfig
+from treadle.config.algorithm import RolloutCorrectionConfig
+from treadle.config.model import ModelConfig
+from treadle.errors import MisuseError
+from treadle.policy.batch import TrainBatch
+from treadle.policy.learning import Budget, Desk, Lesson, compute, learn, summarize
+from treadle.policy.network import Network
+from treadle.policy.optimizer import Optimizer
+from treadle.policy.packing import Members, split_in_order, split_shuffled
+from treadle.policy.protocol import Metrics
+from treadle.policy.sequence import Packed, Rows, Sequences
+from treadle.policy.team import ALONE, Team
+
+
+@dataclass(frozen=True, slots=True)
+class Sampling:
+    """What the policy must know of how its rows were sampled."""
+
+    temperature: float
+    response_length: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Facts:
+    """What is known of each sampled token, M, before the step."""
+
+    advantages_M: Tensor
+    rollout_M: Tensor | None
+    """As the engine reported them; None where it reported none."""
+    old_M: Tensor | None
+    """None where the step has one optimizer step: then the old policy is the current one."""
+    ref_M: Tensor | None
+
+    def at(self, places_M: Tensor) -> "_Facts":
+        """Those of some tokens."""
+        others = (None if values is None else values[places_M] for values in (self.rollout_M, self.old_M, self.ref_M))
+        return _Facts(self.advantages_M[places_M], *others)
+
+
+class PolicyLearner:
+    """All of a `Policy` but where it lives."""
+
+    def __init__(
+        self,
+        network: Network,
+        optimizer: Optimizer,
+        *,
+        model: ModelConfig,
+        actor: ActorConfig,
+        rollout_correction: RolloutCorrectionConfig,
+        sampling: Sampling,
+        team: Team = ALONE,
+    ) -> None:
+        self._network = network
+        self._optimizer = optimizer
+        self._model = model
+        self._actor = actor
+        self._rollout_correction = rollout_correction
+        self._sampling = sampling
+        budget = Budget(actor.ppo_max_token_len_per_gpu, "actor.ppo_max_token_len_per_gpu")
+        self._desk = Desk(network, team, budget)
+        self._version = 0
+
+    @property
+    def version(self) -> int:
+        return self._version
+
+    def train(self, batch: TrainBatch) -> Metrics:
+        began = time.perf_counter()
+        sequences = Sequences(batch.rows)
+        optimizer_steps = [mini for epoch in range(self._actor.ppo_epochs) for mini in self._split(batch, epoch)]
+        facts = self._gather(batch, sequences, len(optimizer_steps))
+        ready = time.perf_counter()
+        with self._network.recomputing(self._model.enable_gradient_checkpointing):
+            lessons = [self._learn(sequences, mini, facts) for mini in optimizer_steps]
+        self._version += 1
+        return {
+            **summarize(lessons, "actor", self._desk.team),
+            "actor/lr": self._optimizer.learning_rate(self._version),
+            "actor/sampled_tokens": sum(sequences.num_sampled),
+            "actor/old_logprobs_computed": float(facts.old_M is not None),
+            "actor/old_logprobs_s": ready - began,
+            "actor/update_s": time.perf_counter() - ready,
+        }
+
+    def logprobs(self, rows: Rows) -> Tensor:
+        sequences = Sequences(rows)
+        return sequences.spread(self._logprobs(sequences))
+
+    def close(self) -> None:
+        self._optimizer.clear()
+
+    def _split(self, batch: TrainBatch, epoch: int) -> tuple[Members, ...]:
+        actor = self._actor
+        if not actor.shuffle:
+            return split_in_order(batch.group_S, actor.ppo_mini_batch_size)
+        seed = f"{actor.data_loader_seed}/{self._version}/{epoch}"
+        return split_shuffled(batch.group_S, batch.trajectory_S, actor.ppo_mini_batch_size, seed)
+
+    def _gather(self, batch: TrainBatch, sequences: Sequences, num_optimizer_steps: int) -> _Facts:
+        rollout_M = sequences.sampled(sequences.logprobs_T)
+        ref_T = batch.ref_logprobs_T
+        return _Facts(
+            sequences.sampled(batch.advantages_T).float(),
+            None if rollout_M.isnan().any() else rollout_M,
+            self._old_logprobs(batch, sequences) if self._needs_old(num_optimizer_steps) else None,
+            None if ref_T is None else sequences.sampled(ref_T),
+        )
+
+    def _needs_old(self, num_optimizer_steps: int) -> bool:
+        """Whether the policy before the step's first update must be known.
+
+        With one update it is the policy that the update differentiates: ratios are exactly 1, and a second forward
+        would only add rounding. Bypass takes the sampler's logprobs instead.
+        """
+        return num_optimizer_steps > 1 and not self._rollout_correction.bypass_mode
+
+    def _old_logprobs(self, batch: TrainBatch, sequences: Sequences) -> Tensor:
+        given_T = batch.old_logprobs_T
+        return self._logprobs(sequences) if given_T is None else sequences.sampled(given_T)
+
+    def _logprobs(self, sequences: Sequences) -> Tensor:
+        network, temperature = self._network, self._sampling.temperature
+        return compute(sequences, lambda packed: network.logprobs(packed, temperature).logprobs_T, self._desk)
+
+    def _learn(self, sequences: Sequences, members: Members, facts: _Facts) -> Lesson:
+        selected_M = self._select(sequences, members, facts)
+        actor = self._actor
+        return learn(
+            sequences,
+            members,
+            lambda packed, denominator: self._share(packed, denominator, facts, selected_M),
+            self._optimizer,
+            desk=self._desk,
+            scale=actor.loss_scale_factor or self._sampling.response_length,
+            step=self._version + 1,
+        )
+
+    def _share(self, packed: Packed, denominator: Denominator, facts: _Facts, selected_M: Tensor | None) -> LossOutput:
+        device = self._network.device
+        here = facts.at(packed.places_M)
+        predicted = self._network.logprobs(packed, self._sampling.temperature)
+        micro = MicroBatch(
+            logprobs_T=predicted.logprobs_T,
+            advantages_T=here.advantages_M.to(device),
+            mask_T=packed.mask(),
+            sequence_T=packed.sequence_M,
+            num_sequences=packed.num_sequences,
+            old_logprobs_T=_to(here.old_M, device),
+            rollout_logprobs_T=_to(here.rollout_M, device),
+            ref_logprobs_T=_to(here.ref_M, device),
+            entropy_T=predicted.entropy_T,
+            selected_T=_to(None if selected_M is None else selected_M[packed.places_M], device),
+        )
+        return compute_policy_loss(micro, denominator, self._actor, self._rollout_correction)
+
+    def _select(self, sequences: Sequences, members: Members, facts: _Facts) -> Tensor | None:
+        """The tokens that some losses treat apart, chosen over the whole mini batch; a mask over M."""
+        policy_loss = self._actor.policy_loss
+        known_M = facts.rollout_M if facts.old_M is None else facts.old_M
+        if known_M is None:
+            if policy_loss.loss_mode in ("kl_cov", "clip_cov"):
+                raise MisuseError(f"{policy_loss.loss_mode} needs the sampler's logprobs: the engine reported none")
+            return None
+        return select_tokens(known_M, facts.advantages_M, sequences.sampled_by(members), policy_loss, self._version)
+
+
+def _to(values: Tensor | None, device: torch.device) -> Tensor | None:
+    return None if values is None else values.to(device)
