@@ -19,14 +19,30 @@ _CHUNK = {"cpu": 1 << 16, "cuda": 1 << 24}
 
 def checksum(tensors: Mapping[str, Tensor]) -> str:
     """16 hex digits for named tensors. The order of the map does not matter; names, shapes, types and bits do."""
-    names = sorted(tensors)
-    with torch.no_grad():
-        sums = _gather([_sum_words(tensors[name].detach()) for name in names])
-    digest = blake2b(digest_size=8)
-    for name, total in zip(names, sums, strict=True):
-        tensor = tensors[name]
-        digest.update(f"{name}\0{tensor.dtype}\0{tuple(tensor.shape)}\0{total}\0".encode())
-    return digest.hexdigest()
+    tally = Tally()
+    for name in tensors:
+        tally.add(name, tensors[name])
+    return tally.word()
+
+
+class Tally:
+    """The checksum of tensors that come one by one, in any order; none is kept."""
+
+    def __init__(self) -> None:
+        self._kinds: dict[str, str] = {}
+        self._sums: dict[str, Tensor] = {}
+
+    def add(self, name: str, tensor: Tensor) -> None:
+        with torch.no_grad():
+            self._sums[name] = _sum_words(tensor.detach())
+        self._kinds[name] = f"{tensor.dtype}\0{tuple(tensor.shape)}"
+
+    def word(self) -> str:
+        names = sorted(self._sums)
+        digest = blake2b(digest_size=8)
+        for name, total in zip(names, _gather([self._sums[name] for name in names]), strict=True):
+            digest.update(f"{name}\0{self._kinds[name]}\0{total}\0".encode())
+        return digest.hexdigest()
 
 
 def _gather(sums: list[Tensor]) -> list[int]:

@@ -1,5 +1,6 @@
 """New weights on their way to the engines, and the proof that they arrived."""
 
-from treadle.weights.push import PushReport, push
+from treadle.weights.push import PushReport, send
+from treadle.weights.sender import PolicySender, Sender, Transport
 
-__all__ = ["PushReport", "push"]
+__all__ = ["PolicySender", "PushReport", "Sender", "Transport", "send"]

@@ -1,23 +1,19 @@
-"""Pushing weights from a policy to an engine, and proving that they arrived.
+"""Pushing weights to engines, and proving that they arrived.
 
-Owns the number format on the way, the checksum and its comparison. Knows no transport: an engine takes tensors, or
-holds the policy's own module already and takes none.
-Invariant: a push that returns was confirmed by the engine, bit for bit; anything else is a RunError.
+Owns the comparison of checksums and the deadline. Knows no transport: a sender publishes, a receiver takes a map.
+Invariant: a push that returns was confirmed by the engine, bit for bit; anything else is a RunError, or the receiver's
+EngineFailure. Either way the sender has taken the version back.
 """
 
 import asyncio
 import time
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
-import torch
-from torch import Tensor
-
 from treadle.engine.protocol import WeightUpdate
 from treadle.errors import DeadlineError, RunError
-from treadle.model.checksum import checksum
-from treadle.policy.protocol import Policy
+from treadle.weights.parcel import Parcel
+from treadle.weights.sender import Sender
 
 
 class Receiver(Protocol):
@@ -55,37 +51,35 @@ class PushReport:
         }
 
 
-async def push(
-    policy: Policy, engine: Receiver, version: int, *, shared: bool, timeout_s: float, dtype: torch.dtype | None = None
-) -> PushReport:
-    """Give `engine` the weights of `policy` as `version`, in its `dtype` (None: the policy's).
-
-    `shared` says that the engine holds the policy's very own module: then no tensor travels, and both sides read the
-    same memory. Nobody may train meanwhile.
-    """
+async def send(sender: Sender, receiver: Receiver, version: int, *, timeout_s: float) -> PushReport:
+    """Give `receiver` the weights that `sender` publishes as `version`."""
     began = time.perf_counter()
-    tensors, expected = await asyncio.to_thread(_prepare, policy, None if shared else dtype)
+    update = await sender.publish(version)
     ready = time.perf_counter()
-    update = WeightUpdate(version, expected, {} if shared else tensors)
+    try:
+        confirmed = await _deliver(update, receiver, timeout_s)
+    finally:
+        await asyncio.shield(sender.retire(version))
+    return PushReport(version, confirmed, _count_bytes(update), ready - began, time.perf_counter() - ready)
+
+
+async def _deliver(update: WeightUpdate, receiver: Receiver, timeout_s: float) -> str:
     try:
         async with asyncio.timeout(timeout_s):
-            confirmed = await engine.update_weights(update)
+            confirmed = await receiver.update_weights(update)
     except TimeoutError as error:
         raise DeadlineError(
-            f"{engine.name} did not confirm the weights of version {version} within {timeout_s:g} s"
+            f"{receiver.name} did not confirm the weights of version {update.version} within {timeout_s:g} s"
         ) from error
-    if confirmed != expected:
+    if confirmed != update.checksum:
         raise RunError(
-            f"{engine.name} holds other weights than the policy: version {version} has checksum {expected}, the engine "
-            f"confirms {confirmed}"
+            f"{receiver.name} holds other weights than the policy: version {update.version} has checksum "
+            f"{update.checksum}, the engine confirms {confirmed}"
         )
-    num_bytes = sum(tensor.nbytes for tensor in update.tensors.values())
-    return PushReport(version, confirmed, num_bytes, ready - began, time.perf_counter() - ready)
+    return confirmed
 
 
-def _prepare(policy: Policy, dtype: torch.dtype | None) -> tuple[Mapping[str, Tensor], str]:
-    """The weights as the engine will hold them, and their checksum."""
-    tensors: dict[str, Tensor] = dict(policy.tensors())
-    if dtype is not None:
-        tensors = {name: tensor.to(dtype) if tensor.is_floating_point() else tensor for name, tensor in tensors.items()}
-    return tensors, checksum(tensors)
+def _count_bytes(update: WeightUpdate) -> int:
+    if isinstance(update.tensors, Parcel):
+        return update.tensors.num_bytes
+    return sum(tensor.nbytes for tensor in update.tensors.values())

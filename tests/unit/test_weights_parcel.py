@@ -1,0 +1,62 @@
+"""What travels between processes: described, divided, cast."""
+
+import pickle
+from collections.abc import Iterator
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from treadle.weights.parcel import Cast, Parcel, Spec, describe, divide
+
+TENSORS = {
+    "a": torch.arange(6.0).view(2, 3),
+    "b": torch.tensor([1, 2, 3]),
+    "c": torch.randn(5, 7, generator=torch.Generator().manual_seed(0)).bfloat16(),
+}
+
+
+class Copied(Parcel):
+    """A parcel that carries its tensors along, and hands each out from the same memory."""
+
+    def __init__(self, tensors: dict[str, Tensor], bucket_bytes: int) -> None:
+        super().__init__(describe(tensors), bucket_bytes)
+        self.tensors = tensors
+
+    def read(self) -> Iterator[tuple[str, Tensor]]:
+        for bucket in self.buckets:
+            memory = torch.zeros(bucket.num_bytes, dtype=torch.uint8)
+            bucket.fill(memory, self.tensors)
+            yield from bucket.views(memory)
+
+
+def test_a_parcel_is_a_map_that_survives_pickling() -> None:
+    parcel = pickle.loads(pickle.dumps(Copied(TENSORS, 64)))
+    assert list(parcel) == ["a", "b", "c"] and len(parcel) == 3
+    assert parcel.num_bytes == sum(tensor.nbytes for tensor in TENSORS.values())
+    for name, tensor in parcel.items():
+        assert tensor.dtype == TENSORS[name].dtype and torch.equal(tensor, TENSORS[name])
+    assert torch.equal(parcel["c"], TENSORS["c"])
+    assert [tuple(tensor.shape) for tensor in parcel.values()] == [(2, 3), (3,), (5, 7)]
+    with pytest.raises(KeyError):
+        parcel["d"]
+
+
+@given(sizes=st.lists(st.integers(0, 300), max_size=20), bucket=st.integers(1, 500))
+def test_buckets_hold_every_tensor_once_and_no_more_than_they_may(sizes: list[int], bucket: int) -> None:
+    specs = [Spec(str(at), (size,), torch.float32) for at, size in enumerate(sizes)]
+    buckets = divide(specs, bucket)
+    assert [spec for part in buckets for spec in part.specs] == specs
+    for part in buckets:
+        assert part.num_bytes <= bucket or len(part.specs) == 1
+        ends = [offset + spec.num_bytes for spec, offset in zip(part.specs, part.offsets, strict=True)]
+        assert all(end <= after for end, after in zip(ends, (*part.offsets[1:], part.num_bytes), strict=True))
+
+
+def test_casting_leaves_whole_numbers_alone_and_says_the_same_before_as_after() -> None:
+    cast = Cast(TENSORS, torch.bfloat16)
+    assert cast["a"].dtype is torch.bfloat16 and cast["b"].dtype is torch.int64
+    assert cast.specs() == describe(dict(cast.items()))
+    assert Cast(TENSORS, None).specs() == describe(TENSORS)

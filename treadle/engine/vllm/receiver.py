@@ -1,0 +1,191 @@
+"""Weights on their way into a vLLM worker, through vLLM's own weight-transfer interface.
+
+Owns what happens in each worker process: it opens the parcel it is handed (any map of named tensors that can be
+pickled), gives every tensor to vLLM's loader, and sums up bit for bit what it gave. With one worker it also reads the
+loaded parameters back. Knows no transport. vLLM has transports of its own for CUDA IPC and NCCL; they prove nothing of
+what arrived, and one of them needs Ray to import, so all parcels come this way.
+
+What is proven: `arrived` is the checksum of the tensors handed to vLLM's loader in this worker. `held` is the checksum
+of the parameters themselves, put back together from vLLM's fused ones, where that can be done: one worker, known
+fusions, no repacking. Where it cannot, `held` is empty.
+"""
+
+import os
+import pickle
+import select
+import signal
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from vllm.distributed.weight_transfer.base import (
+    WeightTransferEngine,
+    WeightTransferInitInfo,
+    WeightTransferUpdateInfo,
+)
+from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
+
+from treadle.model.checksum import Tally
+
+BACKEND = "treadle"
+"""The name under which vLLM finds this receiver."""
+
+_FUSED = {
+    "q_proj": ("qkv_proj", ("q_proj", "k_proj", "v_proj")),
+    "k_proj": ("qkv_proj", ("q_proj", "k_proj", "v_proj")),
+    "v_proj": ("qkv_proj", ("q_proj", "k_proj", "v_proj")),
+    "gate_proj": ("gate_up_proj", ("gate_proj", "up_proj")),
+    "up_proj": ("gate_up_proj", ("gate_proj", "up_proj")),
+}
+"""Modules that vLLM lays one below the other in a single parameter, and their order."""
+
+
+class Kind(NamedTuple):
+    """What a tensor looked like when it came."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def rows(self) -> int:
+        return self.shape[0] if self.shape else 1
+
+    def begins(self, held: Tensor) -> bool:
+        """Whether `held` could begin with such a tensor: a vocabulary may have rows added at its end."""
+        sizes = len(held.shape) == len(self.shape) and held.shape[1:] == self.shape[1:]
+        return sizes and held.dtype == self.dtype and (not self.shape or len(held) >= self.rows)
+
+
+@dataclass
+class InitInfo(WeightTransferInitInfo):  # type: ignore[misc]
+    """Nothing is agreed on before the first update."""
+
+
+@dataclass(kw_only=True)
+class UpdateInfo(WeightTransferUpdateInfo):  # type: ignore[misc]
+    """One update: a pickled map of tensors by their Hugging Face names."""
+
+    parcel: bytes = b""
+
+
+class Receiver(WeightTransferEngine):  # type: ignore[misc]
+    """Made by vLLM's worker. 0.24 hands in the loader and prepares the layers itself; later versions leave it to us."""
+
+    init_info_cls = InitInfo
+    update_info_cls = UpdateInfo
+
+    def __init__(self, *parts: Any) -> None:
+        super().__init__(*parts)
+        self.kinds: dict[str, Kind] = {}
+        self.arrived = ""
+        self._place = next(self.model.parameters()).device  # during an update they have none
+
+    def init_transfer_engine(self, init_info: InitInfo) -> None:
+        return None
+
+    def start_weight_update(self) -> None:
+        from vllm.model_executor.model_loader.reload import initialize_layerwise_reload
+
+        initialize_layerwise_reload(self.model)
+
+    def finish_weight_update(self) -> None:
+        from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
+
+        finalize_layerwise_reload(self.model, self.model_config)
+
+    def receive_weights(
+        self, update_info: UpdateInfo, load_weights: Callable[[Iterator[tuple[str, Tensor]]], Any] | None = None
+    ) -> None:
+        tensors: Mapping[str, Tensor] = pickle.loads(update_info.parcel)
+        tally = Tally()
+        self.kinds, self.arrived = {}, ""
+        with torch.no_grad():
+            (load_weights or self.model.load_weights)(self._counted(tensors, tally))
+        self.arrived = tally.word()
+
+    def _counted(self, tensors: Mapping[str, Tensor], tally: Tally) -> Iterator[tuple[str, Tensor]]:
+        """Each tensor as it arrives. A copy: the loader keeps it until its layer is whole, the transport does not."""
+        for name, tensor in tensors.items():
+            mine = tensor.to(self._place, copy=True)
+            tally.add(name, mine)
+            self.kinds[name] = Kind(tuple(mine.shape), mine.dtype)
+            yield name, mine
+
+    def shutdown(self) -> None:
+        self.kinds = {}
+
+    @staticmethod
+    def trainer_send_weights(iterator: Any, trainer_args: Any) -> None:
+        """The sending half of 0.24's interface; ours is `treadle.weights`."""
+        raise NotImplementedError("treadle.weights sends")
+
+
+class WorkerExtension:
+    """Methods that vLLM adds to its worker; the server calls them by name."""
+
+    weight_transfer_engine: Receiver
+    model_runner: Any
+
+    def treadle_settle(self) -> tuple[str, str]:
+        """Finish an update: what arrived in this worker, and what its parameters are now, if they can be read back."""
+        receiver, model = self.weight_transfer_engine, self.model_runner.get_model()
+        _repack_tied(model)
+        return receiver.arrived, _read_back(model, receiver.kinds)
+
+    def treadle_watch(self, server: int) -> None:
+        """End this replica's processes when the server has gone, however it went."""
+        threading.Thread(target=_outlive, args=(os.pidfd_open(server),), name="watch", daemon=True).start()
+
+
+def _outlive(server: int) -> None:
+    select.select([server], [], [])
+    os.killpg(os.getpgid(0), signal.SIGKILL)
+
+
+def _repack_tied(model: nn.Module) -> None:
+    """Let layers that share a parameter look at it again.
+
+    vLLM reloads a parameter with the layer it is first named in. Where another layer keeps a packed copy of it, as an
+    output layer tied to the embedding does on CPUs, that copy would stay the old one.
+    """
+    sharing: dict[int, list[nn.Module]] = {}
+    for layer in model.modules():
+        weight = getattr(layer, "weight", None)
+        if isinstance(weight, Tensor) and weight.numel() and hasattr(layer, "quant_method"):
+            sharing.setdefault(weight.data_ptr(), []).append(layer)
+    for layers in sharing.values():
+        for layer in layers if len(layers) > 1 else ():
+            layer.quant_method.process_weights_after_loading(layer)  # type: ignore[operator, union-attr]
+
+
+def _read_back(model: nn.Module, kinds: Mapping[str, Kind]) -> str:
+    """The checksum of the parameters by their Hugging Face names; empty where they cannot be told apart."""
+    held, tally = dict(model.named_parameters()), Tally()
+    for name, kind in kinds.items():
+        found = held[name] if name in held else _unfuse(name, kinds, held)
+        if found is None or not kind.begins(found):
+            return ""
+        tally.add(name, found[: kind.rows] if kind.shape else found)
+    return tally.word()
+
+
+def _unfuse(name: str, kinds: Mapping[str, Kind], held: Mapping[str, Tensor]) -> Tensor | None:
+    """The rows of a fused parameter that came under `name`."""
+    parts = name.split(".")
+    fused, order = _FUSED.get(parts[-2] if len(parts) > 1 else "", ("", ()))
+
+    def beside(module: str) -> str:
+        return ".".join((*parts[:-2], module, parts[-1]))
+
+    whole = held.get(beside(fused))
+    sizes = [kinds[beside(module)].rows if beside(module) in kinds else 0 for module in order]
+    if whole is None or sum(sizes) != len(whole):
+        return None
+    at = order.index(parts[-2])
+    return whole[sum(sizes[:at]) : sum(sizes[: at + 1])]
+
+
+WeightTransferEngineFactory.register_engine(BACKEND, Receiver)

@@ -1,0 +1,157 @@
+"""The server process of one vLLM replica: `python -m treadle.engine.vllm.server LISTENER`.
+
+Owns the socket it was handed, the clients that connect to it, and vLLM itself. What to serve comes first on standard
+input, which then stays open as long as somebody wants the server: it ends when that closes, however the other side
+ended. When vLLM dies the server dies with it, and leaves its requests unanswered: the owner then reads the last words
+of both from standard output and error.
+"""
+
+import asyncio
+import itertools
+import os
+import pickle
+import socket
+import sys
+from collections.abc import Callable
+from typing import Any
+
+from treadle.engine.vllm.serving import Serving
+from treadle.engine.vllm.wire import Hello, Kind, Link, LinkClosed, Order, Setup
+from treadle.errors import TreadleError
+
+
+class Session:
+    """One client."""
+
+    def __init__(self, link: Link, number: int, serving: Serving[Any], dead: asyncio.Event) -> None:
+        self._link = link
+        self._dead = dead
+        self._number = number
+        self._serving = serving
+        self._working: dict[int, asyncio.Task[None]] = {}
+
+    async def run(self) -> None:
+        """Work until the client goes; what it still had running ends with it."""
+        try:
+            async with asyncio.TaskGroup() as group:
+                while True:
+                    self._handle(*await self._link.receive(), group)
+        except* LinkClosed:
+            self._link.close()
+
+    def _handle(self, kind: Kind, number: int, body: bytes, group: asyncio.TaskGroup) -> None:
+        if kind is Kind.WITHDRAW:
+            if task := self._working.get(number):
+                task.cancel()
+            return
+        work = self._answer(number, body) if kind is Kind.ORDER else self._call(number, body)
+        task = self._working[number] = group.create_task(work)
+        task.add_done_callback(lambda _: self._working.pop(number))
+
+    async def _answer(self, number: int, body: bytes) -> None:
+        try:
+            answer = await self._serving.generate((self._number, number), Order.unpack(body))
+        except TreadleError as error:
+            await self._fail(number, error)
+        else:
+            self._link.send(Kind.ANSWER, number, answer.pack())
+
+    async def _call(self, number: int, body: bytes) -> None:
+        name, *arguments = pickle.loads(body)
+        try:
+            result = await getattr(self, f"_call_{name}")(*arguments)
+        except TreadleError as error:
+            await self._fail(number, error)
+        else:
+            self._link.send_object(Kind.RESULT, number, result)
+
+    async def _fail(self, number: int, error: TreadleError) -> None:
+        if await self._serving.is_dead():
+            self._dead.set()
+        else:
+            self._link.send_object(Kind.FAILURE, number, error)
+
+    async def _call_abort(self, numbers: tuple[int, ...]) -> None:
+        await self._serving.abort([(self._number, number) for number in numbers])
+
+    async def _call_update(self, version: int, parcel: bytes | None) -> str:
+        return await self._serving.update(version, parcel)
+
+    async def _call_sleep(self, level: int) -> None:
+        await self._serving.sleep(level)
+
+    async def _call_wake(self) -> None:
+        await self._serving.wake()
+
+    async def _call_serve_openai(self, served_as: str, host: str, port: int) -> str:
+        return await self._serving.serve_openai(served_as, host, port)
+
+    async def _call_health(self) -> None:
+        await self._serving.health()
+
+
+async def serve(listener: socket.socket, setup: Setup) -> int:
+    """Start vLLM, tell the first client how that went, and serve until nobody wants the server. The exit status."""
+    try:
+        from treadle.engine.vllm.adapter import VLLMSampler  # takes seconds; the socket listens meanwhile
+
+        sampler = await VLLMSampler.start(setup.rollout, setup.model, setup.directory)
+    except TreadleError as error:
+        return await _decline(listener, error)
+    limits = setup.rollout.limits
+    serving = Serving(sampler, timeout_s=limits.request_timeout_s)
+    dead = asyncio.Event()
+    try:
+        await _welcome(listener, serving, sampler.vocabulary, dead)
+    finally:
+        sampler.close(limits.close_timeout_s / 2)
+    return int(dead.is_set())
+
+
+async def _welcome(listener: socket.socket, serving: Serving[Any], vocabulary: int, dead: asyncio.Event) -> None:
+    numbers = itertools.count()
+    hello = Hello(vocabulary, os.getpid())
+
+    async def meet(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        link = Link(reader, writer)
+        link.send_object(Kind.RESULT, 0, hello)
+        await Session(link, next(numbers), serving, dead).run()
+
+    await _accept(listener, meet, dead)
+
+
+async def _accept(listener: socket.socket, meet: Callable[..., Any], dead: asyncio.Event) -> None:
+    """Meet clients until vLLM is dead, or nobody wants it any more."""
+    async with await asyncio.start_unix_server(meet, sock=listener):
+        ends = [asyncio.ensure_future(_until_unwanted()), asyncio.ensure_future(dead.wait())]
+        _, others = await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+        for other in others:
+            other.cancel()
+
+
+async def _decline(listener: socket.socket, error: TreadleError) -> int:
+    async def meet(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        Link(reader, writer).send_object(Kind.FAILURE, 0, error)
+
+    await _accept(listener, meet, asyncio.Event())
+    return 1
+
+
+async def _until_unwanted() -> None:
+    """Wait until standard input closes."""
+    reader = asyncio.StreamReader()
+    loop = asyncio.get_running_loop()
+    await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), sys.stdin)
+    while await reader.read(1 << 12):
+        continue
+
+
+def main() -> int:
+    setup: Setup = pickle.load(sys.stdin.buffer)
+    sys.path[:] = setup.path
+    listener = socket.socket(fileno=int(sys.argv[1]))
+    return asyncio.run(serve(listener, setup))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

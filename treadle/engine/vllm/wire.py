@@ -1,0 +1,180 @@
+"""What client and server of a vLLM replica say to each other, as bytes.
+
+Owns the frames and the two messages that are frequent: an order in, an answer out, as plain arrays. Everything rare is
+a pickle: both ends run our own code as the same user, and nothing from outside reaches this socket. Imports no vLLM.
+Invariant: a frame that is read is whole; `LinkClosed` says that there will be no more.
+"""
+
+import asyncio
+import pickle
+import struct
+from array import array
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import Any
+
+from treadle.config.model import ModelConfig
+from treadle.config.rollout import RolloutConfig
+from treadle.types import StopReason
+
+_FRAME = struct.Struct("<IBQ")
+_ORDER = struct.Struct("<IIddiQII")
+_ANSWER = struct.Struct("<BII")
+_STOPS = (StopReason.STOP, StopReason.LENGTH, StopReason.ABORT)
+_PART = 1 << 20
+"""Bytes a stream reader holds before the other end has to wait."""
+
+
+class LinkClosed(Exception):
+    """The other end has gone."""
+
+
+class Kind(IntEnum):
+    """What a frame carries."""
+
+    ORDER = 1
+    """To the server: sample. Answered by ANSWER or FAILURE."""
+    WITHDRAW = 2
+    """To the server: the answer is not wanted any more."""
+    CALL = 3
+    """To the server: a method by name. Answered by RESULT or FAILURE."""
+    ANSWER = 4
+    RESULT = 5
+    FAILURE = 6
+
+
+@dataclass(frozen=True, slots=True)
+class Setup:
+    """What a server is told first."""
+
+    rollout: RolloutConfig
+    model: ModelConfig
+    directory: str
+    path: tuple[str, ...]
+    """Where the owner finds modules, so that the server finds the same."""
+
+
+@dataclass(frozen=True, slots=True)
+class Hello:
+    """What a server says first, to each client."""
+
+    vocabulary: int
+    pid: int
+
+
+@dataclass(frozen=True, slots=True)
+class Order:
+    """A request as the server needs it. `stream` and `position` say which noise is drawn."""
+
+    ids: tuple[int, ...]
+    max_tokens: int
+    temperature: float
+    top_p: float
+    top_k: int
+    stop_token_ids: tuple[int, ...]
+    stream: int
+    position: int
+
+    def pack(self) -> bytes:
+        head = _ORDER.pack(
+            self.max_tokens,
+            self.position,
+            self.temperature,
+            self.top_p,
+            self.top_k,
+            self.stream,
+            len(self.ids),
+            len(self.stop_token_ids),
+        )
+        return head + array("i", (*self.ids, *self.stop_token_ids)).tobytes()
+
+    @classmethod
+    def unpack(cls, body: bytes) -> "Order":
+        tokens, position, temperature, top_p, top_k, stream, num_ids, _ = _ORDER.unpack_from(body)
+        numbers = array("i", body[_ORDER.size :]).tolist()
+        ids, stops = tuple(numbers[:num_ids]), tuple(numbers[num_ids:])
+        return cls(ids, tokens, temperature, top_p, top_k, stops, stream, position)
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What was sampled. `spans` gives, for each policy version in turn, how many tokens it sampled."""
+
+    ids: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    spans: tuple[tuple[int, int], ...]
+    stop: StopReason
+
+    def pack(self) -> bytes:
+        head = _ANSWER.pack(_STOPS.index(self.stop), len(self.ids), len(self.spans))
+        spans = array("q", [number for span in self.spans for number in span])
+        return head + spans.tobytes() + array("d", self.logprobs).tobytes() + array("i", self.ids).tobytes()
+
+    @classmethod
+    def unpack(cls, body: bytes) -> "Answer":
+        stop, num_ids, num_spans = _ANSWER.unpack_from(body)
+        spans_end = _ANSWER.size + 16 * num_spans
+        logprobs_end = spans_end + 8 * num_ids
+        flat = array("q", body[_ANSWER.size : spans_end]).tolist()
+        spans = tuple(zip(flat[::2], flat[1::2], strict=True))
+        logprobs = tuple(array("d", body[spans_end:logprobs_end]))
+        return cls(tuple(array("i", body[logprobs_end:])), logprobs, spans, _STOPS[stop])
+
+    def versions(self) -> tuple[int, ...]:
+        """The policy version of each token."""
+        return tuple(version for version, count in self.spans for _ in range(count))
+
+
+class Link:
+    """One end of the socket. `send` does not wait: what is under way is bounded by the requests that are open."""
+
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self._reader = reader
+        self._writer = writer
+
+    @classmethod
+    async def connect(cls, path: str) -> "Link":
+        """Reach the server that listens at `path`."""
+        return cls(*await asyncio.open_unix_connection(path, limit=_PART))
+
+    @property
+    def closing(self) -> bool:
+        """Whether this end closed it."""
+        return self._writer.is_closing()
+
+    def send(self, kind: Kind, number: int, body: bytes = b"") -> None:
+        if self._writer.is_closing():
+            raise LinkClosed
+        self._writer.write(_FRAME.pack(len(body), kind, number) + body)
+
+    def send_object(self, kind: Kind, number: int, body: Any) -> None:
+        self.send(kind, number, pickle.dumps(body, pickle.HIGHEST_PROTOCOL))
+
+    async def receive(self) -> tuple[Kind, int, bytes]:
+        """The next frame."""
+        try:
+            size, kind, number = _FRAME.unpack(await self._reader.readexactly(_FRAME.size))
+            return Kind(kind), number, await self._reader.readexactly(size)
+        except (asyncio.IncompleteReadError, ConnectionError) as error:
+            raise LinkClosed from error
+
+    def close(self) -> None:
+        self._writer.close()
+
+    async def wait_closed(self) -> None:
+        """Return when nothing of the connection is left here."""
+        with suppress(ConnectionError):
+            await self._writer.wait_closed()
+
+
+def merge_spans(spans: Sequence[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
+    """Neighbours of one version as one span; empty ones left out."""
+    merged: list[tuple[int, int]] = []
+    for version, count in spans:
+        if merged and merged[-1][0] == version:
+            merged[-1] = version, merged[-1][1] + count
+        elif count:
+            merged.append((version, count))
+    return tuple(merged)

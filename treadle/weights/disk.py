@@ -1,0 +1,61 @@
+"""Weights through files: the way that needs nothing but a directory both sides can see.
+
+Owns one folder for each version: a safetensors file for each bucket, written whole before anybody hears of it. Slower
+than memory, and the fallback where there is no other way.
+"""
+
+import shutil
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from treadle.errors import EngineFailure
+from treadle.weights.parcel import HOST_BUCKET_BYTES, Cast, Parcel, Spec
+
+
+class DiskTransport:
+    """The sender's side. `directory` must mean the same place to the receivers."""
+
+    def __init__(self, directory: Path, *, bucket_bytes: int = HOST_BUCKET_BYTES) -> None:
+        self._directory = directory
+        self._bucket_bytes = bucket_bytes
+
+    def offer(self, version: int, tensors: Cast) -> Parcel:
+        """Write everything; a parcel that reads it."""
+        folder = self._directory / f"weights-{version}"
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir(parents=True)
+        parcel = DiskParcel(tensors.specs(), self._bucket_bytes, folder)
+        for number, bucket in enumerate(parcel.buckets):
+            contents = {spec.name: tensors[spec.name].cpu().contiguous() for spec in bucket.specs}
+            save_file(contents, parcel.file(number))
+        return parcel
+
+    def retire(self, version: int) -> None:
+        shutil.rmtree(self._directory / f"weights-{version}", ignore_errors=True)
+
+    def close(self) -> None:
+        return None
+
+
+class DiskParcel(Parcel):
+    """Opened by reading the files."""
+
+    def __init__(self, specs: Sequence[Spec], bucket_bytes: int, folder: Path) -> None:
+        super().__init__(specs, bucket_bytes)
+        self._folder = folder
+
+    def file(self, number: int) -> Path:
+        return self._folder / f"bucket-{number:05}.safetensors"
+
+    def read(self) -> Iterator[tuple[str, Tensor]]:
+        for number, bucket in enumerate(self.buckets):
+            try:
+                with safe_open(self.file(number), "pt") as opened:
+                    tensors: dict[str, Tensor] = {spec.name: opened.get_tensor(spec.name) for spec in bucket.specs}
+            except OSError as error:
+                raise EngineFailure(f"weights on disk: {error}") from error
+            yield from tensors.items()

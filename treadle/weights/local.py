@@ -1,0 +1,180 @@
+"""Weights to other processes of the same machine, through slots of shared memory.
+
+Owns a socket that a parcel leads to. Whoever opens a parcel connects, gets the slots of a ring of its own, and reads
+bucket after bucket; the sender fills the slots in turn, and fills one again only when the reader is done with it. So
+memory is bounded by the ring, readers do not wait for each other, and one that dies is noticed by its socket.
+
+Who waits for whom: a reader waits for the next bucket, the sender for a slot to be free; both for `timeout_s` at most.
+`retire` waits until every reader is done or gone.
+"""
+
+import socket
+import struct
+import tempfile
+import threading
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from treadle.errors import EngineFailure
+from treadle.weights.parcel import DEVICE_BUCKET_BYTES, HOST_BUCKET_BYTES, Cast, Parcel, Spec
+from treadle.weights.ring import DeviceRing, HostRing, Ring, attach
+
+SLOTS = 2
+_NUMBER = struct.Struct("<q")
+_DONE = -1
+
+
+class LocalTransport:
+    """The sender's side. The slots are on `device`: a GPU that the receivers are on, or the CPU for all others."""
+
+    def __init__(
+        self, *, device: torch.device | str = "cpu", timeout_s: float = 60.0, bucket_bytes: int | None = None
+    ) -> None:
+        self._device = torch.device(device)
+        self._timeout_s = timeout_s
+        default = DEVICE_BUCKET_BYTES if self._device.type == "cuda" else HOST_BUCKET_BYTES
+        self._bucket_bytes = bucket_bytes or default
+        self._offers: dict[int, _Offer] = {}
+        self._rings = _Rings(self._device)
+
+    def offer(self, version: int, tensors: Cast) -> Parcel:
+        """A parcel of these tensors, to be opened by any number of processes of this machine."""
+        offer = self._offers[version] = _Offer(tensors, self._rings, self._timeout_s, self._bucket_bytes)
+        return offer.parcel
+
+    def retire(self, version: int) -> None:
+        offer = self._offers.pop(version, None)
+        if offer is not None:
+            offer.close()
+
+    def close(self) -> None:
+        for version in list(self._offers):
+            self.retire(version)
+
+
+class LocalParcel(Parcel):
+    """Opened by connecting to the sender."""
+
+    def __init__(self, specs: Sequence[Spec], bucket_bytes: int, address: str, timeout_s: float) -> None:
+        super().__init__(specs, bucket_bytes)
+        self._address = address
+        self._timeout_s = timeout_s
+
+    def read(self) -> Iterator[tuple[str, Tensor]]:
+        with socket.socket(socket.AF_UNIX) as connection:
+            connection.settimeout(self._timeout_s)
+            try:
+                connection.connect(self._address)
+                yield from self._read(connection)
+            except TimeoutError:
+                raise EngineFailure(f"the sender of the weights was silent for {self._timeout_s:g} s") from None
+            except OSError as error:
+                raise EngineFailure(f"the sender of the weights has gone: {error}") from error
+
+    def _read(self, connection: socket.socket) -> Iterator[tuple[str, Tensor]]:
+        ring = attach(connection, slot_bytes(self), SLOTS)
+        for number, bucket in enumerate(self.buckets):
+            if _receive(connection) != number:
+                raise ConnectionError("the sender skipped a bucket")
+            yield from bucket.views(ring.slots[number % SLOTS])
+            ring.settle()  # what was read from a device's slot may still be on its way
+            connection.sendall(_NUMBER.pack(number))
+        connection.sendall(_NUMBER.pack(_DONE))
+
+
+def slot_bytes(parcel: Parcel) -> int:
+    return max((bucket.num_bytes for bucket in parcel.buckets), default=1)
+
+
+class _Rings:
+    """Rings that were made, for the next reader: memory that was used before is much faster than new."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._free: dict[int, list[Ring]] = {}
+        self._lock = threading.Lock()
+
+    def take(self, size: int) -> Ring:
+        with self._lock:
+            if self._free.get(size):
+                return self._free[size].pop()
+        if self._device.type == "cuda":
+            return DeviceRing.create(size, SLOTS, self._device)
+        return HostRing.create(size, SLOTS)
+
+    def give_back(self, size: int, ring: Ring) -> None:
+        with self._lock:
+            self._free.setdefault(size, []).append(ring)
+
+
+class _Offer:
+    """One version on offer: a listening socket, and a thread for each reader."""
+
+    def __init__(self, tensors: Cast, rings: _Rings, timeout_s: float, bucket_bytes: int) -> None:
+        self._folder = Path(tempfile.mkdtemp(prefix="treadle-weights-"))
+        self._tensors = tensors
+        self._rings = rings
+        self._timeout_s = timeout_s
+        self._readers: list[threading.Thread] = []
+        self._listener = socket.socket(socket.AF_UNIX)
+        self._listener.bind(str(self._folder / "socket"))
+        self._listener.listen()
+        self.parcel = LocalParcel(tensors.specs(), bucket_bytes, str(self._folder / "socket"), timeout_s)
+        self._accepting = threading.Thread(target=self._accept, name="weights", daemon=True)
+        self._accepting.start()
+
+    def _accept(self) -> None:
+        while True:
+            try:
+                connection, _ = self._listener.accept()
+            except OSError:
+                return  # `close` ended it
+            connection.settimeout(self._timeout_s)
+            reader = threading.Thread(target=self._serve, args=(connection,), name="weights reader", daemon=True)
+            self._readers.append(reader)
+            reader.start()
+
+    def _serve(self, connection: socket.socket) -> None:
+        """Send everything to one reader. It may be gone, or stuck: then it has no claim any more."""
+        size = slot_bytes(self.parcel)
+        ring = self._rings.take(size)
+        with connection:
+            try:
+                self._stream(connection, ring)
+            except OSError:
+                return  # and the ring with it, which a stuck reader may still look at
+        self._rings.give_back(size, ring)
+
+    def _stream(self, connection: socket.socket, ring: Ring) -> None:
+        ring.send(connection)
+        buckets = self.parcel.buckets
+        with torch.no_grad():
+            for number, bucket in enumerate(buckets):
+                if number >= SLOTS:
+                    _receive(connection)
+                bucket.fill(ring.slots[number % SLOTS], self._tensors)
+                ring.settle()
+                connection.sendall(_NUMBER.pack(number))
+        while _receive(connection) != _DONE:
+            continue
+
+    def close(self) -> None:
+        """Let nobody else in, and wait for those who read."""
+        self._listener.shutdown(socket.SHUT_RDWR)
+        self._listener.close()
+        self._accepting.join()
+        for reader in self._readers:
+            reader.join()  # each of its waits has a deadline
+        (self._folder / "socket").unlink()
+        self._folder.rmdir()
+
+
+def _receive(connection: socket.socket) -> int:
+    message = connection.recv(_NUMBER.size, socket.MSG_WAITALL)
+    if len(message) < _NUMBER.size:
+        raise ConnectionError("the other side has gone")
+    number: int = _NUMBER.unpack(message)[0]
+    return number

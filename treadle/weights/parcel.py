@@ -1,0 +1,171 @@
+"""Weights on their way to another process: a map that can be pickled, and opens where it is read.
+
+Owns what every transport shares: names, shapes and number formats, known at once, and the division into buckets that
+bounds memory. Refuses to know how bytes travel. Invariant: `items` gives every tensor once, bucket by bucket; a tensor
+is valid until the next one is taken, so whoever keeps it copies it.
+"""
+
+from abc import abstractmethod
+from collections.abc import ItemsView, Iterator, Mapping, Sequence, ValuesView
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+HOST_BUCKET_BYTES = 32 << 20
+DEVICE_BUCKET_BYTES = 256 << 20
+"""How much travels at a time: what caches like, and what hides the hand-over. A larger tensor travels alone."""
+
+_ALIGN = 64
+
+
+@dataclass(frozen=True, slots=True)
+class Spec:
+    """One tensor, without its values."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def num_bytes(self) -> int:
+        return torch.Size(self.shape).numel() * self.dtype.itemsize
+
+
+@dataclass(frozen=True, slots=True)
+class Bucket:
+    """Tensors that travel together, and where each begins."""
+
+    specs: tuple[Spec, ...]
+    offsets: tuple[int, ...]
+    num_bytes: int
+
+    def views(self, memory: Tensor) -> Iterator[tuple[str, Tensor]]:
+        """The tensors that lie in `memory`, which holds bytes."""
+        for spec, offset in zip(self.specs, self.offsets, strict=True):
+            yield spec.name, memory[offset : offset + spec.num_bytes].view(spec.dtype).view(spec.shape)
+
+    def fill(self, memory: Tensor, tensors: Mapping[str, Tensor]) -> None:
+        """Put the tensors of this bucket into `memory`."""
+        for name, view in self.views(memory):
+            view.copy_(tensors[name], non_blocking=True)
+
+
+def describe(tensors: Mapping[str, Tensor]) -> tuple[Spec, ...]:
+    return tuple(Spec(name, tuple(tensor.shape), tensor.dtype) for name, tensor in tensors.items())
+
+
+def divide(specs: Sequence[Spec], bucket_bytes: int) -> tuple[Bucket, ...]:
+    """Buckets of at most `bucket_bytes`, in the order of `specs`."""
+    groups: list[list[Spec]] = []
+    room = 0
+    for spec in specs:
+        size = _aligned(spec.num_bytes)
+        if not groups or size > room:
+            groups.append([])
+            room = bucket_bytes
+        groups[-1].append(spec)
+        room -= size
+    return tuple(_lay_out(group) for group in groups)
+
+
+def _lay_out(specs: Sequence[Spec]) -> Bucket:
+    offsets, end = [], 0
+    for spec in specs:
+        offsets.append(end)
+        end += _aligned(spec.num_bytes)
+    return Bucket(tuple(specs), tuple(offsets), end)
+
+
+def _aligned(size: int) -> int:
+    return -(-size // _ALIGN) * _ALIGN
+
+
+class Parcel(Mapping[str, Tensor]):
+    """See the module. A transport says how its values are read."""
+
+    def __init__(self, specs: Sequence[Spec], bucket_bytes: int) -> None:
+        self.specs = tuple(specs)
+        self.bucket_bytes = bucket_bytes
+
+    @abstractmethod
+    def read(self) -> Iterator[tuple[str, Tensor]]:
+        """Every tensor once, in order. Each wait in it has a deadline."""
+
+    @cached_property
+    def buckets(self) -> tuple[Bucket, ...]:
+        return divide(self.specs, self.bucket_bytes)
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(spec.num_bytes for spec in self.specs)
+
+    def __iter__(self) -> Iterator[str]:
+        return (spec.name for spec in self.specs)
+
+    def __len__(self) -> int:
+        return len(self.specs)
+
+    def __contains__(self, name: object) -> bool:
+        return any(spec.name == name for spec in self.specs)
+
+    def __getitem__(self, name: str) -> Tensor:
+        """One tensor, copied; `items` is the way to read them all."""
+        if name not in self:
+            raise KeyError(name)
+        reading = self.read()
+        try:
+            return next(tensor.clone() for other, tensor in reading if other == name)
+        finally:
+            del reading
+
+    def items(self) -> ItemsView[str, Tensor]:
+        return _Items(self)
+
+    def values(self) -> ValuesView[Tensor]:
+        return _Values(self)
+
+    def __getstate__(self) -> dict[str, object]:
+        return {name: value for name, value in vars(self).items() if name != "buckets"}
+
+
+class _Items(ItemsView[str, Tensor]):
+    """Read through, not looked up one by one."""
+
+    _mapping: Parcel
+
+    def __iter__(self) -> Iterator[tuple[str, Tensor]]:
+        return self._mapping.read()
+
+
+class _Values(ValuesView[Tensor]):
+    _mapping: Parcel
+
+    def __iter__(self) -> Iterator[Tensor]:
+        return (tensor for _, tensor in self._mapping.read())
+
+
+class Cast(Mapping[str, Tensor]):
+    """Tensors in another number format, made when they are looked at; whole numbers stay as they are."""
+
+    def __init__(self, tensors: Mapping[str, Tensor], dtype: torch.dtype | None) -> None:
+        self._tensors = tensors
+        self._dtype = dtype
+
+    def specs(self) -> tuple[Spec, ...]:
+        """What the tensors will be, without making them."""
+        return tuple(Spec(name, tuple(tensor.shape), self._target(tensor)) for name, tensor in self._tensors.items())
+
+    def _target(self, tensor: Tensor) -> torch.dtype:
+        return self._dtype if self._dtype is not None and tensor.is_floating_point() else tensor.dtype
+
+    def __getitem__(self, name: str) -> Tensor:
+        tensor = self._tensors[name].detach()
+        return tensor.to(self._target(tensor))
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._tensors)
+
+    def __len__(self) -> int:
+        return len(self._tensors)
