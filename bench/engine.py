@@ -1,14 +1,20 @@
-"""Tokens per second of the embedded engine, logprobs on, every request at once and sampled to its last token.
+"""Tokens per second of the embedded engine, logprobs on, every request at once.
 
-    python bench/engine.py --model DIR --device cuda --concurrent 256 512 1024
+    python bench/engine.py --model DIR --device cuda --concurrent 256 512 1024 [--peer FILE]
 
-The limit printed beside it counts the bytes one decode step must read (weights once, keys and values once) at a copy
-bandwidth measured in the same run.
+Three kinds of work: `even` samples every request to its last token; `short` asks for few tokens, so that admission
+counts; `mixed` has twice as many requests as rows, with lengths, temperatures, top-p, top-k and stop tokens of all
+kinds, and eight samples of each prompt. The limit printed beside `even` counts the bytes that one decode step must read
+(weights once, keys and values once) at a copy bandwidth measured in the same run. A peer file has a JSON line for each
+figure, {"peer": NAME, "concurrent": N, "tokens_per_s": X}, from the same machine: ratios to it are printed.
 """
 
 import argparse
 import asyncio
+import json
 import time
+from collections.abc import Callable
+from pathlib import Path
 
 import torch
 
@@ -18,32 +24,70 @@ from treadle.engine.native.engine import NativeEngine
 from treadle.model.causal import load_causal_model
 from treadle.types import Completion, Request, SamplingParams
 
+PROMPT = "What is {} + 25? Explain step by step."
+PROMPT_TOKENS = 40
+"""About what the prompt takes with its template."""
 
-def requests(renderer: Renderer, count: int, tokens: int, run: int) -> list[Request]:
+Work = Callable[[Renderer, int, int, int], list[Request]]
+
+
+def even(renderer: Renderer, count: int, tokens: int, run: int) -> list[Request]:
     """Different prompts of about the same length; no stop tokens, so that all of them run to the end."""
+    prompts = [renderer.prompt([{"role": "user", "content": PROMPT.format(at)}]) for at in range(count)]
+    return [Request(f"{run}/{at}", 0, ids, SamplingParams(tokens, seed=run)) for at, ids in enumerate(prompts)]
+
+
+def short(renderer: Renderer, count: int, tokens: int, run: int) -> list[Request]:
+    """Answers of a few tokens."""
+    return even(renderer, count, 12, run)
+
+
+def mixed(renderer: Renderer, count: int, tokens: int, run: int) -> list[Request]:
+    """Twice as many requests as rows, of all kinds."""
     made = []
-    for at in range(count):
-        text = f"What is {at} + 25? Explain step by step."
-        ids = renderer.prompt([{"role": "user", "content": text}])
-        made.append(Request(f"{run}/{at}", 0, ids, SamplingParams(tokens, seed=run)))
+    for at in range(2 * count):
+        ids = renderer.prompt([{"role": "user", "content": PROMPT.format(at // 8)}])
+        sampling = SamplingParams(
+            tokens // 4 + at * 37 % (tokens * 3 // 4 + 1),
+            temperature=(1.0, 0.7, 1.3, 0.0)[at % 4],
+            top_p=(1.0, 0.9)[at % 8 == 1],
+            top_k=(-1, 50)[at % 8 == 5],
+            stop_token_ids=renderer.stop_token_ids,
+            seed=run,
+        )
+        made.append(Request(f"{run}/{at // 8}", at % 8, ids, sampling))
     return made
 
 
+WORK: dict[str, Work] = {"even": even, "short": short, "mixed": mixed}
+
+
+async def complete(engine: NativeEngine, request: Request) -> Completion:
+    """A session of one turn."""
+    completion = await engine.generate(request)
+    engine.forget(request.session)
+    return completion
+
+
 async def generate(engine: NativeEngine, made: list[Request]) -> list[Completion]:
-    return list(await asyncio.gather(*(engine.generate(request) for request in made)))
+    return list(await asyncio.gather(*(complete(engine, request) for request in made)))
 
 
-async def bench(model: ModelConfig, device: str, count: int, tokens: int, repeats: int, eager: bool) -> float:
+async def bench(model: ModelConfig, kind: str, count: int, options: argparse.Namespace) -> float:
     """The best of some runs, after one that warms up."""
     renderer = Renderer.create(model)
     rollout = RolloutConfig(
-        max_num_seqs=count, prompt_length=64, response_length=tokens, enforce_eager=eager, max_num_batched_tokens=16384
+        max_num_seqs=count,
+        prompt_length=64,
+        response_length=options.tokens,
+        enforce_eager=options.eager,
+        max_num_batched_tokens=16384,
     )
-    engine = await NativeEngine.create(rollout, model, device=device)
+    engine = await NativeEngine.create(rollout, model, device=options.device)
     best = 0.0
     try:
-        for run in range(repeats + 1):
-            made = requests(renderer, count, tokens, run)
+        for run in range(options.repeats + 1):
+            made = WORK[kind](renderer, count, options.tokens, run)
             began = time.perf_counter()
             done = await generate(engine, made)
             rate = sum(len(item.ids) for item in done) / (time.perf_counter() - began)
@@ -58,6 +102,8 @@ def copy_bandwidth(device: str) -> float:
     size = 1 << 30 if device == "cuda" else 1 << 27
     source, target = (torch.empty(size, dtype=torch.uint8, device=device) for _ in range(2))
     target.copy_(source)
+    if device == "cuda":
+        torch.cuda.synchronize()
     began = time.perf_counter()
     for _ in range(10):
         target.copy_(source)
@@ -74,7 +120,15 @@ def limit(model: ModelConfig, device: str, count: int, tokens: int, bandwidth: f
     head = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     per_token = 2 * config.num_hidden_layers * config.num_key_value_heads * head * dtype.itemsize
     weights = sum(parameter.numel() for parameter in module.parameters()) * dtype.itemsize
-    return count * bandwidth / (weights + count * per_token * (40 + tokens / 2))
+    return count * bandwidth / (weights + count * per_token * (PROMPT_TOKENS + tokens / 2))
+
+
+def read_peers(file: Path | None) -> list[tuple[str, int, float]]:
+    """Name, requests at once and tokens per second of each figure."""
+    if file is None:
+        return []
+    lines = [json.loads(line) for line in file.read_text().splitlines() if line.startswith("{")]
+    return [(line["peer"], line["concurrent"], line["tokens_per_s"]) for line in lines if "tokens_per_s" in line]
 
 
 def main() -> None:
@@ -82,17 +136,24 @@ def main() -> None:
     parser.add_argument("--model", default="treadle/tiny-calculator")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--concurrent", type=int, nargs="+", default=[64, 256])
+    parser.add_argument("--work", nargs="+", choices=WORK, default=["even"])
     parser.add_argument("--tokens", type=int, default=256)
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--eager", action="store_true", help="without CUDA graphs")
+    parser.add_argument("--peer", type=Path, help="figures of other engines, from the same machine")
     options = parser.parse_args()
-    model = ModelConfig(path=options.model)
+    model, peers = ModelConfig(path=options.model), read_peers(options.peer)
     bandwidth = copy_bandwidth(options.device)
     print(f"{options.model} on {options.device}, {options.tokens} tokens each; copies move {bandwidth / 1e9:,.0f} GB/s")
-    for count in options.concurrent:
-        rate = asyncio.run(bench(model, options.device, count, options.tokens, options.repeats, options.eager))
-        bound = limit(model, options.device, count, options.tokens, bandwidth)
-        print(f"{count:6} at once: {rate:12,.0f} tokens/s, {rate / bound:6.1%} of the limit", flush=True)
+    for kind in options.work:
+        for count in options.concurrent:
+            rate = asyncio.run(bench(model, kind, count, options))
+            line = f"{kind:6} {count:6} at once: {rate:12,.0f} tokens/s"
+            if kind == "even":
+                line += f", {rate / limit(model, options.device, count, options.tokens, bandwidth):6.1%} of the limit"
+                ratios = [f"{rate / other:.1f} × {name} ({other:,.0f})" for name, at, other in peers if at == count]
+                line += "".join(f", {ratio}" for ratio in ratios)
+            print(line, flush=True)
 
 
 if __name__ == "__main__":

@@ -1,22 +1,29 @@
 """Seconds per GRPO step, and where they go: the whole path, tasks to new weights.
 
-    python bench/grpo_step.py --model DIR --device cuda --prompts 64 --samples 8 --tokens 256
+    python bench/grpo_step.py --model DIR --device cuda --prompts 64 --samples 8 --tokens 256 [--peer FILE]
 
 Rewards are by length, so that every group has a signal. Prints each step's spans and the median of all but the first
-two.
+two; on a GPU also the share of its matrix speed, measured in the same run, that training uses (6 × parameters × tokens
+over the seconds of training), and the peak of its memory. A peer file has a JSON line for each figure,
+{"peer": NAME, "step_s": X}, from the same machine: ratios to it are printed.
 """
 
 import argparse
 import asyncio
+import json
 import statistics
 import tempfile
+import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
+from transformers import AutoModelForCausalLM
 
-from treadle.cluster.local import train
-from treadle.config import TrainConfig, loads
+from treadle.cluster.training import train
+from treadle.config import ModelConfig, TrainConfig, loads
+from treadle.model.causal import load_model_config
 
 CONFIG = """
 model: {{path: {model}, enable_gradient_checkpointing: false}}
@@ -66,6 +73,50 @@ class Printed:
         print(f"step {step}: {shown}, length {metrics['response_length/mean']:.0f}", flush=True)
 
 
+def matrix_speed() -> float:
+    """Operations per second of a large product in bfloat16."""
+    left, right = (torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+    left @ right
+    torch.cuda.synchronize()
+    began = time.perf_counter()
+    for _ in range(10):
+        left @ right
+    torch.cuda.synchronize()
+    return 10 * 2 * 8192**3 / (time.perf_counter() - began)
+
+
+def count_parameters(path: str) -> int:
+    """Weights that take part in products: the embedding counts once, as the output layer."""
+    with torch.device("meta"):
+        module: Any = AutoModelForCausalLM.from_config(load_model_config(ModelConfig(path=path)))
+    module.tie_weights()
+    return sum(parameter.numel() for parameter in module.parameters())
+
+
+def read_peers(file: Path | None) -> list[tuple[str, float]]:
+    """Name and seconds per step of each figure."""
+    if file is None:
+        return []
+    lines = [json.loads(line) for line in file.read_text().splitlines() if line.startswith("{")]
+    return [(line["peer"], line["step_s"]) for line in lines if "step_s" in line]
+
+
+def report(steps: list[Mapping[str, float]], options: argparse.Namespace) -> None:
+    timed = steps[2:] or steps
+    spans = {
+        name: statistics.median(step[f"seconds/{name}"] for step in timed) for name in ("rollout", "train", "weights")
+    }
+    total = sum(spans.values())
+    print(f"median step {total:.3f} s: " + ", ".join(f"{name} {value:.3f} s" for name, value in spans.items()))
+    for name, other in read_peers(options.peer):
+        print(f"{other / total:.1f} × {name} ({other:.2f} s)")
+    if options.device == "cuda":
+        tokens = statistics.median(step["actor/tokens"] for step in timed)
+        speed = 6 * count_parameters(options.model) * tokens / spans["train"]
+        print(f"training {tokens:,.0f} tokens: {speed / matrix_speed():.1%} of the matrix speed")
+        print(f"peak GPU memory {torch.cuda.max_memory_allocated() / 2**30:.1f} GiB")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="treadle/tiny-calculator")
@@ -75,6 +126,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=32)
     parser.add_argument("--steps", type=int, default=6)
     parser.add_argument("--budget", type=int, default=32768, help="tokens in a micro batch")
+    parser.add_argument("--peer", type=Path, help="figures of other trainers, from the same machine")
     options = parser.parse_args()
     on_gpu = options.device == "cuda"
     with tempfile.TemporaryDirectory() as folder:
@@ -89,14 +141,7 @@ def main() -> None:
         assert isinstance(config, TrainConfig), "the text has a trainer section"
         view = Printed()
         asyncio.run(train(config, view))
-    timed = view.steps[2:] or view.steps
-    spans = {
-        name: statistics.median(step[f"seconds/{name}"] for step in timed) for name in ("rollout", "train", "weights")
-    }
-    total = sum(spans.values())
-    print(f"median step {total:.3f} s: " + ", ".join(f"{name} {value:.3f} s" for name, value in spans.items()))
-    if on_gpu:
-        print(f"peak GPU memory {torch.cuda.max_memory_allocated() / 2**30:.1f} GiB")
+    report(view.steps, options)
 
 
 if __name__ == "__main__":

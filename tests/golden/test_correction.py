@@ -1,6 +1,6 @@
 """Off-policy correction against formulas written out again here, in numpy, one sequence at a time."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import pytest
@@ -10,7 +10,7 @@ from treadle.algorithm.aggregation import Denominator
 from treadle.algorithm.correction import Correction, correct
 from treadle.algorithm.measures import merge, read
 from treadle.algorithm.objective import compute_policy_loss
-from treadle.algorithm.packed import MicroBatch
+from treadle.algorithm.packed import LossOutput, MicroBatch
 from treadle.config.actor import ActorConfig, PolicyLossConfig
 from treadle.config.algorithm import RolloutCorrectionConfig
 
@@ -108,10 +108,40 @@ def test_measures_tell_how_far_apart_the_policies_are(level: str) -> None:
         "rollout_is_max": ratios.max(),
         "rollout_is_eff_sample_size": weights.sum() ** 2 / (len(weights) * (weights**2).sum()),
         "rollout_is_ratio_fraction_high": (ratios > 1.2).mean(),
+        "rollout_is_ratio_fraction_low": (ratios < 1 / 1.2).mean(),
         "rollout_rs_masked_fraction": 0.0,
         "rollout_rs_seq_masked_fraction": 0.0,
     }
     assert found == pytest.approx({f"rollout_corr/{name}": value for name, value in expected.items()})
+    assert expected["rollout_is_ratio_fraction_high"] > 0 and expected["rollout_is_ratio_fraction_low"] > 0
+
+
+def test_every_asynchronous_choice_reports_divergence_effective_samples_and_clip_fractions() -> None:
+    """Also where nothing is corrected, so that a person sees whether it should be."""
+    wanted = {
+        "kl",
+        "k3_kl",
+        "rollout_is_eff_sample_size",
+        "rollout_is_ratio_fraction_high",
+        "rollout_rs_masked_fraction",
+    }
+    for chosen in (
+        RolloutCorrectionConfig(rollout_is="none"),
+        RolloutCorrectionConfig(rollout_is="sequence", rollout_rs="geometric"),
+        RolloutCorrectionConfig(rollout_is="token", bypass_mode=True),
+    ):
+        measured = read(output_of(make(8), "vanilla", chosen).measures)
+        assert {f"rollout_corr/{name}" for name in wanted} <= measured.keys()
+        assert {"actor/pg_clipfrac", "actor/pg_clipfrac_lower", "actor/ppo_kl"} <= measured.keys()
+        assert 0 < measured["rollout_corr/rollout_is_eff_sample_size"] < 1
+        assert measured["actor/pg_clipfrac"] > 0
+
+
+def test_samples_of_the_policy_itself_are_worth_all_of_themselves() -> None:
+    sequences = [replace(sequence, rollout=sequence.old) for sequence in make(9)]
+    measured = read(run(sequences, RolloutCorrectionConfig(rollout_is="token")).measures)
+    assert measured["rollout_corr/rollout_is_eff_sample_size"] == pytest.approx(1)
+    assert measured["rollout_corr/k3_kl"] == pytest.approx(0, abs=1e-12)
 
 
 def test_rejected_samples_are_worth_nothing() -> None:
@@ -140,6 +170,10 @@ def ppo(ratio: np.ndarray, a: np.ndarray) -> np.ndarray:
 
 
 def loss_of(sequences: list[Sequence], loss_mode: str, rollout_correction: RolloutCorrectionConfig) -> float:
+    return output_of(sequences, loss_mode, rollout_correction).loss.item()
+
+
+def output_of(sequences: list[Sequence], loss_mode: str, rollout_correction: RolloutCorrectionConfig) -> LossOutput:
     batch = MicroBatch(
         logprobs_T=flat(sequences, "now"),
         advantages_T=flat(sequences, "advantages"),
@@ -151,7 +185,7 @@ def loss_of(sequences: list[Sequence], loss_mode: str, rollout_correction: Rollo
     )
     over = Denominator.of(int(sequence.mask.sum()) for sequence in sequences)
     actor = ActorConfig(policy_loss=PolicyLossConfig(loss_mode=loss_mode))
-    return compute_policy_loss(batch, over, actor, rollout_correction).loss.item()
+    return compute_policy_loss(batch, over, actor, rollout_correction)
 
 
 def test_decoupled_ppo_clips_against_the_proximal_policy_and_weighs_by_the_behaviour_policy() -> None:

@@ -5,9 +5,18 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from treadle.algorithm import logprobs
 from treadle.algorithm.logprobs import TokenLogprobs, logprobs_and_entropy
 
 T, D, V = 13, 8, 50
+
+over_tiles = pytest.mark.parametrize("words", [2048, 16, 1], indirect=True)
+
+
+@pytest.fixture
+def words(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tiles of so many words."""
+    monkeypatch.setattr(logprobs, "CPU_WORDS", request.param)
 
 
 def inputs(dtype: torch.dtype, seed: int = 0) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -34,10 +43,13 @@ def gradients(found: TokenLogprobs, *of: Tensor) -> tuple[Tensor, ...]:
     return torch.autograd.grad((weights[0] * found.logprobs_T + weights[1] * found.entropy_T).sum(), of)
 
 
+@over_tiles
 @pytest.mark.parametrize("softcap", [None, 3.0])
 @pytest.mark.parametrize("temperature", [1.0, 0.6])
 @pytest.mark.parametrize("chunk", [1, 5, 13, 100])
-def test_values_and_gradients_equal_a_plain_log_softmax(chunk: int, temperature: float, softcap: float | None) -> None:
+def test_values_and_gradients_equal_a_plain_log_softmax(
+    chunk: int, temperature: float, softcap: float | None, words: None
+) -> None:
     hidden, weight, bias, targets = inputs(torch.float32)
     keys = {"chunk": chunk, "temperature": temperature, "softcap": softcap}
     found = logprobs_and_entropy(hidden, weight, targets, bias_V=bias, **keys)
@@ -49,9 +61,10 @@ def test_values_and_gradients_equal_a_plain_log_softmax(chunk: int, temperature:
         torch.testing.assert_close(ours.double(), theirs, atol=2e-5, rtol=1e-5)
 
 
+@over_tiles
 @pytest.mark.parametrize("softcap", [None, 3.0])
 @pytest.mark.parametrize("chunk", [2, 100])
-def test_gradients_pass_gradcheck(chunk: int, softcap: float | None) -> None:
+def test_gradients_pass_gradcheck(chunk: int, softcap: float | None, words: None) -> None:
     random = torch.Generator().manual_seed(2)
     parts = tuple(torch.randn(*size, generator=random, dtype=torch.float64) for size in ((5, 3), (6, 3), (6,)))
     targets = torch.randint(6, (5,), generator=random)
@@ -65,9 +78,10 @@ def test_gradients_pass_gradcheck(chunk: int, softcap: float | None) -> None:
     assert torch.autograd.gradcheck(function, [part.requires_grad_() for part in parts], check_undefined_grad=False)
 
 
+@over_tiles
 @pytest.mark.parametrize("chunk", [4, 100])
 @pytest.mark.parametrize("name", ["logprobs_T", "entropy_T"])
-def test_either_output_alone_can_be_trained(name: str, chunk: int) -> None:
+def test_either_output_alone_can_be_trained(name: str, chunk: int, words: None) -> None:
     hidden, weight, _, targets = inputs(torch.float64)
     ours = getattr(logprobs_and_entropy(hidden, weight, targets, chunk=chunk), name).sum()
     theirs = getattr(plain(hidden, weight, targets, None, 1.0, None), name).sum()
@@ -77,14 +91,16 @@ def test_either_output_alone_can_be_trained(name: str, chunk: int) -> None:
         torch.testing.assert_close(a, b)
 
 
-def test_a_frozen_head_gets_no_gradient() -> None:
+@over_tiles
+def test_a_frozen_head_gets_no_gradient(words: None) -> None:
     hidden, weight, _, targets = inputs(torch.float32)
     found = logprobs_and_entropy(hidden, weight.detach(), targets, chunk=4)
     found.logprobs_T.sum().backward()
     assert hidden.grad is not None and weight.grad is None
 
 
-def test_backward_may_run_twice() -> None:
+@over_tiles
+def test_backward_may_run_twice(words: None) -> None:
     hidden, weight, _, targets = inputs(torch.float64)
     for chunk in (4, 100):
         loss = logprobs_and_entropy(hidden, weight, targets, chunk=chunk).logprobs_T.sum()
@@ -92,16 +108,21 @@ def test_backward_may_run_twice() -> None:
         torch.testing.assert_close(torch.autograd.grad(loss, hidden)[0], first, rtol=0, atol=0)
 
 
+@over_tiles
 @pytest.mark.parametrize("chunk", [4, 100])
-def test_half_precision_inputs_lose_nothing_after_them(chunk: int) -> None:
+def test_half_precision_inputs_lose_nothing_after_them(chunk: int, words: None) -> None:
     hidden, weight, _, targets = inputs(torch.bfloat16)
     found = logprobs_and_entropy(hidden, weight, targets, chunk=chunk)
-    expected = plain(hidden.double(), weight.double(), targets, None, 1.0, None)
+    wide = [part.detach().double().requires_grad_() for part in (hidden, weight)]
+    expected = plain(wide[0], wide[1], targets, None, 1.0, None)
     assert found.logprobs_T.dtype is torch.float32
     torch.testing.assert_close(found.logprobs_T.double(), expected.logprobs_T, atol=1e-5, rtol=1e-5)
     found.logprobs_T.sum().backward()
     assert hidden.grad is not None and hidden.grad.dtype is torch.bfloat16
     assert weight.grad is not None and weight.grad.dtype is torch.bfloat16
+    expected.logprobs_T.sum().backward()
+    for part, exact in zip((hidden, weight), wide, strict=True):  # rounded once, at the end
+        torch.testing.assert_close(part.grad.double(), exact.grad, atol=1e-6, rtol=2**-8)
 
 
 def test_autocast_changes_nothing() -> None:
@@ -111,14 +132,16 @@ def test_autocast_changes_nothing() -> None:
         assert logprobs_and_entropy(hidden, weight, targets, chunk=4).logprobs_T.equal(expected)
 
 
-def test_large_logits_stay_finite() -> None:
+@over_tiles
+def test_large_logits_stay_finite(words: None) -> None:
     hidden, weight, _, targets = inputs(torch.float32)
     found = logprobs_and_entropy(hidden * 1e4, weight, targets)
     assert found.logprobs_T.isfinite().all() and found.entropy_T.isfinite().all()
     assert (found.entropy_T >= 0).all()
 
 
-def test_no_tokens_at_all() -> None:
+@over_tiles
+def test_no_tokens_at_all(words: None) -> None:
     hidden, weight, _, targets = inputs(torch.float32)
     found = logprobs_and_entropy(hidden[:0], weight, targets[:0])
     found.logprobs_T.sum().backward()
@@ -146,3 +169,12 @@ def test_no_tensor_is_larger_than_one_chunk_of_logits() -> None:
         found = logprobs_and_entropy(hidden, weight, torch.zeros(tokens, dtype=torch.int64), chunk=chunk)
         (found.logprobs_T.sum() + found.entropy_T.sum()).backward()
     assert seen.largest == chunk * vocabulary
+
+
+def test_tiles_of_fewer_words_hold_more_tokens_instead(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(logprobs, "CPU_WORDS", 100)
+    hidden, weight = torch.randn(300, 4, requires_grad=True), torch.randn(1000, 4, requires_grad=True)
+    with LargestTensor() as seen:
+        found = logprobs_and_entropy(hidden, weight, torch.zeros(300, dtype=torch.int64), chunk=20)
+        (found.logprobs_T.sum() + found.entropy_T.sum()).backward()
+    assert seen.largest == 200 * 100

@@ -1,8 +1,9 @@
 """The embedded engine's own promises; what all engines share is in tests/contract."""
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
+from types import MappingProxyType
 
 import pytest
 import torch
@@ -97,6 +98,37 @@ def test_new_weights_are_copied_confirmed_and_used() -> None:
     play(body)
 
 
+class Passing(dict[str, torch.Tensor]):
+    """Tensors from elsewhere: each is gone when the next one comes."""
+
+    def items(self) -> Iterator[tuple[str, torch.Tensor]]:  # type: ignore[override]
+        for name in self:
+            tensor = self[name].clone()
+            yield name, tensor
+            tensor.zero_()
+
+
+def test_weights_that_pass_by_are_read_once() -> None:
+    other = tiny(seed=9)
+
+    async def body(engine: NativeEngine) -> None:
+        tensors = dict(other.named_parameters())
+        known = checksum(tensors)
+        update = WeightUpdate(1, known, MappingProxyType(Passing(tensors)))
+        assert await engine.update_weights(update) == known
+
+    play(body)
+
+
+def test_an_engine_that_slept_serves_as_before() -> None:
+    async def body(engine: NativeEngine) -> None:
+        before = await engine.generate(ask())
+        await engine.sleep(level=2)
+        assert await engine.generate(ask()) == before
+
+    play(body)
+
+
 def test_a_shared_module_only_confirms() -> None:
     module = tiny()
 
@@ -150,7 +182,7 @@ def test_slots_that_do_not_fit_into_memory_are_a_mistake_in_the_config() -> None
 def test_a_forgotten_session_is_served_from_the_start() -> None:
     async def body(engine: NativeEngine) -> None:
         first = await engine.generate(ask())
-        await engine.forget("a/0")
+        engine.forget("a/0")
         second = await engine.generate(ask((5, 6, 7, *first.ids, 3)))
         assert second.ids
 

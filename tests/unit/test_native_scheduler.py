@@ -138,8 +138,8 @@ def test_steps_of_others_leave_a_slot_in_prefill_alone() -> None:
     assert together.heard == single.heard
 
 
-def ticket(uid: str = "a", tokens: int = 20) -> Ticket:
-    return Ticket(Request(uid, 0, (5, 6, 7), SamplingParams(tokens)), lambda answer: None, 100)
+def ticket(uid: str = "a", tokens: int = 20, ids: tuple[int, ...] = (5, 6, 7)) -> Ticket:
+    return Ticket(Request(uid, 0, ids, SamplingParams(tokens)), lambda answer: None, 100)
 
 
 def test_new_weights_end_what_was_kept_and_show_in_the_versions() -> None:
@@ -172,7 +172,7 @@ def test_logits_that_are_no_numbers_fail_that_request_alone() -> None:
     stand.scheduler.add(ticket("bad"))
     stand.scheduler.turn()
     stand.decoder.cache.kv[:, :, 0, :, :2] = float("nan")
-    stand.scheduler.add(ticket("good"))
+    stand.scheduler.add(ticket("good", ids=(6, 7, 8)))
     for _ in range(22):
         stand.scheduler.turn()
     assert isinstance(stand.answers["bad/0"], EngineFailure)

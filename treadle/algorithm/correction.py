@@ -110,9 +110,10 @@ def _measure_weights(
         log, kept, among = ratios.sum_S, ~rejected_S, ratios.sampled_S
     else:
         log, kept, among = ratios.log_T, keep_T, ratios.mask_T
-    high = log > math.log(rollout_correction.rollout_is_threshold)
+    bound = math.log(rollout_correction.rollout_is_threshold)
     return {
         "rollout_corr/rollout_is": Weights.of(_truncate(log, rollout_correction) * kept, among),
         "rollout_corr/rollout_is_max": Peak.of(log.clamp(max=LOG_BOUND).exp(), among),
-        "rollout_corr/rollout_is_ratio_fraction_high": Mean.of(high.double(), among),
+        "rollout_corr/rollout_is_ratio_fraction_high": Mean.of((log > bound).double(), among),
+        "rollout_corr/rollout_is_ratio_fraction_low": Mean.of((log < -bound).double(), among),
     }

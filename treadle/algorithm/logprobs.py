@@ -1,17 +1,22 @@
-"""Logprobs and entropy from hidden states, a chunk of tokens at a time: the full logits never exist at once.
+"""Logprobs and entropy from hidden states, a tile of tokens and words at a time: the full logits never exist at once.
 
-T tokens, D hidden size, V vocabulary. Owns the last matrix product of a model and everything after it. Knows no model.
-Invariant: at most a few chunk × V buffers live at any moment; logits, sums and the gradient of the weight are at least
-fp32 whatever the number format of the hidden states. Backward computes each chunk again, unless there is only one.
+T tokens, D hidden size, V vocabulary, or the words of one tile. Owns the last matrix product of a model and everything
+after it. Knows no model.
+Invariant: at most a few buffers of one tile live at any moment; logits, sums and the gradient of the weight are fp32 or
+wider whatever the number format of the hidden states. Backward computes each tile again, unless there is only one.
 """
 
-import math
+from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import product
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+
+CPU_WORDS = 2048
+"""Words of a tile on a CPU. Products of a few tokens with a whole vocabulary run at a fraction of a CPU's speed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,10 +36,10 @@ class _Head:
     temperature: float
     softcap: float | None
 
-    def logits(self, hidden_TD: Tensor) -> Tensor:
-        logits_TV = _multiply(hidden_TD, self.weight_VD.T)
+    def logits(self, hidden_TD: Tensor, words: slice) -> Tensor:
+        logits_TV = _multiply(hidden_TD, self.weight_VD[words].T)
         if self.bias_V is not None:
-            logits_TV += self.bias_V
+            logits_TV += self.bias_V[words]
         if self.softcap is not None:
             logits_TV.div_(self.softcap).tanh_().mul_(self.softcap)
         return logits_TV if self.temperature == 1 else logits_TV.div_(self.temperature)
@@ -59,13 +64,64 @@ def logprobs_and_entropy(
 ) -> TokenLogprobs:
     """For hidden states that each predict one target. Gradients reach hidden states, weight and bias.
 
-    The number format of the hidden states is that of the products; `chunk` tokens take chunk × V × 4 bytes a buffer.
+    The number format of the hidden states is that of the products; a buffer takes at most chunk × V × 4 bytes.
     """
     assert chunk > 0 and temperature > 0, "a chunk has tokens, and greedy sampling has no logprobs"
-    logprobs_T, entropy_T = _ChunkedHead.apply(  # type: ignore[no-untyped-call]
-        hidden_TD, weight_VD, bias_V, targets_T, chunk, temperature, softcap
-    )
-    return TokenLogprobs(logprobs_T, entropy_T)
+    head: Any = _ChunkedHead
+    if hidden_TD.is_cuda and hidden_TD.dtype != torch.float64:
+        from treadle.algorithm.head import FusedHead as head  # triton comes with it, which CPU machines do not have
+    return TokenLogprobs(*head.apply(hidden_TD, weight_VD, bias_V, targets_T, chunk, temperature, softcap))
+
+
+@dataclass(frozen=True, slots=True)
+class _Tiling:
+    """How the logits are cut; tokens are the outer loop."""
+
+    tokens: list[slice]
+    words: list[slice]
+
+    @classmethod
+    def of(cls, targets_T: Tensor, num_words: int, chunk: int) -> "_Tiling":
+        """Tiles of at most chunk × V logits."""
+        width = num_words if targets_T.is_cuda else min(num_words, CPU_WORDS)
+        return cls(_cut(len(targets_T), chunk * num_words // width), _cut(num_words, width))
+
+    @property
+    def single(self) -> bool:
+        return len(self.tokens) == len(self.words) == 1
+
+    def __iter__(self) -> Iterator[tuple[slice, slice]]:
+        return product(self.tokens, self.words)
+
+
+@dataclass(slots=True)
+class _Softmax:
+    """Sums over the words seen so far, relative to the largest logit among them."""
+
+    peak_T: Tensor
+    total_T: Tensor
+    """Of exp(logit - peak)."""
+    weighted_T: Tensor
+    """Of exp(logit - peak) * (logit - peak); never positive."""
+
+    @classmethod
+    def empty(cls, like_T: Tensor) -> "_Softmax":
+        zeros_T = torch.zeros_like(like_T)
+        lowest = torch.finfo(like_T.dtype).min  # not -inf, whose difference to itself is no number
+        return cls(torch.full_like(like_T, lowest), zeros_T, zeros_T)
+
+    def take(self, logits_TV: Tensor) -> None:
+        """Add more words. Leaves their logits relative to the peak."""
+        peak_T = torch.maximum(self.peak_T, logits_TV.amax(-1))
+        drop_T = self.peak_T - peak_T
+        fade_T = drop_T.exp()
+        logits_TV -= peak_T[:, None]
+        terms_TV = logits_TV.exp()
+        # A sum that is still empty stays so: 0 * drop, whatever the drop.
+        self.weighted_T = (self.weighted_T + drop_T * self.total_T) * fade_T
+        self.total_T = self.total_T * fade_T + terms_TV.sum(-1)
+        self.weighted_T += terms_TV.mul_(logits_TV).sum(-1)
+        self.peak_T = peak_T
 
 
 class _ChunkedHead(torch.autograd.Function):
@@ -81,25 +137,28 @@ class _ChunkedHead(torch.autograd.Function):
         softcap: float | None,
     ) -> tuple[Tensor, Tensor]:
         ctx.set_materialize_grads(False)
-        ctx.chunk, ctx.temperature, ctx.softcap = chunk, temperature, softcap
+        ctx.temperature, ctx.softcap = temperature, softcap
+        ctx.tiling = tiling = _Tiling.of(targets_T, len(weight_VD), chunk)
         head, hidden = _operands(hidden_TD, weight_VD, bias_V, temperature, softcap)
         logprobs_T = torch.empty(len(targets_T), dtype=_wide(hidden_TD.dtype), device=hidden_TD.device)
         norm_T, entropy_T = torch.empty_like(logprobs_T), torch.empty_like(logprobs_T)
         kept_TV = None
         with _plain(hidden_TD):
-            for at in _chunks(len(targets_T), chunk):
-                shifted_TV = head.logits(hidden[at])
-                peak_T = shifted_TV.amax(-1)
-                shifted_TV -= peak_T[:, None]
-                terms_TV = shifted_TV.exp()
-                total_T = terms_TV.sum(-1)
-                log_total_T = total_T.log()
-                logprobs_T[at] = shifted_TV.gather(1, targets_T[at, None])[:, 0] - log_total_T
+            for at in tiling.tokens:
+                softmax, chosen_T = _Softmax.empty(logprobs_T[at]), torch.zeros_like(logprobs_T[at])
+                for words in tiling.words:
+                    logits_TV = head.logits(hidden[at], words)
+                    places_T, inside_T = _find(targets_T[at], words)
+                    found_T = logits_TV.gather(1, places_T[:, None])[:, 0]
+                    chosen_T = torch.where(inside_T, found_T, chosen_T)
+                    softmax.take(logits_TV)
+                log_total_T = softmax.total_T.log()
+                logprobs_T[at] = chosen_T - softmax.peak_T - log_total_T
                 # Both terms are positive, so nothing cancels.
-                entropy_T[at] = log_total_T - terms_TV.mul_(shifted_TV).sum(-1) / total_T
-                norm_T[at] = peak_T + log_total_T
-                if len(targets_T) <= chunk and any(ctx.needs_input_grad):
-                    kept_TV = shifted_TV.sub_(log_total_T[:, None])
+                entropy_T[at] = log_total_T - softmax.weighted_T / softmax.total_T
+                norm_T[at] = softmax.peak_T + log_total_T
+                if tiling.single and any(ctx.needs_input_grad):
+                    kept_TV = logits_TV.sub_(log_total_T[:, None])
         ctx.save_for_backward(hidden_TD, weight_VD, bias_V, targets_T, norm_T, entropy_T, kept_TV)
         return logprobs_T, entropy_T
 
@@ -110,21 +169,25 @@ class _ChunkedHead(torch.autograd.Function):
             return (None,) * 7
         hidden_TD, weight_VD, bias_V, targets_T, norm_T, entropy_T, kept_TV = ctx.saved_tensors
         head, hidden = _operands(hidden_TD, weight_VD, bias_V, ctx.temperature, ctx.softcap)
-        wide = _wide(hidden_TD.dtype)
-        grads = _Gradients.zeros(ctx.needs_input_grad, hidden_TD, weight_VD, wide)
+        grads = _Gradients.zeros(ctx.needs_input_grad, hidden_TD, weight_VD, ctx.tiling)
         with _plain(hidden_TD):
-            for at in _chunks(len(targets_T), ctx.chunk):
-                log_TV = kept_TV if kept_TV is not None else head.logits(hidden[at]).sub_(norm_T[at, None])
+            for at, words in ctx.tiling:
+                log_TV = kept_TV if kept_TV is not None else head.logits(hidden[at], words).sub_(norm_T[at, None])
                 slope = head.slope(log_TV + norm_T[at, None]) if head.softcap else head.slope(log_TV)
+                target = _find(targets_T[at], words)
                 grad_TV = _grad_of_logits(
-                    log_TV, targets_T[at], entropy_T[at], _part(logprob_grad_T, at), _part(entropy_grad_T, at)
+                    log_TV, target, entropy_T[at], _part(logprob_grad_T, at), _part(entropy_grad_T, at)
                 )
-                grads.add(at, grad_TV.mul_(slope), head, hidden[at])
+                grads.add(at, words, grad_TV.mul_(slope), head, hidden[at])
         return *grads.cast(hidden_TD, weight_VD, bias_V), None, None, None, None
 
 
 def _grad_of_logits(
-    log_TV: Tensor, targets_T: Tensor, entropy_T: Tensor, logprob_grad_T: Tensor | None, entropy_grad_T: Tensor | None
+    log_TV: Tensor,
+    target: tuple[Tensor, Tensor],
+    entropy_T: Tensor,
+    logprob_grad_T: Tensor | None,
+    entropy_grad_T: Tensor | None,
 ) -> Tensor:
     """d loss / d logits, by the softmax's own derivatives. Leaves `log_TV` as it is."""
     grad_TV = log_TV.exp()
@@ -136,34 +199,37 @@ def _grad_of_logits(
     elif logprob_grad_T is not None:
         grad_TV *= -logprob_grad_T[:, None]
     if logprob_grad_T is not None:
-        grad_TV.scatter_add_(1, targets_T[:, None], logprob_grad_T[:, None])
+        places_T, inside_T = target
+        grad_TV.scatter_add_(1, places_T[:, None], torch.where(inside_T, logprob_grad_T, 0)[:, None])
     return grad_TV
 
 
 @dataclass(frozen=True, slots=True)
 class _Gradients:
-    """Sums over chunks; None where nobody asks."""
+    """Sums over tiles; None where nobody asks."""
 
     hidden_TD: Tensor | None
     weight_VD: Tensor | None
     bias_V: Tensor | None
 
     @classmethod
-    def zeros(cls, needed: tuple[bool, ...], hidden_TD: Tensor, weight_VD: Tensor, wide: torch.dtype) -> "_Gradients":
+    def zeros(cls, needed: tuple[bool, ...], hidden_TD: Tensor, weight_VD: Tensor, tiling: _Tiling) -> "_Gradients":
+        wide = _wide(hidden_TD.dtype)
+        summed = wide if len(tiling.words) > 1 else hidden_TD.dtype
         return cls(
-            torch.empty_like(hidden_TD) if needed[0] else None,
+            torch.zeros_like(hidden_TD, dtype=summed) if needed[0] else None,
             torch.zeros_like(weight_VD, dtype=wide) if needed[1] else None,
             torch.zeros_like(weight_VD[:, 0], dtype=wide) if needed[2] else None,
         )
 
-    def add(self, at: slice, grad_TV: Tensor, head: _Head, hidden_TD: Tensor) -> None:
+    def add(self, at: slice, words: slice, grad_TV: Tensor, head: _Head, hidden_TD: Tensor) -> None:
         if self.bias_V is not None:
-            self.bias_V.add_(grad_TV.sum(0))
+            self.bias_V[words] += grad_TV.sum(0)
         narrow_TV = grad_TV.to(hidden_TD.dtype)
         if self.hidden_TD is not None:
-            self.hidden_TD[at] = _multiply(narrow_TV, head.weight_VD)
+            _accumulate(self.hidden_TD[at], narrow_TV, head.weight_VD[words])
         if self.weight_VD is not None:
-            _accumulate(self.weight_VD, narrow_TV.T, hidden_TD)
+            _accumulate(self.weight_VD[words], narrow_TV.T, hidden_TD)
 
     def cast(self, hidden_TD: Tensor, weight_VD: Tensor, bias_V: Tensor | None) -> tuple[Tensor | None, ...]:
         pairs = ((self.hidden_TD, hidden_TD), (self.weight_VD, weight_VD), (self.bias_V, bias_V))
@@ -201,8 +267,15 @@ def _part(values_T: Tensor | None, at: slice) -> Tensor | None:
     return None if values_T is None else values_T[at]
 
 
-def _chunks(length: int, chunk: int) -> list[slice]:
-    return [slice(at * chunk, (at + 1) * chunk) for at in range(math.ceil(length / chunk))]
+def _find(targets_T: Tensor, words: slice) -> tuple[Tensor, Tensor]:
+    """Where each target is among the words of a tile, and whether it is there: otherwise the place means nothing."""
+    places_T = targets_T - words.start
+    width = words.stop - words.start
+    return places_T.clamp(0, width - 1), (places_T >= 0) & (places_T < width)
+
+
+def _cut(length: int, size: int) -> list[slice]:
+    return [slice(at, min(at + size, length)) for at in range(0, length, size)]
 
 
 def _plain(hidden_TD: Tensor) -> torch.autocast:

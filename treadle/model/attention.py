@@ -109,7 +109,8 @@ class PackedPlan:
         sliding_window: int | None,
         softcap: float | None,
     ) -> Tensor:
-        query_T, key_T, value_T = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
+        # Squeezed, not indexed: the gradient of an index is a copy into zeros.
+        query_T, key_T, value_T = (tensor.squeeze(0).transpose(0, 1) for tensor in (query, key, value))
         window = sliding_window if sliding_window is not None and sliding_window < max(self.lengths) else None
         if self._offsets is not None and softcap is None and flash_takes(query_T):
             ranges = VarlenRanges(self._offsets, self._offsets, max(self.lengths), max(self.lengths))

@@ -105,10 +105,13 @@ def finish_logits(module: "PreTrainedModel", logits: Tensor) -> Tensor:
     return cap * torch.tanh(logits / cap) if cap else logits
 
 
-def compute_logits(module: "PreTrainedModel", hidden: Tensor) -> Tensor:
-    """Logits of hidden states: [..., V]."""
-    logits = nn.functional.linear(hidden, output_weight(module), output_bias(module))
-    return finish_logits(module, logits)
+def compute_logits(module: "PreTrainedModel", hidden: Tensor, *, wide: bool = False) -> Tensor:
+    """Logits of hidden states: [..., V]. `wide`: in float32 where a GPU can, as training has them; no gradients."""
+    weight, bias = output_weight(module), output_bias(module)
+    if not wide or hidden.dtype == torch.float32 or not hidden.is_cuda:
+        return finish_logits(module, nn.functional.linear(hidden, weight, bias))
+    logits = torch.mm(hidden, weight.T, out_dtype=torch.float32)
+    return finish_logits(module, logits if bias is None else logits.add_(bias))
 
 
 def _load_weights(

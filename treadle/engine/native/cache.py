@@ -6,14 +6,17 @@ Invariant: every number in here is finite, since masked places are still multipl
 """
 
 import os
+from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, cast
+from math import prod
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
 
 from treadle.config.rollout import RolloutConfig
+from treadle.engine.native.memory import Block
 from treadle.errors import ConfigError, Mistake
 
 if TYPE_CHECKING:
@@ -53,8 +56,17 @@ class CacheShape:
 
 def to_device(numbers: Sequence[Any], device: torch.device, dtype: torch.dtype = torch.long) -> Tensor:
     """Numbers as a tensor; on the way to a GPU the host does not wait for what runs there."""
-    tensor = torch.tensor(numbers, dtype=dtype)
+    exact = isinstance(numbers, array) and bool(numbers)  # several times as fast as a list
+    tensor = torch.frombuffer(numbers, dtype=dtype) if exact else torch.tensor(numbers, dtype=dtype)
     return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
+
+
+class Move(NamedTuple):
+    """Tokens on their way from one slot to another."""
+
+    source: int
+    target: int
+    tokens: int
 
 
 class SlotCache:
@@ -65,7 +77,14 @@ class SlotCache:
         self.length = length
         self.dump = round_up(length + 1, SPAN_STEP) - 1
         size = (shape.layers, 2, slots, shape.kv_heads, self.dump + 1, shape.head_dim)
-        self.kv = torch.zeros(size, dtype=dtype, device=device)
+        self._block: Block | None = None
+        if device.type == "cuda":
+            self._block = Block(prod(size) * dtype.itemsize, device)
+            self.kv = self._block.bytes.view(dtype).view(size)
+        else:
+            self.kv = torch.zeros(size, dtype=dtype, device=device)
+        self._taken: list[tuple[int, int, Tensor]] = []
+        """Slots, tokens and where they go: copies that wait to be made together."""
 
     @classmethod
     def create(
@@ -84,6 +103,26 @@ class SlotCache:
             )
         return cls(shape, slots, length, module.dtype, device)
 
+    def release(self) -> None:
+        """Give a GPU's memory back until `acquire`; what the slots held is gone."""
+        self._taken.clear()
+        if self._block is not None:
+            self._block.release()
+
+    def acquire(self) -> None:
+        """Take the memory again, if it was given back."""
+        if self._block is not None:
+            self._block.acquire()
+
+    def close(self) -> None:
+        """Give the memory back for good."""
+        if self._block is not None:
+            self._block.close()
+
+    def layer(self, number: int) -> tuple[Tensor, Tensor]:
+        """Keys and values of one layer: [slots, kv heads, length, head size] each."""
+        return self.kv[number, 0], self.kv[number, 1]
+
     def lines(self, slots_T: Tensor, places_T: Tensor) -> Tensor:
         """Where `write` puts the heads of each token: [kv heads * T] line numbers of a layer's keys or values."""
         heads, length = self.kv.shape[3], self.kv.shape[4]
@@ -93,22 +132,42 @@ class SlotCache:
     def write(self, layer: int, lines: Tensor, key: Tensor, value: Tensor) -> None:
         """Write keys and values of one layer, [1, kv heads, T, head size] each."""
         size = key.shape[-1]
-        for target, source in zip(self.kv[layer], (key, value), strict=True):
+        for target, source in zip(self.layer(layer), (key, value), strict=True):
             target.view(-1, size).index_copy_(0, lines, source.reshape(-1, size))
 
     def take(self, slot: int, tokens: int) -> Tensor:
-        """A copy of what a slot holds: [layers, 2, kv heads, tokens, head size]."""
-        return self.kv[:, :, slot, :, :tokens].clone()
+        """A copy of what a slot holds: [layers, 2, kv heads, tokens, head size]. Whole after `flush`."""
+        if self.kv.device.type != "cuda":
+            return self.kv[:, :, slot, :, :tokens].clone()
+        layers, _, _, heads, _, size = self.kv.shape
+        kept = self.kv.new_empty((layers, 2, heads, tokens, size))
+        self._taken.append((slot, tokens, kept))
+        return kept
+
+    def flush(self) -> None:
+        """Make all copies that were taken, with one kernel. Called before a slot is written that was taken from."""
+        if self._taken:
+            from treadle.engine.native.transfer import take_slots
+
+            places = [(slot, tokens, kept.data_ptr()) for slot, tokens, kept in self._taken]
+            take_slots(self.kv, to_device(places, self.kv.device))
+            self._taken.clear()
 
     def put(self, slot: int, kept: Tensor, tokens: int) -> None:
         """Put back the first `tokens` of what `take` gave."""
+        self.flush()
         self.kv[:, :, slot, :, :tokens] = kept[:, :, :, :tokens]
 
-    def copy(self, source: int, targets: list[int], tokens: int) -> None:
-        """Give `targets` the first tokens of `source`."""
-        held = self.kv[:, :, source, :, :tokens]
-        for target in targets:
-            self.kv[:, :, target, :, :tokens] = held
+    def copy(self, moves: Sequence[Move]) -> None:
+        """Give slots the first tokens of others. No slot is both source and target."""
+        self.flush()
+        if self.kv.device.type == "cuda":
+            from treadle.engine.native.transfer import copy_slots  # triton comes with it
+
+            copy_slots(self.kv, to_device([(move.source, move.target, move.tokens) for move in moves], self.kv.device))
+            return
+        for move in moves:
+            self.kv[:, :, move.target, :, : move.tokens] = self.kv[:, :, move.source, :, : move.tokens]
 
     def clear(self, slot: int) -> None:
         """Forget numbers that are not finite."""

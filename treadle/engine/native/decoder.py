@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from treadle.engine.native.cache import SPAN_STEP, SlotCache, round_up
+from treadle.engine.native.cache import SPAN_STEP, Move, SlotCache, round_up
 from treadle.engine.native.plans import DecodePlan, Piece, PrefillPlan
-from treadle.engine.native.rows import Response, Rows
+from treadle.engine.native.rows import Response, Rows, RowStart
 from treadle.engine.native.sampling import sample
 from treadle.model.attention import PackedPlan, Plan
 from treadle.model.causal import compute_logits, hidden_states
@@ -61,6 +61,10 @@ class Decoder:
         """Who sees whom in a step: rows write at `places` and see `lengths` places."""
         return DecodePlan(self.cache, places, lengths, span)
 
+    def start(self, starts: Sequence[RowStart]) -> None:
+        """Make rows active."""
+        self.rows.start(starts)
+
     def settle(self) -> list[int]:
         """The rows that ended in steps of which `step` has not told yet."""
         return []
@@ -70,11 +74,17 @@ class Decoder:
         return self.rows.read(slots)
 
     @torch.inference_mode()
-    def move(self, sources: Sequence[int], targets: Sequence[int], longest: int) -> None:
+    def move(self, moves: Sequence[Move]) -> None:
         """Give rows another slot."""
-        for source, target in zip(sources, targets, strict=True):
-            self.cache.copy(source, [target], longest)
-        self.rows.move(sources, targets)
+        self.cache.copy(moves)
+        self.rows.move([move.source for move in moves], [move.target for move in moves])
+
+    def refresh(self) -> None:
+        """Called when the weights may have changed."""
+
+    def close(self) -> None:
+        """Free what was taken. The last call."""
+        self.cache.close()
 
 
 @torch.inference_mode()

@@ -139,9 +139,21 @@ class NativeEngine:
     async def resume(self) -> None:
         self._gate.resume()
 
-    async def forget(self, session: str) -> None:
-        """Free what is kept for a session that is over. Without it, the least recently used give way anyway."""
-        await self._worker.call(lambda scheduler: scheduler.forget(session))
+    def forget(self, session: str) -> None:
+        """Free what is kept for a session that is over, soon. Without it, the least recently used give way anyway."""
+        self._worker.post(lambda scheduler: scheduler.forget(session))
+
+    async def sleep(self, level: int = 1) -> None:
+        """Give the cache's memory back while nobody asks for anything, if `rollout.free_cache_engine` says so.
+
+        The next request takes it again, so nothing has to wake the engine. Weights stay: they may be the policy's own,
+        so all levels are the same here. With requests in flight nothing happens.
+        """
+        if self._rollout.free_cache_engine:
+            await self._worker.call(lambda scheduler: scheduler.release())
+
+    async def wake(self) -> None:
+        """Harmless: see `sleep`."""
 
     async def health(self) -> None:
         self._worker.check()
@@ -157,18 +169,23 @@ class NativeEngine:
         return confirmed
 
     def _load(self, tensors: Mapping[str, Tensor]) -> str:
+        """Read through once: tensors from elsewhere may be gone then. Those of this process are checked first."""
         held = self._module.state_dict(keep_vars=True)
-        strangers = [name for name in tensors if name not in held]
-        if strangers:
-            raise MisuseError(f"{self.name}: the model has no weight {strangers[0]!r} ({len(strangers)} unknown names)")
-        for name, tensor in tensors.items():
-            if tensor.shape != held[name].shape:
-                shapes = f"{tuple(tensor.shape)} came, {tuple(held[name].shape)} is held"
-                raise MisuseError(f"{self.name}: weight {name!r} has another shape: {shapes}")
+        if isinstance(tensors, dict):
+            for name, tensor in tensors.items():
+                self._fit(name, tensor, held)
         with torch.no_grad():
             for name, tensor in tensors.items():
+                self._fit(name, tensor, held)
                 held[name].copy_(tensor)
         return self._checksum(dict(self._module.named_parameters()))
+
+    def _fit(self, name: str, tensor: Tensor, held: Mapping[str, Tensor]) -> None:
+        if name not in held:
+            raise MisuseError(f"{self.name}: the model has no weight {name!r}")
+        if tensor.shape != held[name].shape:
+            shapes = f"{tuple(tensor.shape)} came, {tuple(held[name].shape)} is held"
+            raise MisuseError(f"{self.name}: weight {name!r} has another shape: {shapes}")
 
     async def close(self) -> None:
         if self._gate.close(f"engine {self.name} is closed"):
@@ -204,9 +221,9 @@ def _build(
 
 
 def _build_decoder(rollout: RolloutConfig, module: "PreTrainedModel", cache: SlotCache, row_step: int) -> Decoder:
-    """With graphs and kernels of our own on a GPU; with plain torch elsewhere, or where the config says so."""
-    if cache.kv.device.type != "cuda" or rollout.enforce_eager:
+    """With graphs and kernels of our own on a GPU; with plain torch elsewhere."""
+    if cache.kv.device.type != "cuda":
         return Decoder(module, cache, row_step)
     from treadle.engine.native.graphs import GraphDecoder  # triton comes with it, which CPU machines do not have
 
-    return GraphDecoder(module, cache, row_step)
+    return GraphDecoder(module, cache, row_step, eager=rollout.enforce_eager)

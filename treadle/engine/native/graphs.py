@@ -1,25 +1,36 @@
-"""The decode step on a GPU: one Triton kernel for attention, and one CUDA graph for each row count.
+"""The decode step on a GPU: few kernels, and one CUDA graph for each row count.
 
-Owns how a step is recorded and replayed. A step reads and changes the rows and the cache in place, so replaying the
-graph is all it takes; nothing is copied in. What a step ended is copied to pinned memory while the next one already
-runs: a row that ended takes part in one more step, in which it is not active and changes nothing.
-Recording needs a model that decides nothing in Python; the few that do run the same step without graphs.
+Owns how a step is recorded and replayed, and which way through the layers it takes: the `Stack`, where that gives what
+the modules give, else the modules with our attention in them. A step reads and changes the rows and the cache in
+place, so replaying the graph is all it takes; nothing is copied in. What a step drew is copied to pinned memory while
+the next ones already run: a row that ended takes part in some more steps, in which it is not active and changes
+nothing. Recording needs a model that decides nothing in Python; the few that do run the same step without graphs.
 """
 
+import logging
+from collections import deque
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
-from treadle.engine.native.cache import SlotCache, round_up
+from treadle.engine.native.cache import Move, SlotCache, round_up
 from treadle.engine.native.decoder import Decoder
-from treadle.engine.native.kernels import attend_rows
-from treadle.engine.native.plans import layer_of
-from treadle.engine.native.rows import Response
+from treadle.engine.native.drawing import draw_rows
+from treadle.engine.native.history import History
+from treadle.engine.native.kernels import HeadShape, RowPlaces, attend_rows
+from treadle.engine.native.plans import Piece, PrefillPlan, layer_of
+from treadle.engine.native.rows import Response, Rows, RowStart
+from treadle.engine.native.stack import Stack
+from treadle.model.attention import PackedPlan
+from treadle.model.causal import compute_logits, hidden_states
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
+
+log = logging.getLogger(__name__)
 
 _cuda: Any = torch.cuda
 """Its streams, events and graphs carry no types."""
@@ -27,17 +38,25 @@ _cuda: Any = torch.cuda
 _WARM_UPS = 2
 """Steps before a recording: kernels are compiled and libraries take their workspaces."""
 
+_AHEAD = 2
+"""Steps that run before what the first of them ended is looked at: time for Python to do something else."""
+
+_TOLERANCE = 0.25
+"""How far the last hidden states of the stack may be from the modules', after all layers of rounding. Each layer was
+compared by itself before, and closely; here a wrong place or a wrong row would give something else altogether."""
+
 _SYNCHRONOUS_ROPES = ("dynamic", "longrope")
 """Kinds of rotary embedding that look at positions from Python, which no graph can record."""
 
 
 class FusedDecodePlan:
-    """One token of each of the first B slots, in one kernel for each layer."""
+    """One token of each of the first rows, in one kernel for each layer. Heads come turned; here they turn by 0."""
 
-    def __init__(self, cache: SlotCache, places_B: Tensor, lengths_B: Tensor) -> None:
+    def __init__(self, cache: SlotCache, rows: Rows, size: int) -> None:
         self._cache = cache
-        self._places_B = places_B
-        self._lengths_B = lengths_B
+        self._places = RowPlaces(rows.active.view(torch.uint8), rows.length, cache.dump)
+        whole = torch.ones((cache.length + 1, size), dtype=cache.kv.dtype, device=cache.kv.device)
+        self._angles = (whole, torch.zeros_like(whole))
 
     def attend(
         self,
@@ -50,71 +69,114 @@ class FusedDecodePlan:
         sliding_window: int | None,
         softcap: float | None,
     ) -> Tensor:
-        keys, values = self._cache.kv[layer_of(module)]
-        out = attend_rows(
-            query,
-            key,
-            value,
-            keys,
-            values,
-            self._places_B,
-            self._lengths_B,
-            scaling=scaling,
-            window=sliding_window,
-            softcap=softcap,
-        )
-        return out.unsqueeze(0)
+        _, heads, rows, size = query.shape
+        scale = size**-0.5 if scaling is None else scaling
+        shape = HeadShape(heads, key.shape[1], size, scale, sliding_window, softcap, None, None)
+        qkv = torch.cat([part[0].transpose(0, 1).flatten(1) for part in (query, key, value)], dim=1)
+        out = attend_rows(qkv, self._cache.layer(layer_of(module)), self._places, self._angles, shape)
+        return out.view(1, rows, heads, size)
 
 
 class GraphDecoder(Decoder):
-    """A decoder on CUDA."""
+    """A decoder on CUDA. `eager`: no graphs."""
 
-    def __init__(self, module: "PreTrainedModel", cache: SlotCache, row_step: int) -> None:
+    def __init__(self, module: "PreTrainedModel", cache: SlotCache, row_step: int, *, eager: bool = False) -> None:
         super().__init__(module, cache, row_step)
         rope = getattr(module.config, "rope_parameters", None) or {}
-        self._eager = rope.get("rope_type") in _SYNCHRONOUS_ROPES
+        self._synchronous = rope.get("rope_type") in _SYNCHRONOUS_ROPES
+        self._eager = eager or self._synchronous
         self._graphs: dict[tuple[int, bool], torch.cuda.CUDAGraph] = {}
-        self._ended = torch.zeros(cache.slots, dtype=torch.bool, device=cache.kv.device)
+        self._report = torch.zeros((3, cache.slots), dtype=torch.int32, device=cache.kv.device)
         self._pool: Any = None
-        self._reader = _cuda.Stream(cache.kv.device)
-        self._copies = [_Copy(cache.slots) for _ in range(2)]
-        self._behind: _Copy | None = None
+        self._history = History(cache.slots, cache.length)
+        self._launched = 0
+        self._copies = [_Copy(cache.slots) for _ in range(_AHEAD + 1)]
+        self._behind: deque[_Copy] = deque()
+        self._stack = None if self._synchronous else Stack.create(module, cache)
+        if self._stack is not None and not self._agrees(self._stack):
+            self._stack = None
+        if self._stack is None:
+            log.info("%s runs module by module: its layers are of a kind that is not fused", type(module).__name__)
+        self._plan = FusedDecodePlan(cache, self.rows, cache.kv.shape[-1])
+        self._addresses = self._locate()
 
-    def plan(self, places: Tensor, lengths: Tensor, span: int) -> FusedDecodePlan:
-        return FusedDecodePlan(self.cache, places, lengths)
+    @torch.inference_mode()
+    def prefill(self, pieces: Sequence[Piece]) -> None:
+        if self._stack is None:
+            super().prefill(pieces)
+            return
+        total = round_up(sum(len(piece.ids) for piece in pieces), self.row_step)
+        self._stack.prefill(PrefillPlan(self.cache, pieces, total))
 
     @torch.inference_mode()
     def step(self, count: int, longest: int, *, filtered: bool) -> list[int]:
-        """As in `Decoder`, except that it tells which rows ended in the step before."""
+        """As in `Decoder`, except that it tells which rows ended some steps before."""
         rows = self._bucket(count)
         if self._eager:
-            self._ended[:rows] = self.advance(rows, 0, filtered)
+            self._advance(rows, filtered)
         else:
             self._graph(rows, filtered).replay()
-        before, self._behind = self._behind, self._copy(rows)
-        return [] if before is None else before.read()
+        copy = self._copies.pop()
+        copy.start(self._report, rows)
+        self._behind.append(copy)
+        self._launched += 1
+        return self._read_behind(_AHEAD)
+
+    def start(self, starts: Sequence[RowStart]) -> None:
+        self.rows.start(starts)
+        self._history.start([start.slot for start in starts], self._launched)
 
     def settle(self) -> list[int]:
-        before, self._behind = self._behind, None
-        return [] if before is None else before.read()
+        return self._read_behind(0)
 
-    @torch.inference_mode()
+    def _read_behind(self, left: int) -> list[int]:
+        """The rows that ended in all but the last `left` steps."""
+        ended: list[int] = []
+        while len(self._behind) > left:
+            copy = self._behind.popleft()
+            ended += copy.read(self._history)
+            self._copies.append(copy)
+        return ended
+
     def read(self, slots: Sequence[int]) -> list[Response]:
-        """As in `Decoder`; beside the step that is running, which does not touch rows that ended before it."""
-        if self._behind is None:
-            return self.rows.read(slots)
-        with torch.cuda.stream(self._reader):
-            return self.rows.read(slots)
+        return self._history.read(slots)
+
+    def move(self, moves: Sequence[Move]) -> None:
+        super().move(moves)
+        self._history.move(moves)
+
+    def refresh(self) -> None:
+        """Graphs hold on to where weights are: record them anew if somebody has put weights elsewhere."""
+        if self._stack is not None:
+            self._stack.tie()
+        found = self._locate()
+        if found != self._addresses:
+            self._addresses = found
+            self._graphs.clear()
+
+    def close(self) -> None:
+        self._read_behind(0)
+        self._graphs.clear()
+        super().close()
+
+    def _locate(self) -> tuple[int, ...]:
+        return tuple(parameter.data_ptr() for parameter in self.module.parameters())
 
     def _bucket(self, count: int) -> int:
         """Few row counts, so that few graphs are recorded: multiples of 16 up to 64, then of an eighth of the slots."""
         step = self.row_step if count <= 4 * self.row_step else round_up(max(64, self.cache.slots // 8), self.row_step)
         return min(round_up(count, step), self.cache.slots)
 
-    def _copy(self, rows: int) -> "_Copy":
-        copy = self._copies[0] if self._behind is self._copies[1] else self._copies[1]
-        copy.start(self._ended[:rows])
-        return copy
+    def _advance(self, count: int, filtered: bool) -> None:
+        """One step over `count` rows, in tensors only."""
+        draw_rows(self._logits(count), self.rows, self._report, filtered=filtered)
+
+    def _logits(self, count: int) -> Tensor:
+        if self._stack is not None:
+            hidden = self._stack.decode(self.rows, count)
+        else:
+            hidden = hidden_states(self.module, self.rows.last_id[:count], self.rows.length[:count], self._plan)
+        return compute_logits(self.module, hidden, wide=True)
 
     def _graph(self, rows: int, filtered: bool) -> torch.cuda.CUDAGraph:
         if (rows, filtered) not in self._graphs:
@@ -130,30 +192,53 @@ class GraphDecoder(Decoder):
         side.wait_stream(torch.cuda.current_stream(device))
         with torch.cuda.stream(side):
             for _ in range(_WARM_UPS):
-                self._ended[:rows] = self.advance(rows, 0, filtered)
+                self._advance(rows, filtered)
         torch.cuda.current_stream(device).wait_stream(side)
         graph = torch.cuda.CUDAGraph()
         with _cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
-            self._ended[:rows] = self.advance(rows, 0, filtered)
+            self._advance(rows, filtered)
         self._pool = self._pool or graph.pool()
         self.rows.active.copy_(active)
         return graph
 
+    @torch.inference_mode()
+    def _agrees(self, stack: Stack) -> bool:
+        """Whether the stack gives what the modules give: prefill and one step on some tokens, while nobody is here."""
+        lengths = [min(length, self.cache.length) for length in (33, 14)][: self.cache.slots]
+        ids = torch.arange(sum(lengths), device=self.module.device) * 7 % self.module.config.vocab_size
+        plan = PackedPlan(lengths, self.module.device)
+        expected = hidden_states(self.module, ids, plan.positions(), plan)
+        tokens = [part.tolist() for part in torch.split(ids, lengths)]
+        pieces = [Piece(slot, 0, part[:-1]) for slot, part in enumerate(tokens)]
+        stack.prefill(PrefillPlan(self.cache, pieces, round_up(sum(lengths), self.row_step)))
+        self.rows.start([_probe(slot, part) for slot, part in enumerate(tokens)])
+        found = stack.decode(self.rows, len(tokens)).float()
+        self.rows.stop(range(len(tokens)))
+        wanted = torch.stack([part[-1] for part in torch.split(expected, lengths)]).float()
+        error = float((found - wanted).norm() / wanted.norm())
+        log.debug("the fused layers differ from the modules by %.2g", error)
+        return error <= _TOLERANCE
+
+
+def _probe(slot: int, ids: Sequence[int]) -> RowStart:
+    return RowStart(slot, ids[-1], len(ids) - 1, 1, 0, 0, 1.0, 1.0, 0, ())
+
 
 class _Copy:
-    """Which rows ended, on its way to the host."""
+    """What a step reports, on its way to the host."""
 
     def __init__(self, slots: int) -> None:
-        self._host = torch.zeros(slots, dtype=torch.bool, pin_memory=True)
+        self._host = torch.zeros((3, slots), dtype=torch.int32, pin_memory=True)
         self._arrived = _cuda.Event()
         self._rows = 0
 
-    def start(self, ended: Tensor) -> None:
-        self._rows = len(ended)
-        self._host[: self._rows].copy_(ended, non_blocking=True)
+    def start(self, report: Tensor, rows: int) -> None:
+        self._rows = rows
+        self._host.copy_(report, non_blocking=True)
         self._arrived.record()
 
-    def read(self) -> list[int]:
+    def read(self, history: History) -> list[int]:
+        """Wait for it, and let `history` have it; the rows that ended."""
         self._arrived.synchronize()
-        found: list[int] = self._host[: self._rows].nonzero().flatten().tolist()
-        return found
+        ids_S, logprobs_S, ended_S = self._host.numpy()[:, : self._rows]
+        return history.note(ids_S, logprobs_S.view(np.float32), ended_S)

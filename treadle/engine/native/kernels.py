@@ -1,145 +1,255 @@
-"""Triton kernels of the embedded engine. Imported on CUDA only.
+"""Decode attention over the slot cache, in one Triton kernel. Imported on CUDA only.
 
-Owns decode attention over the slot cache: each program serves one row and one key head with all its query heads, writes
-the row's new key and value to the cache, and reads only the places that the row has. The new token never goes through
-memory: it starts the running softmax, so no program waits for a write.
+Each program serves one row and one key head with all its query heads: it norms and turns the new heads, writes the new
+key and value, and reads only the places that the row has. The new token never goes through memory: it starts the
+running softmax, so no program waits for a write. Where there are few rows, several programs share a row's places and a
+second kernel adds them up.
 
-Shapes: B rows, H query heads, K key heads, G = H / K, D head size.
+Shapes: B rows, H query heads, K key heads, G = H / K, D head size; qkv has the heads of a token side by side.
 """
+
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from treadle.model.kernels import Norm, turn
+
+_BUSY = 512
+"""Programs that keep a GPU busy; below this a row's places are shared out."""
+
+_LEAST_PLACES = 256
+"""Places that are worth a program of their own."""
+
+
+@dataclass(frozen=True, slots=True)
+class HeadShape:
+    """What the kernels know of one layer's attention."""
+
+    heads: int
+    kv_heads: int
+    size: int
+    scaling: float
+    window: int | None
+    softcap: float | None
+    query_norm: Norm | None
+    key_norm: Norm | None
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def load_turned(  # type: ignore[no-untyped-def]
+    heads, h, d, inside, weight, eps, cosine, sine, D: tl.constexpr, NORMED: tl.constexpr, OFFSET: tl.constexpr
+):
+    """Heads [h, d], normed where they have a norm, and turned."""
+    other = (d + D // 2) % D
+    x = tl.load(heads + h * D + d, mask=inside, other=0.0)
+    partner = tl.load(heads + h * D + other, mask=inside, other=0.0)
+    if NORMED:
+        wide = x.to(tl.float32)
+        scale = tl.rsqrt(tl.sum(wide * wide, axis=1) / D + eps)[:, None]
+        own = tl.load(weight + d, mask=d < D, other=0.0).to(tl.float32)
+        others = tl.load(weight + other, mask=d < D, other=0.0).to(tl.float32)
+        if OFFSET:
+            x = (wide * scale * (1.0 + own)).to(x.dtype)
+            partner = (partner.to(tl.float32) * scale * (1.0 + others)).to(x.dtype)
+        else:
+            x = ((wide * scale).to(x.dtype).to(tl.float32) * own).to(x.dtype)
+            partner = ((partner.to(tl.float32) * scale).to(partner.dtype).to(tl.float32) * others).to(partner.dtype)
+    return turn(x, partner, cosine, sine, d, D // 2)
+
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _decode_attention(  # type: ignore[no-untyped-def]
-    query,
-    key,
-    value,
+    qkv,
     keys,
     values,
-    places,
+    active,
     lengths,
+    cosines,
+    sines,
+    query_weight,
+    key_weight,
     out,
+    parts,
+    sums,
+    query_eps,
+    key_eps,
     scale,
     softcap,
     window,
-    stride_qh,
-    stride_qb,
-    stride_kh,
-    stride_kb,
-    stride_vh,
-    stride_vb,
+    dump,
     stride_slot,
     stride_head,
-    heads,
+    K: tl.constexpr,
     G: tl.constexpr,
     D: tl.constexpr,
     PADDED_G: tl.constexpr,
     PADDED_D: tl.constexpr,
     BLOCK: tl.constexpr,
+    SPLITS: tl.constexpr,
     CAPPED: tl.constexpr,
     WINDOWED: tl.constexpr,
+    NORMED: tl.constexpr,
+    OFFSET: tl.constexpr,
 ):
-    row = tl.program_id(0).to(tl.int64)
-    head = tl.program_id(1)
-    g = tl.arange(0, PADDED_G)
-    d = tl.arange(0, PADDED_D)
+    row, head, split = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2)
+    g, d = tl.arange(0, PADDED_G)[:, None], tl.arange(0, PADDED_D)[None, :]
     n = tl.arange(0, BLOCK)
-    inside = (g[:, None] < G) & (d[None, :] < D)
-    queries = tl.load(
-        query + row * stride_qb + (head * G + g[:, None]) * stride_qh + d[None, :], mask=inside, other=0.0
-    )
-    new_key = tl.load(key + row * stride_kb + head * stride_kh + d, mask=d < D, other=0.0)
-    new_value = tl.load(value + row * stride_vb + head * stride_vh + d, mask=d < D, other=0.0)
+    length = tl.load(lengths + row)
+    live = tl.load(active + row) != 0
+    earlier = tl.where(live, length, 0)
+    place = tl.where(live, length, dump)
+    cosine = tl.load(cosines + length * D + d, mask=d < D, other=0.0)
+    sine = tl.load(sines + length * D + d, mask=d < D, other=0.0)
+    new = qkv + row * ((G + 2) * K * D)
+    asked = (g < G) & (d < D)
+    queries = load_turned(new + head * G * D, g, d, asked, query_weight, query_eps, cosine, sine, D, NORMED, OFFSET)
+    one = tl.arange(0, 1)[:, None]
+    there = (one == 0) & (d < D)
+    new_key = load_turned(new + (G * K + head) * D, one, d, there, key_weight, key_eps, cosine, sine, D, NORMED, OFFSET)
+    new_value = tl.load(new + (G * K + K + head) * D + one * D + d, mask=there, other=0.0)
     base = row * stride_slot + head * stride_head
-    place = tl.load(places + row)
-    tl.store(keys + base + place * D + d, new_key, mask=d < D)
-    tl.store(values + base + place * D + d, new_value, mask=d < D)
 
-    score = tl.sum(queries.to(tl.float32) * new_key.to(tl.float32)[None, :], axis=1) * scale
+    score = tl.sum(queries.to(tl.float32) * new_key.to(tl.float32), axis=1) * scale
     if CAPPED:
         score = softcap * (2 * tl.sigmoid(2 * score / softcap) - 1)
-    top = score
+    top = score * 1.4426950408889634
     total = tl.full((PADDED_G,), 1.0, tl.float32)
-    mixed = tl.zeros((PADDED_G, PADDED_D), tl.float32) + new_value.to(tl.float32)[None, :]
-
-    earlier = tl.load(lengths + row) - 1
+    mixed = tl.zeros((PADDED_G, PADDED_D), tl.float32) + new_value.to(tl.float32)
     first = 0
     if WINDOWED:
         first = tl.maximum(earlier + 1 - window, 0)
-    for start in range(first, earlier, BLOCK):
+    last = earlier
+    if SPLITS > 1:
+        share = tl.cdiv(tl.cdiv(earlier - first, SPLITS), BLOCK) * BLOCK
+        first += split * share
+        last = tl.minimum(first + share, earlier)
+        if split > 0:
+            top = tl.full((PADDED_G,), -1.0e30, tl.float32)
+            total = tl.zeros((PADDED_G,), tl.float32)
+            mixed = tl.zeros((PADDED_G, PADDED_D), tl.float32)
+    if split == 0:
+        tl.store(keys + base + place * D + one * D + d, new_key, mask=there)
+        tl.store(values + base + place * D + one * D + d, new_value, mask=there)
+    for start in range(first, last, BLOCK):
         at = start + n
-        there = at < earlier
-        held = base + at[:, None] * D + d[None, :]
-        mask = there[:, None] & (d[None, :] < D)
+        seen = at < last
+        held = base + at[:, None] * D + d
+        mask = seen[:, None] & (d < D)
         block = tl.load(keys + held, mask=mask, other=0.0)
         scores = tl.dot(queries, tl.trans(block), input_precision="ieee") * scale
         if CAPPED:
             scores = softcap * (2 * tl.sigmoid(2 * scores / softcap) - 1)
-        scores = tl.where(there[None, :], scores, float("-inf"))
+        scores = tl.where(seen[None, :], scores * 1.4426950408889634, float("-inf"))
         higher = tl.maximum(top, tl.max(scores, axis=1))
-        shrink = tl.exp(top - higher)
-        weights = tl.exp(scores - higher[:, None])
+        shrink = tl.exp2(top - higher)
+        weights = tl.exp2(scores - higher[:, None])
         block = tl.load(values + held, mask=mask, other=0.0)
         mixed = mixed * shrink[:, None] + tl.dot(weights.to(block.dtype), block, input_precision="ieee")
         total = total * shrink + tl.sum(weights, axis=1)
         top = higher
-    mixed = mixed / total[:, None]
-    places_out = out + (row * heads + head * G + g[:, None]) * D + d[None, :]
-    tl.store(places_out, mixed.to(out.dtype.element_ty), mask=inside)
+    if SPLITS == 1:
+        places_out = out + (row * K * G + head * G + g) * D + d
+        tl.store(places_out, (mixed / total[:, None]).to(out.dtype.element_ty), mask=asked)
+    else:
+        line = ((row * K * G + head * G + g) * SPLITS + split).to(tl.int64)
+        tl.store(parts + line * D + d, mixed, mask=asked)
+        flat = tl.arange(0, PADDED_G)
+        pair = sums + ((row * K * G + head * G + flat) * SPLITS + split) * 2
+        tl.store(pair, top, mask=flat < G)
+        tl.store(pair + 1, total, mask=flat < G)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _add_up(  # type: ignore[no-untyped-def]
+    parts, sums, out, D: tl.constexpr, PADDED_D: tl.constexpr, SPLITS: tl.constexpr, PADDED_SPLITS: tl.constexpr
+):
+    head = tl.program_id(0).to(tl.int64)
+    s, d = tl.arange(0, PADDED_SPLITS), tl.arange(0, PADDED_D)
+    tops = tl.load(sums + (head * SPLITS + s) * 2, mask=s < SPLITS, other=float("-inf"))
+    totals = tl.load(sums + (head * SPLITS + s) * 2 + 1, mask=s < SPLITS, other=0.0)
+    weights = tl.exp2(tops - tl.max(tops, axis=0))
+    inside = (s[:, None] < SPLITS) & (d[None, :] < D)
+    mixed = tl.load(parts + (head * SPLITS + s[:, None]) * D + d[None, :], mask=inside, other=0.0)
+    result = tl.sum(mixed * weights[:, None], axis=0) / tl.sum(totals * weights, axis=0)
+    tl.store(out + head * D + d, result.to(out.dtype.element_ty), mask=d < D)
+
+
+def count_splits(rows: int, kv_heads: int, places: int) -> int:
+    """How many programs share a row's places, when slots have `places`."""
+    wanted = min(_BUSY // (rows * kv_heads), places // _LEAST_PLACES, 32)
+    return 1 << max(0, wanted.bit_length() - 1)
 
 
 def attend_rows(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    places_B: Tensor,
-    lengths_B: Tensor,
-    *,
-    scaling: float | None,
-    window: int | None,
-    softcap: float | None,
+    qkv: Tensor, cache: tuple[Tensor, Tensor], rows: "RowPlaces", angles: tuple[Tensor, Tensor], shape: HeadShape
 ) -> Tensor:
-    """Write one token of each row into one layer's cache, and attend to what the row then has: [B, H, D].
+    """Write one token of each row into one layer's cache, and attend to what the row then has: [B, H * D].
 
-    query is [1, H, B, D], key and value are [1, K, B, D]; keys and values are [slots, K, length, D] and contiguous.
+    qkv is [B, (H + 2 K) * D], contiguous; the cache is keys and values, [slots, K, length, D] each and contiguous.
     """
-    _, heads, rows, size = query.shape
-    kv_heads = key.shape[1]
-    query, key, value = (tensor if tensor.stride(-1) == 1 else tensor.contiguous() for tensor in (query, key, value))
-    out = torch.empty((rows, heads, size), dtype=query.dtype, device=query.device)
-    _decode_attention[(rows, kv_heads)](
-        query,
-        key,
-        value,
+    count = len(qkv)
+    keys, values = cache
+    splits = count_splits(count, shape.kv_heads, keys.shape[2])
+    out = qkv.new_empty((count, shape.heads * shape.size))
+    parts = sums = out
+    if splits > 1:
+        parts = torch.empty((count * shape.heads, splits, shape.size), dtype=torch.float32, device=qkv.device)
+        sums = torch.empty((count * shape.heads, splits, 2), dtype=torch.float32, device=qkv.device)
+    query_norm, key_norm = shape.query_norm, shape.key_norm
+    padded = triton.next_power_of_2(shape.size)
+    _decode_attention[(count, shape.kv_heads, splits)](
+        qkv,
         keys,
         values,
-        places_B,
-        lengths_B,
+        rows.active,
+        rows.length,
+        *angles,
+        qkv if query_norm is None else query_norm.weight,
+        qkv if key_norm is None else key_norm.weight,
         out,
-        size**-0.5 if scaling is None else scaling,
-        softcap or 1.0,
-        window or 0,
-        query.stride(1),
-        query.stride(2),
-        key.stride(1),
-        key.stride(2),
-        value.stride(1),
-        value.stride(2),
+        parts,
+        sums,
+        0.0 if query_norm is None else query_norm.eps,
+        0.0 if key_norm is None else key_norm.eps,
+        shape.scaling,
+        shape.softcap or 1.0,
+        shape.window or 0,
+        rows.dump,
         keys.stride(0),
         keys.stride(1),
-        heads,
-        G=heads // kv_heads,
-        D=size,
-        PADDED_G=max(16, triton.next_power_of_2(heads // kv_heads)),
-        PADDED_D=max(16, triton.next_power_of_2(size)),
-        BLOCK=64 if size <= 128 else 32,
-        CAPPED=softcap is not None,
-        WINDOWED=window is not None,
+        K=shape.kv_heads,
+        G=shape.heads // shape.kv_heads,
+        D=shape.size,
+        PADDED_G=max(16, triton.next_power_of_2(shape.heads // shape.kv_heads)),
+        PADDED_D=max(16, padded),
+        SPLITS=splits,
+        CAPPED=shape.softcap is not None,
+        WINDOWED=shape.window is not None,
+        NORMED=query_norm is not None,
+        OFFSET=query_norm is not None and query_norm.offset,
+        **tuning(shape.size),
     )
+    if splits > 1:
+        _add_up[(count * shape.heads,)](
+            parts, sums, out, D=shape.size, PADDED_D=padded, SPLITS=splits, PADDED_SPLITS=splits
+        )
     return out
+
+
+def tuning(size: int) -> dict[str, Any]:
+    """How the loop over places is cut, by head size."""
+    return {"BLOCK": 64 if size <= 128 else 32, "num_warps": 4, "num_stages": 3}
+
+
+@dataclass(frozen=True, slots=True)
+class RowPlaces:
+    """Which rows take part in a step, and how many places each has; those that do not write to `dump`."""
+
+    active: Tensor
+    """As bytes."""
+    length: Tensor
+    dump: int

@@ -57,6 +57,10 @@ class Parking:
             _, gone = self._far.popitem(last=False)
             self._far_room += gone.size
 
+    def is_tight(self, size: int) -> bool:
+        """Whether parking this much on the GPU would move something to the host."""
+        return self._near_room < size
+
     def find(self, key: Hashable) -> Parked | None:
         """What the key has, if it was not forgotten; it counts as used now."""
         for kept in (self._near, self._far):

@@ -7,9 +7,11 @@ on what else is in the forward.
 Shapes: T packed tokens, B rows, H query heads, K key heads, G = H / K, D head size, P places in the cache.
 """
 
+from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import cast
+from itertools import accumulate, chain
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -43,17 +45,24 @@ class PrefillPlan:
         self._cache = cache
         self._pieces = pieces
         self._device = cache.kv.device
-        padding = total - sum(len(piece.ids) for piece in pieces)
-        slots = [piece.slot for piece in pieces for _ in piece.ids] + [0] * padding
-        places = [at for piece in pieces for at in range(piece.start, piece.end)] + [cache.dump] * padding
-        self._lines = cache.lines(self._tensor(slots), self._tensor(places))
-        self.ids_T = self._tensor([at for piece in pieces for at in piece.ids] + [0] * padding)
-        self.positions_T = self._tensor(places[: total - padding] + [0] * padding)
+        self._real = sum(len(piece.ids) for piece in pieces)
+        padding = total - self._real
+        shapes = [(piece.slot, piece.start, len(piece.ids)) for piece in pieces]
+        table = self._tensor([*shapes, (0, cache.dump, padding)])
+        self.slots_T, self.places_T = _spread(table, total)
+        if padding:
+            self.places_T[self._real :] = cache.dump
+        ids = array("q", chain.from_iterable(piece.ids for piece in pieces))
+        ids.extend([0] * padding)
+        self.ids_T = self._tensor(ids)
+        self.positions_T = self.places_T.clone()
+        self.positions_T[self._real :] = 0
+        self._lines: Tensor | None = None
         self._masks: dict[tuple[int, int, int | None], Tensor] = {}
         self._ranges: VarlenRanges | None = None
         self._context: tuple[Tensor, Tensor] | None = None
 
-    def _tensor(self, numbers: list[int], dtype: torch.dtype = torch.long) -> Tensor:
+    def _tensor(self, numbers: Sequence[Any], dtype: torch.dtype = torch.long) -> Tensor:
         return to_device(numbers, self._device, dtype)
 
     def attend(
@@ -68,14 +77,30 @@ class PrefillPlan:
         softcap: float | None,
     ) -> Tensor:
         layer = layer_of(module)
+        if self._lines is None:
+            self._lines = self._cache.lines(self.slots_T, self.places_T)
         self._cache.write(layer, self._lines, key, value)
-        keys, values = self._cache.kv[layer]
-        query_T = query[0].transpose(0, 1)
-        if query_T.is_cuda and softcap is None and flash_takes(query_T):
-            out_T = self._attend_packed(query_T, keys, values, scaling, sliding_window)
-        else:
-            out_T = self._attend_each(query_T, keys, values, scaling, sliding_window, softcap)
-        return out_T.unsqueeze(0)
+        query_T, key_T, value_T = (heads[0].transpose(0, 1) for heads in (query, key, value))
+        return self.look(layer, query_T, key_T, value_T, scaling, sliding_window, softcap).unsqueeze(0)
+
+    def look(
+        self,
+        layer: int,
+        query_T: Tensor,
+        key_T: Tensor,
+        value_T: Tensor,
+        scaling: float | None,
+        window: int | None,
+        softcap: float | None,
+    ) -> Tensor:
+        """Attention of [T, H, D] to what the slots hold, which has the new keys and values in it already: [T, H, D]."""
+        if not query_T.is_cuda or softcap is not None or not flash_takes(query_T):
+            return self._attend_each(query_T, *self._cache.layer(layer), scaling, window, softcap)
+        if any(piece.start for piece in self._pieces):
+            return self._attend_packed(query_T, *self._cache.layer(layer), scaling, window)
+        if self._ranges is None:
+            self._ranges = self._find_ranges([piece.end for piece in self._pieces])
+        return attend_varlen(query_T, key_T, value_T, self._ranges, scaling=scaling, window=window)
 
     def _attend_each(
         self,
@@ -118,34 +143,30 @@ class PrefillPlan:
     ) -> Tensor:
         """All sequences in one flash attention over the places that they see."""
         if self._ranges is None or self._context is None:
-            self._ranges, self._context = self._find_context()
+            shapes = [(piece.slot, 0, piece.end) for piece in self._pieces]
+            padding = len(query_T) - self._real
+            self._context = _spread(self._tensor([*shapes, (0, 0, padding)]), sum(at for *_, at in shapes) + padding)
+            self._ranges = self._find_ranges([piece.end for piece in self._pieces])
         slots_P, places_P = self._context
-        real = sum(len(piece.ids) for piece in self._pieces)
-        out_T = torch.zeros_like(query_T)
-        out_T[:real] = attend_varlen(
-            query_T[:real],
-            keys[slots_P, :, places_P],
-            values[slots_P, :, places_P],
-            self._ranges,
-            scaling=scaling,
-            window=window,
-        )
-        return out_T
+        key_P, value_P = (kind[slots_P, :, places_P] for kind in (keys, values))
+        return attend_varlen(query_T, key_P, value_P, self._ranges, scaling=scaling, window=window)
 
-    def _find_context(self) -> tuple[VarlenRanges, tuple[Tensor, Tensor]]:
-        slots = [piece.slot for piece in self._pieces for _ in range(piece.end)]
-        places = [at for piece in self._pieces for at in range(piece.end)]
-        offsets = [[0], [0]]
-        for piece in self._pieces:
-            offsets[0].append(offsets[0][-1] + len(piece.ids))
-            offsets[1].append(offsets[1][-1] + piece.end)
-        ranges = VarlenRanges(
-            self._tensor(offsets[0], torch.int32),
-            self._tensor(offsets[1], torch.int32),
-            max(len(piece.ids) for piece in self._pieces),
-            max(piece.end for piece in self._pieces),
-        )
-        return ranges, (self._tensor(slots), self._tensor(places))
+    def _find_ranges(self, seen: Sequence[int]) -> VarlenRanges:
+        """Where sequences begin among the tokens, and among the places that they see; padding is one more sequence."""
+        asked = [len(piece.ids) for piece in self._pieces]
+        padding = len(self.ids_T) - self._real
+        ends = [[0, *accumulate([*lengths, padding])] for lengths in (asked, seen)]
+        of_queries, of_keys = (self._tensor(offset, torch.int32) for offset in ends)
+        return VarlenRanges(of_queries, of_keys, max(*asked, padding), max(*seen, padding))
+
+
+def _spread(table: Tensor, total: int) -> tuple[Tensor, Tensor]:
+    """From [pieces, 3] of slot, start and tokens to the slot and the place of each token: [total] each."""
+    slot, start, tokens = table.unbind(1)
+    first = tokens.cumsum(0) - tokens
+    piece_T = torch.repeat_interleave(tokens, output_size=total)
+    place_T = torch.arange(total, device=table.device) + (start - first)[piece_T]
+    return slot[piece_T], place_T
 
 
 class DecodePlan:
@@ -174,7 +195,7 @@ class DecodePlan:
     ) -> Tensor:
         layer = layer_of(module)
         self._cache.write(layer, self._lines, key, value)
-        keys, values = self._cache.kv[layer]
+        keys, values = self._cache.layer(layer)
         rows, kv_heads, span = len(self._lengths_B), keys.shape[1], self._span
         query_B = query[0].transpose(0, 1).reshape(rows, kv_heads, -1, query.shape[-1])
         out = attend_causally(

@@ -5,17 +5,18 @@ nothing of threads and event loops. Tickets are admitted in order, between two s
 Invariant: a slot is free, in prefill or running, never two of these; a request's tokens depend on its own session only.
 """
 
-import heapq
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from treadle.config.rollout import RolloutConfig
-from treadle.engine.native.cache import round_up
+from treadle.engine.native.cache import Move, round_up
 from treadle.engine.native.decoder import Decoder
-from treadle.engine.native.parking import Parked, Parking, shared_prefix
+from treadle.engine.native.parking import Parking
 from treadle.engine.native.plans import Piece
+from treadle.engine.native.residents import Found, Residents
 from treadle.engine.native.rows import Response
+from treadle.engine.native.slots import FreeSlots
 from treadle.engine.native.ticket import Answer, Ticket
 from treadle.errors import EngineFailure
 from treadle.types import Completion, StopReason
@@ -24,7 +25,7 @@ _SPARSE = 0.75
 """Rows are moved together when fewer than this fraction of those computed would do."""
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class _Prefill:
     """Tokens on their way into a slot, and the tickets that need exactly these: the first one's slot is computed."""
 
@@ -55,15 +56,19 @@ class Scheduler:
         self.version = version
         self._rollout = rollout
         self._decoder = decoder
-        self._parking = parking
+        self._residents = Residents(decoder.cache, parking, enabled=rollout.enable_prefix_caching)
         self._answer = answer
         self._name = name
         self._waiting: deque[Ticket] = deque()
         self._prefills: list[_Prefill] = []
+        self._fresh: dict[tuple[int, ...], _Prefill] = {}
+        """Those that compute a whole prompt, which siblings may still join."""
         self._ready: list[Ticket] = []
         self._running: dict[int, Ticket] = {}
-        self._free = list(range(min(decoder.cache.slots, rollout.max_num_seqs)))
+        self._slots = min(decoder.cache.slots, rollout.max_num_seqs)
+        self._free = FreeSlots(range(self._slots))
         self._steps = 0
+        self._top = 0
         self._lead = 0
         self._filtered = False
 
@@ -76,13 +81,16 @@ class Scheduler:
 
     def turn(self) -> None:
         """Admit, prefill up to the token budget, start rows, and give every running row one token."""
+        if not self.busy:
+            return
+        self._decoder.cache.acquire()
         self._admit()
         if self._prefills:
             self._prefill()
         if self._ready:
             self._start()
         if self._running:
-            ended = self._decoder.step(max(self._running) + 1, self._lead + self._steps, filtered=self._filtered)
+            ended = self._decoder.step(self._top, self._lead + self._steps, filtered=self._filtered)
             self._steps += 1
             if ended:
                 self._finish([slot for slot in ended if slot in self._running])
@@ -104,11 +112,11 @@ class Scheduler:
         first, gone = prefill.tickets[0], [ticket for ticket in prefill.tickets if chosen(ticket)]
         prefill.tickets = [ticket for ticket in prefill.tickets if ticket not in gone]
         if not prefill.tickets:
-            self._prefills.remove(prefill)
+            self._drop(prefill)
         elif first in gone:
             prefill.start = 0  # what was computed is in the slot of the one who left
         for ticket in gone:
-            heapq.heappush(self._free, ticket.slot)
+            self._release(ticket.slot)
             self._close(ticket, Response((), ()))
 
     def change_weights(self, version: int, load: Callable[[], str]) -> str:
@@ -119,46 +127,87 @@ class Scheduler:
             ticket.stale = True
         for prefill in self._prefills:
             prefill.start = 0
-        self._parking.clear()
+        self._residents.clear()
         confirmed = load()
+        self._decoder.refresh()
         self.version = version
         return confirmed
 
+    def release(self) -> bool:
+        """Give the cache's memory back, with all that is kept; a ticket takes it again. Not while there is work."""
+        if self.busy:
+            return False
+        self._decoder.settle()
+        self._residents.clear()
+        self._decoder.cache.release()
+        return True
+
+    def close(self) -> None:
+        """The last call."""
+        self.abort(lambda ticket: True)
+        self._residents.clear()
+        self._decoder.close()
+
     def forget(self, session: str) -> None:
         """Free what is kept for a session that is over."""
-        self._parking.forget(session)
+        self._residents.forget(session)
 
     def _admit(self) -> None:
-        limit = self._rollout.max_num_batched_tokens
-        while self._waiting and self._free and sum(len(work.ids) - work.start for work in self._prefills) < limit:
+        """Give slots to tickets that wait, until prefill has enough to do."""
+        room = self._rollout.max_num_batched_tokens - sum(len(work.ids) - work.start for work in self._prefills)
+        moves: list[Move] = []
+        while self._waiting and self._free and room > 0:
             ticket = self._waiting.popleft()
-            ticket.slot = heapq.heappop(self._free)
-            kept = self._find_kept(ticket)
-            if kept is not None:
-                self._decoder.cache.put(ticket.slot, kept.kv, min(len(kept.ids), len(ticket.prefix)))
-            start = 0 if kept is None else min(len(kept.ids), len(ticket.prefix))
+            found = self._residents.find(ticket.request.session, ticket.prefix)
+            self._seat(ticket, found, moves)
+            start = 0 if found is None else found.tokens
             if start == len(ticket.prefix):
                 self._ready.append(ticket)
-            else:
-                self._join_prefill(ticket, start)
+            elif self._join_prefill(ticket, start):
+                room -= len(ticket.prefix) - start
+        self._copy(moves)
+        self._decoder.cache.flush()
 
-    def _find_kept(self, ticket: Ticket) -> Parked | None:
-        """What the session left, if the request goes on from there or repeats it; else what siblings left."""
-        if not self._rollout.enable_prefix_caching:
-            return None
-        for key in (ticket.request.session, ticket.prefix):
-            kept = self._parking.find(key)
-            if kept and shared_prefix(kept.ids, ticket.prefix) == min(len(kept.ids), len(ticket.prefix)):
-                return kept
-        return None
+    def _seat(self, ticket: Ticket, found: Found | None, moves: list[Move]) -> None:
+        """Give a ticket its slot, with what was found in it; copies between slots are left in `moves`."""
+        if found is not None and found.own and found.slot is not None:
+            ticket.slot = found.slot
+            self._free.remove(found.slot)
+            self._residents.wake(found.slot, found.tokens)
+            return
+        ticket.slot = self._free.take(near=(self._slots - len(self._free) + 1) / _SPARSE)
+        if any(ticket.slot == move.source for move in moves):
+            self._copy(moves)
+        self._residents.vacate(ticket.slot)
+        if found is not None and found.parked is not None:
+            self._decoder.cache.put(ticket.slot, found.parked.kv, found.tokens)
+        elif found is not None and found.slot is not None and found.slot != ticket.slot:
+            moves.append(Move(found.slot, ticket.slot, found.tokens))
 
-    def _join_prefill(self, ticket: Ticket, start: int) -> None:
-        """Siblings with the same prompt share its prefill, if they come before it is done."""
-        for prefill in self._prefills:
-            if start == 0 and prefill.fresh and prefill.ids == ticket.prefix:
-                prefill.tickets.append(ticket)
-                return
-        self._prefills.append(_Prefill(start, ticket.prefix, [ticket], fresh=start == 0))
+    def _release(self, slot: int) -> None:
+        self._free.add(slot, held=self._residents.holds(slot))
+
+    def _copy(self, moves: list[Move]) -> None:
+        if moves:
+            self._decoder.cache.copy(moves)
+            moves.clear()
+
+    def _join_prefill(self, ticket: Ticket, start: int) -> bool:
+        """Siblings with the same prompt share its prefill, if they come in time. Whether this is a new one."""
+        joined = self._fresh.get(ticket.prefix) if start == 0 else None
+        if joined is not None:
+            joined.tickets.append(ticket)
+            return False
+        prefill = _Prefill(start, ticket.prefix, [ticket], fresh=start == 0)
+        self._prefills.append(prefill)
+        if prefill.fresh:
+            self._fresh[prefill.ids] = prefill
+        return True
+
+    def _drop(self, prefill: _Prefill) -> None:
+        self._prefills.remove(prefill)
+        if prefill.fresh:
+            del self._fresh[prefill.ids]
 
     def _prefill(self) -> None:
         """One forward over as many pieces as the token budget takes; a piece's length depends on its request alone."""
@@ -174,21 +223,22 @@ class Scheduler:
         self._decoder.prefill([piece for _, piece in chosen])
         for prefill, piece in chosen:
             prefill.start = piece.end
-            if prefill.start == len(prefill.ids):
-                self._share(prefill)
+        self._share([prefill for prefill, _ in chosen if prefill.start == len(prefill.ids)])
 
-    def _share(self, prefill: _Prefill) -> None:
-        """Prefill is done: siblings get copies, and one is kept for those that come later."""
-        self._prefills.remove(prefill)
-        first, *others = prefill.tickets
-        tokens = len(prefill.ids)
-        self._decoder.cache.copy(first.slot, [ticket.slot for ticket in others], tokens)
-        if prefill.fresh and self._rollout.enable_prefix_caching:
-            self._parking.park(prefill.ids, Parked(prefill.ids, self._decoder.cache.take(first.slot, tokens)))
-        self._ready += prefill.tickets
+    def _share(self, done: Sequence[_Prefill]) -> None:
+        """Prefills are done: siblings get copies, and those that come later can have some too."""
+        moves: list[Move] = []
+        for prefill in done:
+            self._drop(prefill)
+            first, *others = prefill.tickets
+            moves += [Move(first.slot, ticket.slot, len(prefill.ids)) for ticket in others]
+            if prefill.fresh:
+                self._residents.offer(first.slot, prefill.ids)
+            self._ready += prefill.tickets
+        self._copy(moves)
 
     def _start(self) -> None:
-        self._decoder.rows.start([ticket.row() for ticket in self._ready])
+        self._decoder.start([ticket.row() for ticket in self._ready])
         for ticket in self._ready:
             ticket.born = self._steps
             self._running[ticket.slot] = ticket
@@ -199,7 +249,7 @@ class Scheduler:
         for slot, response in zip(slots, self._decoder.read(slots), strict=True):
             ticket = self._running.pop(slot)
             self._keep(ticket, response)
-            heapq.heappush(self._free, slot)
+            self._release(slot)
             self._close(ticket, response)
         self._gather()
         self._look_around()
@@ -212,12 +262,12 @@ class Scheduler:
         return bool(ended)
 
     def _keep(self, ticket: Ticket, response: Response) -> None:
-        """Park what the slot holds: everything but the last token, which no step has read yet."""
+        """Leave what the slot holds to the session: everything but the last token, which no step has read yet."""
         if any(logprob != logprob for logprob in response.logprobs):
+            self._residents.withdraw(ticket.slot)
             self._decoder.cache.clear(ticket.slot)
-        elif self._rollout.enable_prefix_caching and not ticket.stale:
-            ids = (*ticket.request.ids, *response.ids)[:-1]
-            self._parking.park(ticket.request.session, Parked(ids, self._decoder.cache.take(ticket.slot, len(ids))))
+        elif not ticket.stale:
+            self._residents.stay(ticket.slot, ticket.request.session, (*ticket.request.ids, *response.ids)[:-1])
 
     def _close(self, ticket: Ticket, response: Response) -> None:
         sampling, ids = ticket.request.sampling, response.ids
@@ -243,19 +293,28 @@ class Scheduler:
             return
         if self._catch_up():
             return  # others ended, and the rest was moved together
-        holes = sorted(slot for slot in self._free if slot < needed)
-        movers = sorted((slot for slot in self._running if slot >= needed), reverse=True)[: len(holes)]
-        targets = holes[: len(movers)]
-        self._decoder.move(movers, targets, self._lead + self._steps)
-        self._free = [slot for slot in self._free if slot not in targets] + movers
-        heapq.heapify(self._free)
-        for source, target in zip(movers, targets, strict=True):
-            ticket = self._running.pop(source)
-            ticket.slot = target
-            self._running[target] = ticket
+        holes = self._free.below(needed)
+        movers = sorted((slot for slot in self._running if slot >= needed), reverse=True)
+        moves = [Move(*pair, self._tokens_of(pair[0])) for pair in zip(movers, holes, strict=False)]
+        for move in moves:
+            self._residents.vacate(move.target)
+            self._free.remove(move.target)
+        self._decoder.move(moves)
+        self._residents.move(moves)
+        for move in moves:
+            ticket = self._running.pop(move.source)
+            ticket.slot = move.target
+            self._running[move.target] = ticket
+            self._release(move.source)
+
+    def _tokens_of(self, slot: int) -> int:
+        """How many places of a running slot may be in use."""
+        ticket = self._running[slot]
+        return min(len(ticket.prefix) + self._steps - ticket.born, self._decoder.cache.length)
 
     def _look_around(self) -> None:
         """What all steps need to know until rows start or end again."""
         running: Iterable[Ticket] = self._running.values()
+        self._top = max(self._running, default=-1) + 1
         self._lead = max((len(ticket.prefix) - ticket.born for ticket in running), default=0)
         self._filtered = any(ticket.filtered for ticket in running)

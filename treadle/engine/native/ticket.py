@@ -24,11 +24,11 @@ class Ticket:
     """Whether its keys and values mix several weights: then nobody may use them later."""
     versions: list[tuple[int, int]] = field(default_factory=list)
     """How many tokens were out when which version left."""
+    prefix: tuple[int, ...] = field(init=False)
+    """What must be in the slot before the row can start: all but the last token."""
 
-    @property
-    def prefix(self) -> tuple[int, ...]:
-        """What must be in the slot before the row can start: all but the last token."""
-        return self.request.ids[:-1]
+    def __post_init__(self) -> None:
+        self.prefix = self.request.ids[:-1]
 
     @property
     def filtered(self) -> bool:

@@ -59,11 +59,11 @@ class Worker:
         future: asyncio.Future[Answer] = self._loop.create_future()
         ticket = Ticket(request, lambda answer: _settle(future, answer), self._room)
         self._open.add(ticket)
-        self._post(lambda scheduler: scheduler.add(ticket))
+        self.post(lambda scheduler: scheduler.add(ticket))
         try:
             return await future
         except asyncio.CancelledError:
-            self._post(lambda scheduler: scheduler.abort(lambda other: other is ticket))
+            self.post(lambda scheduler: scheduler.abort(lambda other: other is ticket))
             raise
         finally:
             self._open.discard(ticket)
@@ -82,13 +82,14 @@ class Worker:
                 self._loop.call_soon_threadsafe(_settle, future, result)
 
         self._calls.add(future)
-        self._post(run)
+        self.post(run)
         try:
             return await future
         finally:
             self._calls.discard(future)
 
-    def _post(self, call: Call) -> None:
+    def post(self, call: Call) -> None:
+        """Have a call made in the thread, between two steps. Nobody waits for it, so it must not fail."""
         with self._wake:
             self._inbox.append(call)
             self._wake.notify()
@@ -120,7 +121,7 @@ class Worker:
             for call in calls:
                 call(scheduler)
             if closing:
-                scheduler.abort(lambda ticket: True)
+                scheduler.close()
             else:
                 scheduler.turn()
             self._hand_back()

@@ -1,0 +1,191 @@
+"""The Triton kernels against plain torch: on a GPU where there is one, else in Triton's interpreter where that is."""
+
+import os
+from importlib.util import find_spec
+
+import pytest
+import torch
+from torch import Tensor
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+if DEVICE.type == "cpu" and find_spec("triton"):
+    os.environ["TRITON_INTERPRET"] = "1"
+pytest.importorskip("triton")
+
+from tests.tiny import FAMILIES, VOCABULARY, tiny  # noqa: E402 - triton reads the environment when it is imported
+from treadle.algorithm.head import FusedHead  # noqa: E402
+from treadle.algorithm.logprobs import _ChunkedHead  # noqa: E402
+from treadle.config import RolloutConfig  # noqa: E402
+from treadle.engine.native.cache import Move, SlotCache  # noqa: E402
+from treadle.engine.native.decoder import Decoder  # noqa: E402
+from treadle.engine.native.drawing import draw_rows  # noqa: E402
+from treadle.engine.native.kernels import count_splits  # noqa: E402
+from treadle.engine.native.plans import Piece, PrefillPlan  # noqa: E402
+from treadle.engine.native.rows import Rows, RowStart  # noqa: E402
+from treadle.engine.native.sampling import sample  # noqa: E402
+from treadle.engine.native.stack import Stack  # noqa: E402
+from treadle.engine.native.transfer import copy_slots  # noqa: E402
+from treadle.model.attention import PackedPlan  # noqa: E402
+from treadle.model.causal import compute_logits, hidden_states, prepare_module  # noqa: E402
+from treadle.model.checksum import _MIX, _PLACE, _sum_words  # noqa: E402
+from treadle.model.fused import fuse_layers  # noqa: E402
+from treadle.model.kernels import sum_words  # noqa: E402
+
+pytestmark = [  # the interpreter computes what masks leave out, and uses numpy in ways that are going away
+    pytest.mark.filterwarnings("ignore::RuntimeWarning"),
+    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
+]
+
+
+def small(family: str) -> torch.nn.Module:
+    """A model whose norms and biases are not all alike."""
+    module = prepare_module(tiny(family, num_hidden_layers=2)).to(DEVICE)
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for weight in module.parameters():
+            if weight.dim() == 1:
+                weight += 0.2 * torch.randn(weight.shape, generator=generator).to(DEVICE)
+    return module
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_fused_layer_has_the_same_outputs_and_gradients(family: str) -> None:
+    module, plan = small(family), PackedPlan([9, 4], DEVICE)
+    ids = torch.arange(13, device=DEVICE) * 5 % VOCABULARY
+    coefficients = torch.randn(13, 32, generator=torch.Generator().manual_seed(2)).to(DEVICE)
+
+    def run() -> list[Tensor]:
+        module.zero_grad()
+        hidden = hidden_states(module, ids, plan.positions(), plan)
+        (hidden * coefficients).sum().backward()
+        return [hidden.detach(), *(weight.grad for weight in module.parameters() if weight.grad is not None)]
+
+    plain = run()
+    assert fuse_layers(module)
+    for found, expected in zip(run(), plain, strict=True):
+        assert (found - expected).norm() <= 1e-5 * expected.norm()
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_stack_fills_the_cache_and_decodes_as_the_modules_do(family: str) -> None:
+    module = small(family)
+    rollout = RolloutConfig(prompt_length=300, response_length=300, max_num_seqs=4)
+    plain, fused = (Decoder(module, SlotCache.create(rollout, module, DEVICE, 4), 4) for _ in range(2))
+    stack = Stack.create(module, fused.cache)
+    assert stack is not None and count_splits(4, 2, fused.cache.kv.shape[4]) > 1
+    prompts = [[(7 * row + 3 * at) % VOCABULARY for at in range(length)] for row, length in enumerate((20, 70, 1))]
+    pieces = [Piece(slot, 0, ids[:-1]) for slot, ids in enumerate(prompts) if len(ids) > 1]
+    more = [Piece(0, 19, [5, 6, 7])]
+    starts = [
+        RowStart(slot, ids[-1], len(ids) - 1 + 3 * (slot == 0), 4, 123 * slot, 0, 1.0, 1.0, 0, ())
+        for slot, ids in enumerate(prompts)
+    ]
+    report = torch.zeros((3, 4), dtype=torch.int32, device=DEVICE)
+    with torch.inference_mode():
+        for part, total in ((pieces, 92), (more, 4)):
+            plain.prefill(part)
+            stack.prefill(PrefillPlan(fused.cache, part, total))
+        for decoder in (plain, fused):
+            decoder.rows.start(starts)
+        plain.advance(4, 80, False)
+        draw_rows(compute_logits(module, stack.decode(fused.rows, 4)), fused.rows, report, filtered=False)
+    kept = slice(0, fused.cache.length)
+    assert torch.allclose(plain.cache.kv[..., kept, :], fused.cache.kv[..., kept, :], atol=1e-4)
+    assert torch.equal(plain.rows.last_id, fused.rows.last_id) and torch.equal(plain.rows.length, fused.rows.length)
+    logprobs = report[1].view(torch.float32)[:3]
+    assert torch.allclose(plain.rows.out_logprobs[:3, 0], logprobs, atol=1e-4)
+
+
+def rows_of_all_kinds(count: int) -> Rows:
+    rows = Rows(count, 10, DEVICE)
+    starts = [
+        RowStart(
+            at,
+            5,
+            3,
+            1 + at % 3,
+            at * 0x9E3779B97F4A7C15 % (1 << 64),
+            at % 7,
+            (1.0, 0.7, 0.0, 1.3)[at % 4],
+            (1.0, 0.8, 1.0, 0.3)[at // 4 % 4],
+            (-1, 5, 0, 20)[at // 2 % 4],
+            (at % 50, 7),
+        )
+        for at in range(count)
+        if at % 5
+    ]
+    rows.start(starts)
+    return rows
+
+
+@pytest.mark.parametrize("filtered", [False, True])
+def test_one_kernel_draws_and_takes_in_what_plain_sampling_does(filtered: bool) -> None:
+    plain, fused, count = rows_of_all_kinds(24), rows_of_all_kinds(24), 24
+    report = torch.zeros((3, count), dtype=torch.int32, device=DEVICE)
+    generator = torch.Generator().manual_seed(3)
+    for words in (50, 5000):
+        logits = (2 * torch.randn(count, words, generator=generator)).to(DEVICE)
+        active, sampled = plain.active.clone(), sample(logits, plain.controls(count), filtered=filtered)
+        ended = plain.advance(count, sampled)
+        draw_rows(logits, fused, report, filtered=filtered)
+        for name in ("active", "last_id", "length", "left", "count", "draw"):
+            assert torch.equal(getattr(plain, name), getattr(fused, name)), name
+        assert torch.equal(report[2].bool(), ended)
+        assert torch.allclose(report[1].view(torch.float32)[active], sampled.logprobs[active], atol=1e-5)
+
+
+def test_logits_that_are_no_numbers_end_a_row() -> None:
+    rows, report = rows_of_all_kinds(8), torch.zeros((3, 8), dtype=torch.int32, device=DEVICE)
+    logits = torch.zeros((8, 50), device=DEVICE)
+    logits[3, 4], logits[6] = float("nan"), float("-inf")
+    draw_rows(logits, rows, report, filtered=False)
+    assert report[2, [3, 6]].tolist() == [1, 1] and report[1].view(torch.float32)[[3, 6]].isnan().all()
+
+
+@pytest.mark.parametrize(
+    ("chunk", "temperature", "softcap", "biased"), [(100, 1.0, None, False), (7, 0.7, None, True), (6, 1.3, 5.0, False)]
+)
+def test_the_fused_head_has_the_same_logprobs_entropy_and_gradients(
+    chunk: int, temperature: float, softcap: float | None, biased: bool
+) -> None:
+    generator = torch.Generator().manual_seed(4)
+    hidden, weight, bias = (torch.randn(size, generator=generator) for size in ((20, 16), (300, 16), (300,)))
+    targets = torch.randint(0, 300, (20,), generator=generator).to(DEVICE)
+    factors = torch.randn(2, 20, generator=generator).to(DEVICE)
+
+    def run(head: type[torch.autograd.Function]) -> list[Tensor]:
+        leaves = [leaf.clone().to(DEVICE).requires_grad_() for leaf in (hidden, weight, bias)[: 2 + biased]]
+        given = leaves if biased else [*leaves, None]
+        logprobs, entropy = head.apply(*given, targets, chunk, temperature, softcap)
+        (logprobs * factors[0] + entropy * factors[1]).sum().backward()
+        return [logprobs.detach(), entropy.detach(), *(leaf.grad for leaf in leaves)]
+
+    for found, expected in zip(run(FusedHead), run(_ChunkedHead), strict=True):
+        assert (found - expected).norm() <= 1e-5 * expected.norm()
+
+
+def test_slots_are_copied_as_far_as_asked() -> None:
+    kv = torch.randn(2, 2, 5, 2, 40, 16, generator=torch.Generator().manual_seed(5)).to(DEVICE)
+    expected = kv.clone()
+    moves = [Move(0, 3, 17), Move(0, 1, 40), Move(2, 4, 1)]
+    for move in moves:
+        expected[:, :, move.target, :, : move.tokens] = expected[:, :, move.source, :, : move.tokens]
+    copy_slots(kv, torch.tensor(moves, device=DEVICE))
+    assert torch.equal(kv, expected)
+
+
+@pytest.mark.parametrize("count", [1, 4096, 10_001])
+def test_one_kernel_sums_words_as_the_checksum_does(count: int) -> None:
+    words = torch.randint(-(2**62), 2**62, (count,), generator=torch.Generator().manual_seed(6)).to(DEVICE)
+    assert sum_words(words, _PLACE, _MIX).item() == _sum_words(words).item()
+
+
+@pytest.mark.skipif(DEVICE.type == "cpu", reason="addresses mean nothing to the interpreter")
+def test_what_is_taken_from_slots_is_whole_after_a_flush() -> None:
+    rollout = RolloutConfig(prompt_length=20, response_length=20, max_num_seqs=4)
+    cache = SlotCache.create(rollout, small("llama"), DEVICE, 4)
+    cache.kv.normal_()
+    taken = [(slot, tokens, cache.take(slot, tokens)) for slot, tokens in ((1, 7), (3, 40))]
+    cache.flush()
+    for slot, tokens, kept in taken:
+        assert torch.equal(kept, cache.kv[:, :, slot, :, :tokens])

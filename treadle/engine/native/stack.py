@@ -1,0 +1,174 @@
+"""All layers of a decoder in one walk with few kernels, on the modules' own weights. CUDA only.
+
+Owns how prefill and decode steps go through layers whose parts `model.anatomy` found and `model.fused` proved: eight
+kernels a layer. Knows nothing of requests and sampling, and believes no name: whoever builds a stack compares it.
+"""
+
+from dataclasses import dataclass
+from inspect import signature
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from treadle.engine.native.cache import CacheShape, SlotCache
+from treadle.engine.native.kernels import HeadShape, RowPlaces, attend_rows
+from treadle.engine.native.plans import PrefillPlan
+from treadle.engine.native.projection import Projection
+from treadle.engine.native.rows import Rows
+from treadle.engine.native.transfer import admit_tokens
+from treadle.model.anatomy import NormParts, find_norm
+from treadle.model.fused import FusedForward, find_fused
+from treadle.model.kernels import Norm, gate_rows, norm_rows
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+Angles = tuple[Tensor, Tensor]
+"""Cosines and sines of every position: [length, head size] each."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Layer:
+    number: int
+    qkv: Projection
+    out: Projection
+    gate_up: Projection
+    down: Projection
+    activation: int
+    before_attention: NormParts
+    after_attention: NormParts | None
+    before_mlp: NormParts
+    after_mlp: NormParts | None
+    shape: HeadShape
+    angles: Angles
+
+
+class Stack:
+    """A decoder from token ids to its last hidden states. Built by `create`."""
+
+    def __init__(self, module: "PreTrainedModel", cache: SlotCache, layers: list[_Layer], norm: NormParts) -> None:
+        self._embed = cast(Any, module).get_input_embeddings()
+        self._cache = cache
+        self._layers = layers
+        self._norm = norm
+
+    @classmethod
+    def create(cls, module: "PreTrainedModel", cache: SlotCache) -> "Stack | None":
+        """None where the decoder has parts that we do not know. What it computes is for the caller to compare."""
+        decoder = cast(Any, module).get_decoder()
+        fused, norm = find_fused(module), find_norm(getattr(decoder, "norm", None))
+        angles = _find_angles(module, cache.length + 1)
+        if not fused or norm is None or angles is None or not all(_even_biases(one) for one in fused):
+            return None
+        layers = [_layer(at, one, angles[one.parts.attention], module) for at, one in enumerate(fused)]
+        return cls(module, cache, layers, norm)
+
+    def tie(self) -> bool:
+        """Find weights that somebody replaced; whether there were any."""
+        return any([part.tie() for layer in self._layers for part in (layer.qkv, layer.out, layer.gate_up, layer.down)])
+
+    def prefill(self, plan: PrefillPlan) -> None:
+        """The keys and values of the plan's tokens, into the cache."""
+        hidden = self._embed(plan.ids_T)
+        normed = norm_rows(hidden, _numbers(self._layers[0].before_attention))
+        for layer in self._layers:
+            held = self._cache.layer(layer.number)
+            heads = admit_tokens(
+                layer.qkv(normed), held, plan.slots_T, plan.places_T, plan.positions_T, layer.angles, layer.shape
+            )
+            if layer is self._layers[-1]:
+                return
+            shape = layer.shape
+            mixed = plan.look(layer.number, *heads, shape.scaling, shape.window, shape.softcap)
+            normed = self._finish(layer, hidden, mixed.flatten(1))
+
+    def decode(self, rows: Rows, count: int) -> Tensor:
+        """The last hidden states after the next token of the first `count` rows: [count, hidden]."""
+        hidden = self._embed(rows.last_id[:count])
+        places = RowPlaces(rows.active.view(torch.uint8), rows.length, self._cache.dump)
+        normed = norm_rows(hidden, _numbers(self._layers[0].before_attention))
+        for layer in self._layers:
+            held = self._cache.layer(layer.number)
+            mixed = attend_rows(layer.qkv(normed), held, places, layer.angles, layer.shape)
+            normed = self._finish(layer, hidden, mixed)
+        return normed
+
+    def _finish(self, layer: _Layer, hidden: Tensor, mixed: Tensor) -> Tensor:
+        """The rest of a layer after attention. Adds to `hidden`, and returns what the next one reads."""
+        delta = layer.out(mixed)
+        normed = norm_rows(
+            hidden, _numbers(layer.before_mlp), delta=delta, post=_maybe(layer.after_attention), total=hidden
+        )
+        gate, up = layer.gate_up(normed).chunk(2, dim=1)
+        delta = layer.down(gate_rows(gate, up, layer.activation))
+        last = layer is self._layers[-1]
+        following = self._norm if last else self._layers[layer.number + 1].before_attention
+        return norm_rows(hidden, _numbers(following), delta=delta, post=_maybe(layer.after_mlp), total=hidden)
+
+
+def _layer(number: int, fused: FusedForward, angles: Angles, module: "PreTrainedModel") -> _Layer:
+    parts, options = fused.parts, fused.options
+    attention, mlp, cache = parts.attention, parts.mlp, CacheShape.of(module)
+    scaling = options["scaling"]
+    shape = HeadShape(
+        attention.q_proj.out_features // parts.head_size,
+        cache.kv_heads,
+        parts.head_size,
+        parts.head_size**-0.5 if scaling is None else scaling,
+        options["sliding_window"],
+        options["softcap"],
+        _maybe(parts.query),
+        _maybe(parts.key),
+    )
+    return _Layer(
+        number,
+        Projection(attention.q_proj, attention.k_proj, attention.v_proj),
+        Projection(attention.o_proj),
+        Projection(mlp.gate_proj, mlp.up_proj),
+        Projection(mlp.down_proj),
+        parts.activation,
+        parts.before_attention,
+        parts.after_attention,
+        parts.before_mlp,
+        parts.after_mlp,
+        shape,
+        angles,
+    )
+
+
+def _even_biases(fused: FusedForward) -> bool:
+    """Whether projections that become one agree about having a bias."""
+    attention, mlp = fused.parts.attention, fused.parts.mlp
+    groups = ((attention.q_proj, attention.k_proj, attention.v_proj), (mlp.gate_proj, mlp.up_proj))
+    return all(len({module.bias is None for module in group}) == 1 for group in groups)
+
+
+@torch.no_grad()
+def _find_angles(module: "PreTrainedModel", length: int) -> dict[nn.Module, Angles] | None:
+    """The rotation in each layer, as the model's own module computes it; one table for each kind of layer."""
+    decoder = cast(Any, module).get_decoder()
+    rotary = getattr(decoder, "rotary_emb", None)
+    if rotary is None:
+        return None
+    positions = torch.arange(length, device=module.device).unsqueeze(0)
+    like = torch.empty((1, length, 1), dtype=module.dtype, device=module.device)
+    kinds = (
+        getattr(module.config, "layer_types", None) if "layer_type" in signature(rotary.forward).parameters else None
+    )
+    tables: dict[str | None, Angles] = {}
+    for kind in set(kinds or [None]):
+        cosines, sines = rotary(like, positions) if kind is None else rotary(like, positions, kind)
+        tables[kind] = (cosines[0].contiguous(), sines[0].contiguous())
+    size = CacheShape.of(module).head_dim
+    if any(cosines.shape != (length, size) for cosines, _ in tables.values()):
+        return None
+    return {layer.self_attn: tables[kinds[at] if kinds else None] for at, layer in enumerate(decoder.layers)}
+
+
+def _numbers(norm: NormParts) -> Norm:
+    return Norm(norm.weight, norm.eps, norm.offset)
+
+
+def _maybe(norm: NormParts | None) -> Norm | None:
+    return None if norm is None else _numbers(norm)
