@@ -3,7 +3,10 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 
-.PHONY: check test demo format bench clean
+CLUSTER := .venv-cluster
+CLUSTER_INSTALLED := $(CLUSTER)/.installed
+
+.PHONY: check test test-cluster demo format bench clean
 
 check: $(INSTALLED)  ## format, lint, types, import ranks and unit tests: about a minute
 	$(BIN)/ruff format --check .
@@ -13,6 +16,10 @@ check: $(INSTALLED)  ## format, lint, types, import ranks and unit tests: about 
 
 test: check  ## everything above, then contract and integration tests with real processes
 	$(BIN)/pytest tests/contract tests/integration -n auto
+
+test-cluster: $(CLUSTER_INSTALLED)  ## what needs vLLM and Ray, both real, in an environment of their own
+	$(CLUSTER)/bin/pytest tests/contract/test_vllm_engine.py tests/integration/test_export_vllm.py
+	OMP_NUM_THREADS=1 $(CLUSTER)/bin/pytest tests/contract/test_ray_*.py tests/integration/test_ray_*.py
 
 demo: $(INSTALLED)  ## an agent that learns to use a calculator: two minutes on two cores
 	$(BIN)/treadle train calculator
@@ -31,5 +38,11 @@ $(INSTALLED): pyproject.toml constraints.txt
 	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[dev]'
 	touch $@
 
+$(CLUSTER_INSTALLED): pyproject.toml constraints-cluster.txt
+	python3 -m venv $(CLUSTER)
+	$(CLUSTER)/bin/pip install --quiet --constraint constraints.txt torch
+	$(CLUSTER)/bin/pip install --quiet --no-deps --requirement constraints-cluster.txt --editable .
+	touch $@
+
 clean:
-	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) $(CLUSTER) .mypy_cache .ruff_cache .pytest_cache .hypothesis

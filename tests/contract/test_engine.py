@@ -20,6 +20,7 @@ from tests import virtual_time
 from tests.fake_endpoint import FakeEndpoint
 from tests.letters import STOP, ask, decode, encode, go_on
 from treadle.config.rollout import FailureConfig, LimitsConfig, OpenAIConfig, RolloutConfig, ScriptedConfig
+from treadle.engine.apart import EngineApart
 from treadle.engine.native.engine import NativeEngine
 from treadle.engine.openai import OpenAIEngine
 from treadle.engine.protocol import Engine, WeightUpdate
@@ -106,10 +107,22 @@ async def open_native() -> AsyncIterator[Engine]:
     yield await NativeEngine.create(rollout, slow_letters(), decode=decode, checksum=lambda tensors: "checksum")
 
 
+async def start_native() -> Engine:
+    """In a process of its own."""
+    async with open_native() as engine:
+        return engine
+
+
+@asynccontextmanager
+async def open_apart() -> AsyncIterator[Engine]:
+    yield await EngineApart.create(start_native, name="apart-0", limits=LimitsConfig())
+
+
 STAGES = {
     "scripted": Stage(open_scripted, virtual_time.run, settle_s=40.0),
     "router": Stage(open_router, virtual_time.run, settle_s=40.0),
     "native": Stage(open_native, asyncio.run, settle_s=0.12),
+    "apart": Stage(open_apart, asyncio.run, settle_s=0.12),
     "openai": Stage(open_openai, asyncio.run, settle_s=0.05, keeps_tokens=False, takes_weights=False),
 }
 

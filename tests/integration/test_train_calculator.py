@@ -49,8 +49,9 @@ def test_the_calculator_agent_learns(tmp_path):
     success = [row["validation/success"] for row in rows if "validation/success" in row]
     assert success[0] <= 0.5
     assert success[-1] >= success[0] + 0.3
-    gaps = [row["rollout_corr/logprob_abs_diff_max"] for row in rows if "reward/mean" in row]
-    assert max(gaps) < 1e-5
+    steps = [row for row in rows if "reward/mean" in row]
+    assert max(row["rollout_corr/logprob_abs_diff"] for row in steps) < 1e-6
+    assert max(row["rollout_corr/logprob_abs_diff_max"] for row in steps) < 1e-4, "a rare token's rounding, not more"
     assert "before (step 0)" in done.stdout
 
 

@@ -24,35 +24,7 @@ from treadle.config.section import types_of
 
 PACKAGE = Path(treadle.__file__).parent
 
-PENDING: dict[str, dict[str, str]] = {
-    "RolloutConfig": {
-        "engine/": "free_cache_engine engine_kwargs",
-    },
-    "LoggingConfig": {
-        "observe/": "log_val_generations",
-    },
-    "ClusterConfig": {
-        "cluster/": "address ray_init",
-    },
-    "FSDPActorConfig": {
-        "policy/": "fsdp_config",
-    },
-    "FSDPConfig": {
-        "policy/": """
-            fsdp_size reshard_after_forward forward_prefetch param_offload optimizer_offload
-            offload_policy
-        """,
-    },
-    "FSDPRefConfig": {
-        "policy/": "fsdp_config",
-    },
-    "FSDPCriticConfig": {
-        "policy/": "fsdp_config",
-    },
-    "TrainerConfig": {
-        "trainer/": "stale_samples on_weight_update parameter_sync_steps",
-    },
-}
+PENDING: dict[str, dict[str, str]] = {}
 """Class, then folder, then the keys that folder will read."""
 
 NOT_COUNTED = ("config/rules.py", "config/legacy/")

@@ -10,6 +10,11 @@ ASYNC = ["rollout.nnodes=1", "algorithm.rollout_correction.rollout_is=token"]
 
 ROLLOUT_CLASHES = [
     (
+        ["reward.judges.fair={prompt: 'Rate {{ response }}'}"],
+        "reward.judges.fair.path",
+        "is needed by engine.name: native",
+    ),
+    (
         ["rollout.max_model_len=1000"],
         "rollout.max_model_len",
         "1000 is less than prompt_length + response_length = 1024",
@@ -76,6 +81,16 @@ ROLLOUT_CLASHES = [
 ]
 
 TRAINING_CLASHES = [
+    (
+        ["trainer.n_gpus_per_node=2", "trainer.processes_per_node=2"],
+        "trainer.processes_per_node",
+        "2, but with 2 GPUs there is one for each",
+    ),
+    (
+        ["trainer.mode=fully_async", "trainer.max_staleness=1", "trainer.parameter_sync_steps=3", *ASYNC],
+        "trainer.parameter_sync_steps",
+        "3, but with trainer.max_staleness 1 no sample of the same weights may train more than 2 steps",
+    ),
     (
         ["trainer.mode=one_step_off", ASYNC[1]],
         "rollout.nnodes",

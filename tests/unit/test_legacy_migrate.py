@@ -67,7 +67,7 @@ def test_the_asynchronous_script_migrates_without_loss() -> None:
     assert migration.exit_status == 0
     assert (config.trainer.mode, config.trainer.max_staleness, config.trainer.parameter_sync_steps) == (
         "fully_async",
-        1,
+        5,
         4,
     )
     assert (config.data.train_batch_size, config.trainer.total_training_steps) == (64, 800)

@@ -396,7 +396,7 @@ def test_the_asynchronous_recipe_is_recognised_by_its_section() -> None:
     translation = legacy.translate([old])
     assert translation.mistakes == ()
     assert values(translation) == {
-        "trainer.max_staleness": 1,
+        "trainer.max_staleness": 4,
         "data.train_batch_size": 64,
         "trainer.on_weight_update": "drop",
         "rollout.nnodes": 1,

@@ -8,7 +8,8 @@ import pytest
 
 from tests import virtual_time
 from tests.breakable import BreakableEngine, replica, router
-from tests.letters import ask
+from tests.letters import ask, decode, encode
+from treadle.config.rollout import ScriptedConfig
 from treadle.engine.router import Router
 from treadle.errors import EngineFailure, MisuseError
 from treadle.types import Completion, StopReason
@@ -87,6 +88,40 @@ def test_a_moved_session_stays_at_its_new_home() -> None:
         assert (await door.generate(ask(uid="me"))).replica == "b"
         await asyncio.gather(*crowd)
         assert {(await door.generate(ask(uid="me"))).replica for _ in range(8)} == {"b"}
+
+    virtual_time.run(main())
+
+
+class KeepingEngine(BreakableEngine):
+    """Keeps something for its sessions, and holds a device's memory."""
+
+    forgotten: tuple[str, ...] = ()
+    levels: tuple[int, ...] = ()
+
+    def forget(self, session: str) -> None:
+        self.forgotten += (session,)
+
+    async def sleep(self, level: int = 1) -> None:
+        self.levels += (level,)
+
+
+def test_the_end_of_a_session_reaches_the_engine_that_kept_it() -> None:
+    async def main() -> None:
+        engine = KeepingEngine.create(ScriptedConfig(), name="a", encode=encode, decode=decode, seed=0)
+        door = router(engine)
+        await door.generate(ask(uid="me"))
+        door.forget("me/0")
+        door.forget("never/0")
+        assert engine.forgotten == ("me/0",)
+
+    virtual_time.run(main())
+
+
+def test_those_that_can_sleep_are_told_to() -> None:
+    async def main() -> None:
+        engine = KeepingEngine.create(ScriptedConfig(), name="a", encode=encode, decode=decode, seed=0)
+        await router(engine, replica("b")).sleep(level=2)
+        assert engine.levels == (2,)
 
     virtual_time.run(main())
 

@@ -16,7 +16,7 @@ from treadle.errors import EngineFailure, MisuseError, RunError
 from treadle.model.checksum import checksum
 from treadle.policy.critic import SingleCritic
 from treadle.policy.reference import SingleReference
-from treadle.trainer.step import StepParts, StepReport, keep_informative, train_step
+from treadle.trainer.step import StepParts, StepReport, is_informative, train_step
 from treadle.types import Group, Outcome, Score, Trajectory
 
 
@@ -150,8 +150,8 @@ def test_groups_without_signal_are_filtered_where_asked() -> None:
     same, differ = score(same, 1, 1, 1, 1), score(differ, 0, 1, 1, 1)
     alone = replace(differ, trajectories=(differ.trajectories[0], *(fail(made) for made in differ.trajectories[1:])))
     groups = (same, differ, alone)
-    assert keep_informative(groups, FilterGroupsConfig()) == groups
-    assert keep_informative(groups, FilterGroupsConfig(enable=True)) == (differ,)
+    assert all(is_informative(group, FilterGroupsConfig()) for group in groups)
+    assert [is_informative(group, FilterGroupsConfig(enable=True)) for group in groups] == [False, True, False]
 
 
 def test_groups_without_signal_are_counted(directory: Path) -> None:

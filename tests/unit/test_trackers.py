@@ -14,7 +14,11 @@ from treadle.observe.trackers import Trackers
 class Recorder:
     def __init__(self, *_: object) -> None:
         self.logged: list[tuple[int, dict[str, float]]] = []
+        self.texts: list[tuple[int, list[str]]] = []
         self.closed = False
+
+    def log_texts(self, step, texts):
+        self.texts.append((step, list(texts)))
 
     def log(self, step, metrics):
         self.logged.append((step, dict(metrics)))
@@ -40,6 +44,12 @@ def test_metrics_go_to_every_tracker_and_all_are_closed(monkeypatch, tmp_path):
     running.close()
     assert first.logged == second.logged == [(3, {"reward/mean": 0.5})]
     assert first.closed and second.closed
+
+
+def test_transcripts_go_to_every_tracker(monkeypatch, tmp_path):
+    first, second = Recorder(), Recorder()
+    start(monkeypatch, tmp_path, wandb=first, mlflow=second).log_texts(3, ["user: 1+1?"])
+    assert first.texts == second.texts == [(3, ["user: 1+1?"])]
 
 
 def test_a_tracker_that_cannot_log_is_named_once_and_the_others_go_on(monkeypatch, tmp_path, capsys):

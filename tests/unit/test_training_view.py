@@ -2,7 +2,7 @@
 
 import io
 
-from treadle.observe.spans import Spans
+from treadle.observe.spans import Spans, add_up
 from treadle.observe.training import TrainingView, draw_curve
 
 METRICS = {"reward/mean": 0.25, "rollout/tokens_per_s": 1234.5, "seconds/rollout": 1.5, "seconds/train": 0.5}
@@ -51,6 +51,8 @@ def test_spans_add_up_nest_and_start_anew():
             assert spans.current == "inner"
     with spans("inner"):
         pass
-    assert spans.take() == {"outer": 3.0, "inner": 2.0}
-    assert spans.take() == {}
+    taken = spans.take()
+    assert add_up(taken) == {"outer": 3.0, "inner": 2.0}
+    assert [name for name, _, _ in taken] == ["inner", "outer", "inner"]
+    assert spans.take() == ()
     assert spans.current == ""

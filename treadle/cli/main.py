@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from errno import ENOSPC
 from io import TextIOWrapper
 
-from treadle.cli import config, plan, replay, rollout, train
+from treadle.cli import audit, config, plan, replay, rollout, simulate, timeline, train
 from treadle.cli.parser import Parser, new_parser, parse
 from treadle.errors import ConfigError, RunError
 
@@ -33,8 +33,11 @@ def build_parser() -> Parser:
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
     train.register(commands)
     plan.register(commands)
+    simulate.register(commands)
     rollout.register(commands)
     replay.register(commands)
+    audit.register(commands)
+    timeline.register(commands)
     config.register(commands)
     return parser
 

@@ -2,9 +2,13 @@
 
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from treadle.cli.parser import Arguments, Commands, add_command
 from treadle.errors import ConfigError, Mistake
+
+if TYPE_CHECKING:
+    from treadle.trainer.replay import Replayed
 
 
 def register(commands: Commands) -> None:
@@ -26,15 +30,20 @@ def replay(arguments: Arguments) -> int:
             [Mistake(str(arguments.run_dir), "is a rollout, not a training run: there is nothing to replay")]
         )
 
-    from treadle.cluster.local import load_networks
+    from treadle.cluster.networks import load_networks
     from treadle.trainer.replay import replay as replay_steps
 
     differing = 0
-    for step in replay_steps(load_networks(config), arguments.run_dir):
+    for step in replay_steps(load_networks(config).step, arguments.run_dir):
         differing += not step.equal
-        verdict = "the same weights" if step.equal else f"OTHER weights: {step.recorded} then, {step.replayed} now"
-        print(f"step {step.step}: {verdict}", flush=True)
+        print(f"step {step.step}: {_verdict(step)}", flush=True)
     print(
         "every step gives the weights it gave then" if not differing else f"{differing} steps differ", file=sys.stderr
     )
     return 1 if differing else 0
+
+
+def _verdict(step: "Replayed") -> str:
+    if step.recorded is None:
+        return f"{step.replayed}; no engine was given these weights, so there is nothing to compare"
+    return "the same weights" if step.equal else f"OTHER weights: {step.recorded} then, {step.replayed} now"

@@ -1,10 +1,10 @@
 """`treadle rollout`: agent loops, engine and rewards with no trainer."""
 
-import os
 import sys
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING
 
+from treadle.cli.keys import read_keys
 from treadle.cli.parser import Arguments, Commands, add_command, add_words, load_words
 
 if TYPE_CHECKING:
@@ -43,7 +43,7 @@ def rollout(arguments: Arguments) -> int:
         config,
         validation=arguments.validation,
         command=sys.argv,
-        api_key=os.environ.get(config.rollout.openai.api_key_env),
+        api_keys=read_keys(config),
         progress=_show_progress,
     )
     if arguments.json:

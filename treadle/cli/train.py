@@ -2,14 +2,16 @@
 
 import asyncio
 import sys
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from treadle.cli.keys import read_keys
 from treadle.cli.parser import Arguments, Commands, add_command, add_words, load_words
 from treadle.errors import ConfigError, Mistake
 
 if TYPE_CHECKING:
-    from treadle.cluster.local import TrainingResult
-    from treadle.config import TrainConfig
+    from treadle.cluster.training import TrainingResult
+    from treadle.config import Machine, TrainConfig
     from treadle.types import Trajectory
 
 STATUS_INTERRUPTED = 130
@@ -33,7 +35,6 @@ def train(arguments: Arguments) -> int:
 
     Status 0 when the run is done, 130 when interrupted.
     """
-    from treadle.cli.machines import this_machine
     from treadle.cli.plan import describe_plan
     from treadle.config import TrainConfig, make_plan
 
@@ -41,20 +42,35 @@ def train(arguments: Arguments) -> int:
     if not isinstance(config, TrainConfig):
         fix = "add `trainer: {}` to train, or use treadle rollout"
         raise ConfigError([Mistake("trainer", "this config has no trainer section: it is a rollout", fix=fix)])
-    print(describe_plan(config, make_plan(config, [this_machine()])), file=sys.stderr)
+    print(describe_plan(config, make_plan(config, _machines(config))), file=sys.stderr)
     result = _train(config)
     _print_result(result)
     return STATUS_INTERRUPTED if result.interrupted else 0
 
 
+def _machines(config: "TrainConfig") -> "Sequence[Machine]":
+    """Those of the cluster that the config names, or this one."""
+    from treadle.cli.machines import this_machine
+
+    cluster = config.cluster
+    if cluster.backend == "local" or cluster.address is None:
+        return [this_machine()]
+    from treadle.cluster.ray import require_ray
+
+    require_ray(cluster)
+    from treadle.cluster.ray.connection import find_machines
+
+    return find_machines(cluster)
+
+
 def _train(config: "TrainConfig") -> "TrainingResult":
-    from treadle.cluster.local import train as train_here
+    from treadle.cluster.training import train as train_here
     from treadle.data.tasks import load_training_tasks
     from treadle.observe.training import TrainingView
     from treadle.trainer.run import total_steps
 
     with TrainingView(total_steps(config, load_training_tasks(config.data))) as view:
-        return asyncio.run(train_here(config, view, sys.argv))
+        return asyncio.run(train_here(config, view, sys.argv, read_keys(config)))
 
 
 def _print_result(result: "TrainingResult") -> None:

@@ -1,179 +1,153 @@
-"""A training run in this process: policy, engine, rollout and journal put together, and taken apart again.
+"""The parts of a training run on this machine, without Ray.
 
-Owns which device each part is on, and whether policy and engine share one module. Knows no schedule's inside.
+    policy    in this process; sharded over several devices, in a process for each (FSDP2)
+    engines   native: in this process, on the policy's own module, where the rollout shares the trainer's device
+              (`rollout.nnodes: 0`); in processes of their own where it does not
+              vllm: always in processes of its own
+
+Owns which device each part is on, and how weights travel: not at all, by hand, or through shared memory.
 """
 
 import asyncio
-import signal
+import os
 from collections.abc import AsyncIterator, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass
+from contextlib import asynccontextmanager
 from functools import partial
-from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 
-from treadle.checkpoint.store import Checkpoints
-from treadle.config import TrainConfig, to_yaml
-from treadle.config.show import flatten
-from treadle.data.tasks import TaskSource, load_training_tasks, load_validation_tasks
+from treadle.cluster.networks import Networks, load_networks
+from treadle.cluster.runtime import Runtime, StartEngines, push_timeout_s
+from treadle.config import ModelConfig, RolloutConfig, TrainConfig
+from treadle.data.tasks import TaskSource
+from treadle.engine.apart import EngineApart
 from treadle.engine.native.engine import NativeEngine, choose_dtype
+from treadle.engine.protocol import Engine
+from treadle.engine.vllm.engine import VLLMEngine, require_vllm
 from treadle.errors import ConfigError, Mistake
-from treadle.journal import Journal
-from treadle.model.tokenizer import resolve_model_path
-from treadle.observe.trackers import Trackers
-from treadle.policy.critic import SingleCritic
 from treadle.policy.precision import DTYPES
-from treadle.policy.reference import SingleReference
-from treadle.policy.single import Sampling, SinglePolicy
-from treadle.rollout import AgentLoopManager
-from treadle.rollout import Parts as RolloutParts
-from treadle.trainer.evaluate import Validation
-from treadle.trainer.run import Interrupted, Parts, Run, View, total_steps
-from treadle.trainer.step import StepParts
-from treadle.trainer.sync import train_sync
-from treadle.weights.push import push
+from treadle.policy.single import SinglePolicy
+from treadle.weights.local import LocalTransport
+from treadle.weights.push import PushReport, Receiver, send
+from treadle.weights.sender import PolicySender
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 
-@dataclass(frozen=True, slots=True)
-class TrainingResult:
-    """What came of a run."""
-
-    run_dir: Path
-    steps: int
-    interrupted: bool
-    validations: tuple[Validation, ...]
-
-
-def check_local(config: TrainConfig) -> None:
-    """Refuse what one process cannot do, before anything is loaded."""
-    trainer, rollout, cluster = config.trainer, config.rollout, config.cluster
+def check(config: TrainConfig) -> None:
+    """Refuse what one machine without Ray cannot do, before anything is loaded."""
+    trainer, rollout = config.trainer, config.rollout
     wants = [
-        ("trainer.mode", trainer.mode, trainer.mode != "sync", "only sync is part of this version"),
-        ("trainer.n_gpus_per_node", trainer.n_gpus_per_node, trainer.n_gpus_per_node > 1, "one device trains for now"),
-        ("trainer.nnodes", trainer.nnodes, trainer.nnodes > 1, "one node trains for now"),
-        ("rollout.nnodes", rollout.nnodes, rollout.nnodes > 0, "the rollout shares the trainer's device for now"),
-        ("rollout.name", rollout.name, rollout.name != "native", "only the native engine takes weights for now"),
-        ("cluster.backend", cluster.backend, cluster.backend != "local", "only local is part of this version"),
+        ("trainer.nnodes", trainer.nnodes, trainer.nnodes > 1, "nodes need Ray"),
+        ("rollout.nnodes", rollout.nnodes, rollout.nnodes > 1, "nodes need Ray"),
     ]
-    mistakes = [Mistake(key, why, value, config.origin(key)) for key, value, wrong, why in wants if wrong]
+    mistakes = [
+        Mistake(key, f"{why}; cluster.backend is local", value, config.origin(key), "set cluster.backend=ray")
+        for key, value, wrong, why in wants
+        if wrong
+    ]
     if mistakes:
         raise ConfigError(mistakes)
-
-
-async def train(config: TrainConfig, view: View, command: Sequence[str] = ()) -> TrainingResult:
-    """Train as the config says. Ctrl-C ends it in order and saves; the same call goes on from there."""
-    check_local(config)
-    async with _assembled(config, view, command) as run:
-        loop = asyncio.get_running_loop()
-        loop.add_signal_handler(signal.SIGINT, run.request_stop)
-        interrupted = False
-        try:
-            await train_sync(run)
-        except Interrupted:
-            interrupted = True
-            await run.save_interrupted()
-        finally:
-            loop.remove_signal_handler(signal.SIGINT)
-        return TrainingResult(Path(config.logging.directory()), run.step, interrupted, tuple(run.validations))
+    if rollout.name == "vllm":
+        require_vllm(rollout)
 
 
 @asynccontextmanager
-async def _assembled(config: TrainConfig, view: View, command: Sequence[str]) -> AsyncIterator[Run]:
-    """Every part, started; closed again in the opposite order."""
-    device = _device(config)
-    run_dir, logging = Path(config.logging.directory()), config.logging
-    tasks = load_training_tasks(config.data)
-    resolve_model_path(config.model.path, origin=config.model.origin("path"))  # before there is a run directory
-    async with AsyncExitStack() as parts:
-        resolved = to_yaml(config, origins=True)
-        journal = Journal.open(run_dir, max_mb=logging.journal_max_mb, config_yaml=resolved, command=command)
-        await parts.enter_async_context(journal)
-        trackers = Trackers.start(logging, run_dir, flatten(config))
-        parts.callback(trackers.close)
-        validation_tasks = tuple(load_validation_tasks(config.data)) if config.data.val_files else ()
-        step = await asyncio.to_thread(load_networks, config, tasks)
-        parts.callback(_close_networks, step)
-        assert isinstance(step.policy, SinglePolicy), "loaded just before"
-        manager = await _start_rollout(config, step.policy, journal, device)
-        await parts.enter_async_context(manager)
-        shared = _shares_module(config, device)
-        yield Run(
-            config,
-            Parts(
-                step=step,
-                rollout=manager,
-                push=partial(
-                    push,
-                    step.policy,
-                    manager,
-                    shared=shared,
-                    timeout_s=config.rollout.limits.request_timeout_s,
-                    dtype=choose_dtype(config.rollout, device),
-                ),
-                tasks=tasks,
-                validation_tasks=validation_tasks,
-                checkpoints=Checkpoints(run_dir, checkpoint=config.checkpoint, model=config.model),
-                journal=journal,
-                trackers=trackers,
-                view=view,
-            ),
-        )
+async def started(config: TrainConfig, tasks: TaskSource) -> AsyncIterator[Runtime]:
+    """The networks, loaded; closed again."""
+    networks = await asyncio.to_thread(load_networks, config, tasks)
+    shares = config.rollout.nnodes == 0
+    device = _engine_device(config) if shares else "cpu"  # through a GPU only where both sides are on it
+    transport = LocalTransport(device=device, timeout_s=config.rollout.limits.request_timeout_s)
+    try:
+        yield _runtime(config, networks, transport)
+    finally:
+        transport.close()
+        networks.close()
 
 
-def _device(config: TrainConfig) -> torch.device:
-    return torch.device("cuda" if config.trainer.n_gpus_per_node else "cpu")
+def _runtime(config: TrainConfig, networks: Networks, transport: LocalTransport) -> Runtime:
+    policy, apart, dtype = networks.step.policy, _is_apart(config), choose_dtype(config.rollout, _engine_device(config))
+    own = policy.module if isinstance(policy, SinglePolicy) and not apart and _same_format(config) else None
+    sender = PolicySender(policy, dtype=dtype, transport=transport if apart else None, shared=own is not None)
 
+    async def give(engine: Receiver, version: int) -> PushReport:
+        return await send(sender, engine, version, timeout_s=push_timeout_s(config))
 
-def load_networks(config: TrainConfig, tasks: TaskSource | None = None) -> StepParts:
-    """The networks a run trains, as they are before its first step."""
-    device = _device(config)
-    tasks = tasks or load_training_tasks(config.data)
-    model, actor, algorithm = config.model, config.actor, config.algorithm
-    sampling = Sampling(config.rollout.temperature, config.rollout.response_length)
-    steps = total_steps(config, tasks)
-    policy = SinglePolicy.create(
-        model=model,
-        actor=actor,
-        rollout_correction=algorithm.rollout_correction,
-        sampling=sampling,
-        total_steps=steps,
-        device=device,
+    return Runtime(
+        step=networks.step,
+        engines=partial(_start_apart, config, config.rollout.name)
+        if apart
+        else partial(_start_here, config, config.model if own is None else own),
+        push=give,
+        validation_engines=_validation_engines(config),
+        watch=networks.watch,
     )
-    reference = None
-    if actor.use_kl_loss or algorithm.use_kl_in_reward:
-        reference = SingleReference.create(model=model, ref=config.ref, temperature=sampling.temperature, device=device)
-    critic = None
-    if algorithm.needs_critic():
-        critic = SingleCritic.create(
-            model=model,
-            critic=config.critic,
-            actor=actor,
-            response_length=sampling.response_length,
-            total_steps=steps,
-            device=device,
-        )
-    return StepParts(policy, actor, algorithm, config.trainer, reference, critic)
 
 
-def _close_networks(step: StepParts) -> None:
-    for network in (step.critic, step.reference, step.policy):
-        if network is not None:
-            network.close()
+def _is_apart(config: TrainConfig) -> bool:
+    """Whether engines are processes of their own."""
+    return config.rollout.nnodes > 0 or config.rollout.name == "vllm"
 
 
-def _shares_module(config: TrainConfig, device: torch.device) -> bool:
-    """Whether the engine can sample from the policy's own weights: same device, same number format."""
-    return bool(DTYPES[config.actor.model_dtype] == choose_dtype(config.rollout, device))
+def _same_format(config: TrainConfig) -> bool:
+    return bool(DTYPES[config.actor.model_dtype] == choose_dtype(config.rollout, _engine_device(config)))
 
 
-async def _start_rollout(
-    config: TrainConfig, policy: SinglePolicy, journal: Journal, device: torch.device
-) -> AgentLoopManager:
-    source = policy.module if _shares_module(config, device) else config.model
+def _validation_engines(config: TrainConfig) -> StartEngines | None:
+    """A further engine, where training does not wait for validation; on GPUs none is left for it."""
+    if config.trainer.mode == "sync" or config.rollout.n_gpus_per_node:
+        return None
+    return partial(_start_apart, config, "validation", 1)
 
-    async def engines() -> list[NativeEngine]:
-        return [await NativeEngine.create(config.rollout, source, device=device, version=policy.version)]
 
-    parts = RolloutParts(engines=engines, journal=journal if config.logging.journal else None)
-    return await AgentLoopManager.create(rollout=config.rollout, model=config.model, reward=config.reward, parts=parts)
+async def _start_here(config: TrainConfig, source: "ModelConfig | PreTrainedModel") -> list[NativeEngine]:
+    return [await NativeEngine.create(config.rollout, source, device=_engine_device(config))]
+
+
+async def _start_apart(config: TrainConfig, name: str, count: int | None = None) -> Sequence[Engine]:
+    """Engines in processes of their own. On a CPU the cores are shared out among them and the trainer."""
+    seats = _seats(config)[:count]
+    threads = None if seats[0] else max(1, (os.cpu_count() or 1) // (len(seats) + 1))
+    start = _start_vllm if config.rollout.name == "vllm" else _start_native
+    return await asyncio.gather(*(start(config, f"{name}-{at}", gpus, threads) for at, gpus in enumerate(seats)))
+
+
+async def _start_vllm(config: TrainConfig, name: str, gpus: Sequence[int], num_threads: int | None) -> Engine:
+    environment = {"CUDA_VISIBLE_DEVICES": ",".join(map(str, gpus))} if gpus else {"OMP_NUM_THREADS": str(num_threads)}
+    device = "cuda" if gpus else "cpu"
+    return await VLLMEngine.create(config.rollout, config.model, name=name, device=device, environment=environment)
+
+
+async def _start_native(config: TrainConfig, name: str, gpus: Sequence[int], num_threads: int | None) -> Engine:
+    rollout, device = config.rollout, f"cuda:{gpus[0]}" if gpus else "cpu"
+    start = partial(start_native_engine, rollout, config.model, name, device, num_threads)
+    return await EngineApart.create(start, name=name, limits=rollout.limits)
+
+
+async def start_native_engine(
+    rollout: RolloutConfig, model: ModelConfig, name: str, device: str, num_threads: int | None
+) -> NativeEngine:
+    """In the engine's own process."""
+    if num_threads is not None:
+        torch.set_num_threads(num_threads)
+    return await NativeEngine.create(rollout, model, name=name, device=device)
+
+
+def _engine_device(config: TrainConfig) -> torch.device:
+    """Where the first engine is."""
+    gpus = _seats(config)[0]
+    return torch.device(f"cuda:{gpus[0]}" if gpus else "cpu")
+
+
+def _seats(config: TrainConfig) -> list[tuple[int, ...]]:
+    """The GPUs of each engine: the trainer's, or those after them; none on a CPU."""
+    trainer, rollout = config.trainer, config.rollout
+    shares = rollout.nnodes == 0
+    first, count = (0, trainer.n_gpus_per_node) if shares else (trainer.n_gpus_per_node, rollout.n_gpus_per_node)
+    if not count:
+        return [()] * (1 if shares else rollout.replicas_per_node)
+    size = rollout.tensor_model_parallel_size
+    return [tuple(range(at, at + size)) for at in range(first, first + count, size)]

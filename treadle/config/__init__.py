@@ -25,7 +25,7 @@ from treadle.config.logging import LoggingConfig
 from treadle.config.model import ModelConfig
 from treadle.config.origin import Origin, Source
 from treadle.config.plan import Machine, Plan, make_plan
-from treadle.config.reward import RewardConfig, RewardFunctionConfig
+from treadle.config.reward import ClassifierConfig, JudgeConfig, JudgeEngineConfig, RewardConfig, RewardFunctionConfig
 from treadle.config.rollout import (
     AgentConfig,
     AgentLoopConfig,
@@ -49,6 +49,7 @@ __all__ = [
     "AgentLoopConfig",
     "AlgorithmConfig",
     "CheckpointConfig",
+    "ClassifierConfig",
     "ClusterConfig",
     "Config",
     "CriticConfig",
@@ -59,6 +60,8 @@ __all__ = [
     "FSDPRefConfig",
     "FailureConfig",
     "FilterGroupsConfig",
+    "JudgeConfig",
+    "JudgeEngineConfig",
     "KLControlConfig",
     "LegacyKeyWarning",
     "LimitsConfig",

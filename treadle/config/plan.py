@@ -184,7 +184,7 @@ def _replicas(config: Config) -> int:
 
 def _batches(config: TrainConfig) -> Batches:
     actor, trainer, rollout, tasks = config.actor, config.trainer, config.rollout, config.data.train_batch_size
-    ranks = trainer.nnodes * max(1, trainer.n_gpus_per_node)
+    ranks = trainer.num_ranks()
     mini_batches = tasks // actor.ppo_mini_batch_size
     per_rank = actor.ppo_mini_batch_size * rollout.n // ranks
     per_micro_batch = actor.ppo_max_token_len_per_gpu // rollout.trajectory_length()

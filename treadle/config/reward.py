@@ -131,6 +131,7 @@ class RewardConfig(Section):
     functions: Mapping[str, RewardFunctionConfig] = key({}, "reward functions by name")
     classifiers: Mapping[str, ClassifierConfig] = key({}, "discriminative reward models by name")
     judges: Mapping[str, JudgeConfig] = key({}, "generative reward models by name")
+    success_threshold: float = key(1.0, "reward from which a trajectory counts as solved, in pass@k and validation")
     num_workers: int = key(1, "processes that run untrusted or blocking functions; 0 runs them in this process", ge=0)
     timeout_s: float = key(10.0, "deadline of the functions of one score", gt=0)
     cpu_time_s: float = key(60.0, "CPU time of the functions of one score", gt=0)

@@ -167,7 +167,9 @@ class RolloutConfig(Section):
     enforce_eager: bool = key(False, "do without CUDA graphs")
     enable_prefix_caching: bool = key(True, "reuse the KV cache of shared prefixes")
     enable_chunked_prefill: bool = key(True, "split long prompts over several engine steps")
-    free_cache_engine: bool = key(True, "give the KV cache's memory back while the policy trains on the same devices")
+    free_cache_engine: bool = key(
+        False, "give the engine's memory back while the policy trains on the same devices: slower, and room for more"
+    )
     engine_kwargs: Options = key({}, "further arguments by engine name, handed on as they are")
     openai: OpenAIConfig = key(OpenAIConfig(), "the endpoint, for name: openai")
     scripted: ScriptedConfig = key(ScriptedConfig(), "the script, for name: scripted")

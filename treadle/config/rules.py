@@ -9,6 +9,7 @@ from typing import Any, NoReturn
 
 from treadle.config.actor import FSDPActorConfig, FSDPCriticConfig, FSDPRefConfig
 from treadle.config.algorithm import GROUP_ESTIMATORS, OTHER_ESTIMATORS
+from treadle.config.reward import reward_models_are_whole
 from treadle.config.rollout import AGENT_LOOPS
 from treadle.config.root import Config, TrainConfig
 from treadle.config.section import Section
@@ -167,6 +168,16 @@ def async_modes_choose_a_correction(config: TrainConfig) -> Clash:
         yield "algorithm.rollout_correction.rollout_is", problem, "token, sequence, or none if you mean it"
 
 
+def weights_arrive_before_samples_are_too_old(config: TrainConfig) -> Clash:
+    trainer = config.trainer
+    if trainer.mode == "fully_async" and trainer.parameter_sync_steps > trainer.max_staleness + 1:
+        problem = (
+            f"{trainer.parameter_sync_steps}, but with trainer.max_staleness {trainer.max_staleness} no sample of the "
+            f"same weights may train more than {trainer.max_staleness + 1} steps"
+        )
+        yield "trainer.parameter_sync_steps", problem, "lower it, or raise trainer.max_staleness"
+
+
 def samples_can_train(config: TrainConfig) -> Clash:
     rollout = config.rollout
     if rollout.name == "openai":
@@ -199,10 +210,16 @@ def mini_batches_are_equal(config: TrainConfig) -> Clash:
             yield name, problem, f"use a divisor of {batch}"
 
 
+def a_gpu_has_one_process(config: TrainConfig) -> Clash:
+    trainer = config.trainer
+    if trainer.n_gpus_per_node and trainer.processes_per_node > 1:
+        problem = f"{trainer.processes_per_node}, but with {trainer.n_gpus_per_node} GPUs there is one for each"
+        yield "trainer.processes_per_node", problem, "leave it 1"
+
+
 def ranks_get_equal_shares(config: TrainConfig) -> Clash:
     mini, n = config.actor.ppo_mini_batch_size, config.rollout.n
-    nodes, gpus = config.trainer.nnodes, config.trainer.n_gpus_per_node
-    ranks = nodes * max(1, gpus)
+    ranks = config.trainer.num_ranks()
     if mini * n % ranks:
         problem = f"{mini} tasks × rollout.n {n} = {mini * n} trajectories do not split over {ranks} ranks"
         yield "actor.ppo_mini_batch_size", problem, f"make the product a multiple of {ranks}"
@@ -225,12 +242,16 @@ def micro_batches_hold_a_sequence(config: TrainConfig) -> Clash:
             yield name, f"{budget} holds no sequence of {longest} tokens", f"raise it to {longest} or more"
 
 
+def reward_models_can_score(config: Config) -> Clash:
+    yield from reward_models_are_whole(config.reward)
+
+
 def groups_can_be_compared(config: TrainConfig) -> Clash:
     n, estimator = config.rollout.n, config.algorithm.adv_estimator
     if n == 1 and estimator in GROUP_ESTIMATORS:
         problem = f"1, but {estimator} compares the samples of one task: every advantage would be zero"
         yield "rollout.n", problem, f"draw at least 2 samples, or choose {', '.join(OTHER_ESTIMATORS)}"
-    groups, known = config.algorithm.filter_groups, ["reward", *config.reward.functions]
+    groups, known = config.algorithm.filter_groups, ["reward", *config.reward.weights()]
     if groups.enable and groups.metric not in known:
         problem = f"{groups.metric!r} is not measured; there are {', '.join(known)}"
         yield "algorithm.filter_groups.metric", problem, nearest(groups.metric, known)
@@ -269,13 +290,16 @@ ROLLOUT_RULES: tuple[Callable[[Config], Clash], ...] = (
     mcp_servers_have_one_door,
     groups_can_be_complete,
     cluster_is_asked_for,
+    reward_models_can_score,
 )
 TRAINING_RULES: tuple[Callable[[TrainConfig], Clash], ...] = (
     async_modes_have_their_own_rollout,
     async_modes_choose_a_correction,
+    weights_arrive_before_samples_are_too_old,
     samples_can_train,
     tasks_are_given,
     mini_batches_are_equal,
+    a_gpu_has_one_process,
     ranks_get_equal_shares,
     micro_batches_hold_a_sequence,
     groups_can_be_compared,

@@ -4,6 +4,8 @@ from typing import Literal
 
 from treadle.config.section import Section, key
 
+OnWeightUpdate = Literal["continue", "recompute", "wait", "drop"]
+
 
 class TrainerConfig(Section):
     """How rollout and training overlap, and for how long."""
@@ -11,6 +13,7 @@ class TrainerConfig(Section):
     mode: Literal["sync", "one_step_off", "fully_async"] = key("sync", "schedule")
     nnodes: int = key(1, "nodes that train", ge=1)
     n_gpus_per_node: int = key(0, "GPUs on each of those nodes; 0 for CPU", ge=0)
+    processes_per_node: int = key(1, "training processes on each of those nodes, where they use no GPU", ge=1)
     total_training_steps: int | None = key(None, "steps; null to derive them from total_epochs", ge=1)
     total_epochs: int = key(1, "passes over the training tasks, where total_training_steps is null", ge=1)
     val_before_train: bool = key(True, "validate the model as it starts")
@@ -18,11 +21,19 @@ class TrainerConfig(Section):
     test_freq: int = key(-1, "validate every this many steps; -1 for at the end only", ge=-1)
     critic_warmup: int = key(0, "steps that train the critic alone", ge=0)
     max_staleness: int = key(1, "policy versions a sample may be behind in fully_async", ge=0)
-    stale_samples: Literal["wait", "drop"] = key("wait", "at that bound: hold new samples back, or drop old ones")
-    on_weight_update: Literal["continue", "wait", "drop"] = key(
-        "continue", "running sessions at a weight update: go on with the new weights, finish first, or start again"
+    stale_samples: Literal["wait", "drop"] = key(
+        "wait", "samples that would become too old: training waits for them, or goes on and they start again"
+    )
+    on_weight_update: OnWeightUpdate = key(
+        "continue",
+        "running sessions at a weight update: go on at once, go on with their KV cache computed anew, finish first, "
+        "or start again",
     )
     parameter_sync_steps: int = key(1, "training steps between weight updates in fully_async", ge=1)
+
+    def num_ranks(self) -> int:
+        """Processes that train together: one for each GPU, or as many as asked for on CPUs."""
+        return self.nnodes * (self.n_gpus_per_node or self.processes_per_node)
 
 
 class CheckpointConfig(Section):

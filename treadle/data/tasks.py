@@ -68,6 +68,12 @@ class TaskSource:
         """The next `count` tasks, over the border of epochs if need be."""
         return tuple(self._next() for _ in range(count))
 
+    def at(self, position: int) -> Task:
+        """The task that was, or will be, handed out at a position; the source stays where it is."""
+        epoch, index = divmod(position, len(self._tasks))
+        order = self._order if epoch == self._epoch else self._order_of(epoch)
+        return self._tasks[order[index]]
+
     @property
     def epoch(self) -> int:
         return self._epoch

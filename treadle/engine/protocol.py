@@ -88,3 +88,12 @@ class Sleeper(Protocol):
     async def sleep(self, level: int = 1) -> None:
         """Free what can be had again: 1 keeps the weights somewhere, 2 does not. Nobody may be generating."""
         ...
+
+
+@runtime_checkable
+class Forgetter(Protocol):
+    """An engine that keeps something for a session's next turn."""
+
+    def forget(self, session: str) -> None:
+        """The session is over. A hint: nobody waits for it, and unknown sessions do no harm."""
+        ...

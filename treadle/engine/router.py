@@ -19,7 +19,7 @@ from treadle.config.rollout import FailureConfig, LimitsConfig
 from treadle.engine.fleet import Fleet, Routing
 from treadle.engine.gate import Gate
 from treadle.engine.interrupt import Flight, Flights, Interrupted
-from treadle.engine.protocol import Engine, Sleeper, WeightUpdate
+from treadle.engine.protocol import Engine, Forgetter, Sleeper, WeightUpdate
 from treadle.engine.replica import FlightState, Replica, ReplicaState
 from treadle.errors import DeadlineError, EngineFailure, RequestRefused
 from treadle.types import Completion, Request, StopReason
@@ -175,8 +175,10 @@ class Router:
         return replica.engine
 
     def forget(self, session: str) -> None:
-        """A session has ended: its home need not be remembered."""
-        self._homes.pop(session, None)
+        """A session has ended: neither its home nor what is kept for it there need be remembered."""
+        home = self._homes.pop(session, None)
+        if home is not None and isinstance(home.engine, Forgetter):
+            home.engine.forget(session)
 
     def snapshot(self) -> tuple[ReplicaState, ...]:
         """Every replica, those that leave included."""

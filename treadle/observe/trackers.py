@@ -5,7 +5,7 @@ A tracker that cannot start is an error before the run; one that cannot log is a
 """
 
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol, Self
 
@@ -17,6 +17,10 @@ class Tracker(Protocol):
     """Somewhere metrics are sent."""
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None: ...
+
+    def log_texts(self, step: int, texts: Sequence[str]) -> None:
+        """Transcripts of a validation."""
+        ...
 
     def close(self) -> None: ...
 
@@ -33,6 +37,11 @@ class TensorBoardTracker:
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         for name, value in metrics.items():
             self._writer.add_scalar(name, value, step)
+
+    def log_texts(self, step: int, texts: Sequence[str]) -> None:
+        for number, text in enumerate(texts):
+            indented = "\n".join(f"    {line}" for line in text.splitlines())  # Markdown for: as it is
+            self._writer.add_text(f"validation/{number}", indented, step)
 
     def close(self) -> None:
         self._writer.close()
@@ -56,6 +65,12 @@ class WandbTracker:
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         self._run.log(dict(metrics), step=step)
 
+    def log_texts(self, step: int, texts: Sequence[str]) -> None:
+        import wandb
+
+        table: Any = wandb.Table(columns=["transcript"], data=[[text] for text in texts])
+        self._run.log({"validation/transcripts": table}, step=step)
+
     def close(self) -> None:
         self._run.finish()
 
@@ -73,6 +88,9 @@ class MLflowTracker:
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         self._mlflow.log_metrics(dict(metrics), step=step)
+
+    def log_texts(self, step: int, texts: Sequence[str]) -> None:
+        self._mlflow.log_text("\n\n".join(texts), f"validation/step-{step}.txt")
 
     def close(self) -> None:
         self._mlflow.end_run()
@@ -115,6 +133,10 @@ class Trackers:
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Send metrics everywhere. A tracker that fails is named once, on standard error."""
         self._everywhere(lambda tracker: tracker.log(step, metrics), "log")
+
+    def log_texts(self, step: int, texts: Sequence[str]) -> None:
+        """Send transcripts everywhere."""
+        self._everywhere(lambda tracker: tracker.log_texts(step, texts), "log transcripts")
 
     def close(self) -> None:
         self._everywhere(lambda tracker: tracker.close(), "close")

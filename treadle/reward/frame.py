@@ -7,6 +7,7 @@ Invariant: neither end reads past a message, and the parent never holds more tha
 import asyncio
 import os
 import struct
+from typing import cast
 
 from treadle.reward.failure import Fault, ScoreFailure
 from treadle.reward.verdict import MAX_RESULT_BYTES
@@ -47,8 +48,7 @@ class FrameStream(asyncio.Protocol):
         self._failure: ScoreFailure | None = None
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.Transport)
-        self._transport = transport
+        self._transport = cast(asyncio.Transport, transport)  # uvloop's has the methods, not the class
 
     def data_received(self, data: bytes) -> None:
         self._buffer += data

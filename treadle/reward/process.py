@@ -12,6 +12,7 @@ import signal
 import socket
 import subprocess
 import sys
+from typing import cast
 
 from treadle.config.reward import RewardConfig
 from treadle.errors import ConfigError, Mistake
@@ -140,8 +141,7 @@ class WorkerProcess(asyncio.SubprocessProtocol):
         await asyncio.wait([self.gone], timeout=END_TIMEOUT_S)
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.SubprocessTransport)
-        self._process = transport
+        self._process = cast(asyncio.SubprocessTransport, transport)  # uvloop's has the methods, not the class
 
     def process_exited(self) -> None:
         """The process is dead, by our hand or another's; what it left in its group goes too."""

@@ -133,7 +133,8 @@ class _Run:
         return False
 
     def summary(self) -> Summary:
-        return summarize(self._finished, wall_s=time.monotonic() - self._began, num_dropped=self._dropped)
+        threshold, wall_s = self._config.reward.success_threshold, time.monotonic() - self._began
+        return summarize(self._finished, success_threshold=threshold, wall_s=wall_s, num_dropped=self._dropped)
 
 
 def _belongs(headline: Headline, wanted: set[tuple[str, int]]) -> bool:

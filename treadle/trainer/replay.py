@@ -12,6 +12,7 @@ from treadle.algorithm.kl import KLControl
 from treadle.errors import RunError
 from treadle.journal import Event, JournalReader
 from treadle.model.checksum import checksum
+from treadle.trainer.lineage import RESUME
 from treadle.trainer.step import StepParts, train_step
 from treadle.types import Group, Trajectory
 
@@ -21,20 +22,20 @@ class Replayed:
     """One step, then and now."""
 
     step: int
-    recorded: str
+    recorded: str | None
+    """None where no engine was given the weights of this step, as between two pushes."""
     replayed: str
 
     @property
     def equal(self) -> bool:
-        return self.recorded == self.replayed
+        return self.recorded in (None, self.replayed)
 
 
 def replay(parts: StepParts, run_dir: Path) -> Iterator[Replayed]:
-    """Train `parts` on each recorded step in turn. Where a run was resumed, the last record of a step counts."""
+    """Train `parts` on each recorded step in turn. What a resume undid does not count."""
     control: KLControl | None = None
     with JournalReader.open(run_dir) as reader:
-        steps = {event.fields["step"]: event for event in _events(reader, "step")}
-        weights = {event.fields["version"]: event.fields["checksum"] for event in _events(reader, "weights")}
+        steps, weights = _surviving(reader)
         if not steps:
             raise RunError(f"{run_dir} has no training steps to replay")
         for step in sorted(steps):
@@ -42,13 +43,29 @@ def replay(parts: StepParts, run_dir: Path) -> Iterator[Replayed]:
             groups = _groups(reader, event, run_dir)
             report = train_step(parts, groups, step=step, control=control, baselines=event.fields["baselines"])
             control = report.control
-            recorded = weights.get(event.fields["version"], "none")
+            recorded = weights.get(event.fields["version"])
             yield Replayed(step, recorded, checksum(parts.policy.tensors()))
 
 
-def _events(reader: JournalReader, kind: str) -> Iterator[Event]:
+def _surviving(reader: JournalReader) -> tuple[dict[int, Event], dict[int, str]]:
+    """The steps and the checksums of versions that count: a resume undoes what came after its checkpoint."""
+    steps: dict[int, Event] = {}
+    weights: dict[int, str] = {}
+    for event in _events(reader):
+        fields = event.fields
+        if event.kind == RESUME:
+            steps = {step: done for step, done in steps.items() if step <= fields["step"]}
+            weights = {version: proof for version, proof in weights.items() if version <= fields["version"]}
+        elif event.kind == "step":
+            steps[fields["step"]] = event
+        elif event.kind == "weights":
+            weights[fields["version"]] = fields["checksum"]
+    return steps, weights
+
+
+def _events(reader: JournalReader) -> Iterator[Event]:
     last = 0
-    while found := reader.events(after=last, kind=kind):
+    while found := reader.events(after=last):
         yield from found
         last = found[-1].id
 
@@ -57,15 +74,15 @@ def _groups(reader: JournalReader, event: Event, run_dir: Path) -> list[Group]:
     groups = []
     for uid, samples in event.fields["groups"]:
         task = reader.task(uid)
-        trajectories = [_trajectory(reader, uid, sample, run_dir) for sample in samples]
+        trajectories = [_trajectory(reader, uid, sample, attempt, run_dir) for sample, attempt in samples]
         if task is None:
             raise RunError(f"{run_dir} has no task {uid!r}: it cannot be replayed")
         groups.append(Group(task, tuple(trajectories)))
     return groups
 
 
-def _trajectory(reader: JournalReader, uid: str, sample: int, run_dir: Path) -> Trajectory:
-    entry = reader.trajectory(uid, sample)
+def _trajectory(reader: JournalReader, uid: str, sample: int, attempt: int, run_dir: Path) -> Trajectory:
+    entry = reader.trajectory(uid, sample, attempt)
     if entry is None or not entry.headline.has_body:
         raise RunError(
             f"{run_dir} no longer has the tokens of {uid}/{sample}: logging.journal_max_mb let them go, so the run "

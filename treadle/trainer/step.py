@@ -19,7 +19,7 @@ from treadle.config.actor import ActorConfig
 from treadle.config.algorithm import AlgorithmConfig, FilterGroupsConfig
 from treadle.config.trainer import TrainerConfig
 from treadle.errors import MisuseError, RunError
-from treadle.observe.spans import Spans
+from treadle.observe.spans import Spans, add_up
 from treadle.policy.batch import TrainBatch, belongings
 from treadle.policy.protocol import Critic, Policy, Reference
 from treadle.types import Group, Row, Score
@@ -99,11 +99,9 @@ def train_step(
     )
 
 
-def keep_informative(groups: Sequence[Group], filter_groups: FilterGroupsConfig) -> tuple[Group, ...]:
-    """The groups that teach something, where `algorithm.filter_groups` asks: survivors that differ in its metric."""
-    if not filter_groups.enable:
-        return tuple(groups)
-    return tuple(group for group in groups if has_signal(_scores(group), filter_groups.metric))
+def is_informative(group: Group, filter_groups: FilterGroupsConfig) -> bool:
+    """Whether a group teaches something, where `algorithm.filter_groups` asks: survivors that differ in its metric."""
+    return not filter_groups.enable or has_signal(_scores(group), filter_groups.metric)
 
 
 def _scores(group: Group) -> list[Score]:
@@ -168,4 +166,4 @@ def _describe_kl(penalty: KLPenalty | None, control: KLControl) -> dict[str, flo
 
 
 def _timings(spans: Spans) -> dict[str, float]:
-    return {f"timing/{name}_s": seconds for name, seconds in spans.take().items()}
+    return {f"timing/{name}_s": seconds for name, seconds in add_up(spans.take()).items()}

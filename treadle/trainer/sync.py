@@ -1,4 +1,4 @@
-"""The synchronous schedule: rollout and training take turns, so every sample comes from the weights it trains.
+"""The synchronous schedule: rollout and training take turns, so every token comes from the weights it trains.
 
 tasks ──► rollout ──► step ──► push ──┐
   ▲                                   │
@@ -14,12 +14,14 @@ from treadle.trainer.run import Run
 async def train_sync(run: Run) -> None:
     """Train until the run's steps are done."""
     await run.start()
-    while run.step < run.total_steps:
-        with run.spans("rollout"):
-            groups = await run.collect()
-        with run.spans("train"):
-            report = await run.train(groups)
-        with run.spans("weights"):
-            await run.push(report.version)
-        await run.end_step(report, groups)
-    await run.finish()
+    async with run.working() as flow:
+        while run.step < run.total_steps:
+            flow.allow(run.step + 1)
+            with run.spans("rollout"):
+                batch = await run.take()
+            with run.spans("train"):
+                report = await run.train(batch)
+            with run.spans("weights"):
+                await run.push()
+            await run.end_step(report, batch)
+        await run.finish()

@@ -137,12 +137,17 @@ def greedy(temperature: str) -> Convert:
     return convert
 
 
-def rounded_up(value: Any, look: Look) -> Answer:
-    """A fraction of a step's samples that may be stale, as whole policy versions."""
-    if not isinstance(value, int | float) or isinstance(value, bool):
+def versions_behind(value: Any, look: Look) -> Answer:
+    """A share of samples that may be stale when weights are handed over, as policy versions of which each step has one.
+
+    Between two hand-overs verl trains several steps on samples of the same weights, and a share of further ones.
+    """
+    steps = look("async_training.trigger_parameter_sync_step", 4)
+    if not isinstance(value, int | float) or isinstance(value, bool) or not isinstance(steps, int):
         return Refused("The bound on staleness is a number of policy versions.")
-    note = f"a share of {value} of the samples may be stale there; here no sample is more than {ceil(value)} behind"
-    return Said(ceil(value), note)
+    behind = ceil(steps * (1 + value)) - 1
+    note = f"weights are handed over every {steps} steps, and a share of {value} of the samples may be stale there"
+    return Said(behind, f"{note}; here no sample is more than {behind} versions behind")
 
 
 def equal_to(other: str, note: str, otherwise: str, default: Any = None) -> Convert:

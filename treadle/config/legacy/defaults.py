@@ -50,6 +50,10 @@ def _has_own_nodes(view: View) -> bool:
     return view("rollout.nnodes", 0) not in (0, None)
 
 
+def _shares_devices(view: View) -> bool:
+    return not _has_own_nodes(view)
+
+
 def _follows_actor(key: str, needed: Callable[[View], bool]) -> Callable[[View], bool]:
     return lambda view: needed(view) and view(key) is not None
 
@@ -61,6 +65,7 @@ ALWAYS: tuple[Default, ...] = (
     Default("data.train_batch_size", 1024),
     Default("rollout.tensor_model_parallel_size", 2),
     Default("rollout.dtype", "bfloat16"),
+    Default("rollout.free_cache_engine", True, _shares_devices),
     Default("rollout.agent.num_workers", 8),
     Default("rollout.multi_turn.max_parallel_calls", 1, _calls_tools),
     Default("rollout.multi_turn.max_tool_response_length", 256, _calls_tools),
@@ -98,7 +103,7 @@ _OWN_ROLLOUT: tuple[Default, ...] = (
     Default("algorithm.rollout_correction.bypass_mode", True),
 )
 
-ONE_STEP_OFF: tuple[Default, ...] = (*_OWN_ROLLOUT, Default("rollout.free_cache_engine", False))
+ONE_STEP_OFF: tuple[Default, ...] = _OWN_ROLLOUT
 
 
 def _step(view: View) -> Any:
@@ -119,6 +124,7 @@ FULLY_ASYNC: tuple[Default, ...] = (
     Default("data.train_batch_size", _step),
     Default("trainer.total_training_steps", _steps, _makes_a_step),
     Default("trainer.parameter_sync_steps", 4),
+    Default("trainer.max_staleness", 3),
 )
 
 SEPARATE_ASYNC: tuple[Default, ...] = (

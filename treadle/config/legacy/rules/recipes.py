@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from treadle.config.legacy.conversion import rounded_up
+from treadle.config.legacy.conversion import versions_behind
 from treadle.config.legacy.rule import (
     Answer,
     Look,
@@ -71,7 +71,7 @@ RULES: Rules = (
     | under(
         "async_training",
         {
-            "staleness_threshold": to("trainer.max_staleness", convert=rounded_up),
+            "staleness_threshold": to("trainer.max_staleness", convert=versions_behind),
             "trigger_parameter_sync_step": to("trainer.parameter_sync_steps"),
             "require_batches": to("data.train_batch_size", convert=_tasks_per_step),
             "partial_rollout": to(

@@ -1,0 +1,56 @@
+"""Networks on Ray keep every promise of `test_policy`: on one rank, and sharded over two."""
+
+from collections.abc import Iterator
+from dataclasses import fields
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("ray")
+
+from tests import ray_cluster
+from tests.contract import test_policy
+from tests.contract.test_policy import Load, Networks, make_spec
+from treadle.cluster.ray.placement import Seat
+from treadle.cluster.ray.ranks import RemoteRanks
+from treadle.cluster.ray.solo import SoloRank, SoloSpec
+from treadle.policy.rank import FSDPRank, NetworksSpec
+from treadle.policy.ranks import Ranks
+from treadle.policy.sharded import ShardedCritic, ShardedPolicy, ShardedReference
+
+
+@pytest.fixture(scope="module")
+def seat() -> Iterator[Seat]:
+    with ray_cluster.ray_here() as nodes, ray_cluster.bundle(nodes[0]) as seat:
+        yield seat
+
+
+def solo(spec: NetworksSpec) -> SoloSpec:
+    return SoloSpec(**{field.name: getattr(spec, field.name) for field in fields(SoloSpec)})
+
+
+@pytest.fixture(scope="module", params=[1, 2], ids=["one rank", "two ranks"])
+def load(request: pytest.FixtureRequest, seat: Seat, directory: Path) -> Iterator[Load]:
+    spec = make_spec(directory)
+    alone = request.param == 1
+    handles = RemoteRanks.start(
+        solo(spec) if alone else spec, [seat] * request.param, launch_timeout_s=180, timeout_s=60
+    )
+    ranks = Ranks(handles, 60)
+
+    def load_networks(wanted: NetworksSpec) -> Networks:
+        if alone:
+            ranks.run("loading", SoloRank.load, solo(wanted))
+        else:
+            ranks.run("loading", FSDPRank.load, wanted)
+        return Networks(ShardedPolicy(ranks), ShardedReference(ranks), ShardedCritic(ranks))
+
+    try:
+        yield load_networks
+    finally:
+        ranks.close()
+        ranks.close()  # harmless
+
+
+directory, networks = test_policy.directory, test_policy.networks
+globals().update({name: test for name, test in vars(test_policy).items() if name.startswith("test_")})

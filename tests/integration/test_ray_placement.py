@@ -1,0 +1,106 @@
+"""From a plan to bundles on unequal nodes: actors where it says, and refusals that name what is missing."""
+
+import asyncio
+import os
+import time
+
+import pytest
+
+pytest.importorskip("ray")
+
+import ray
+from ray.util.placement_group import placement_group, remove_placement_group
+
+from tests import ray_cluster
+from tests.configs import training_config
+from treadle.cluster.ray.actors import Surroundings
+from treadle.cluster.ray.connection import find_nodes
+from treadle.cluster.ray.placement import Reservation
+from treadle.config.plan import make_plan
+from treadle.errors import DeadlineError
+
+
+@pytest.fixture(scope="module")
+def unequal():
+    """A head with three CPUs and no GPU, a node with four GPUs, a node with two."""
+    shapes = {"num_cpus": 3}, {"num_cpus": 2, "num_gpus": 4}, {"num_cpus": 1, "num_gpus": 2}
+    with ray_cluster.ray_cluster(*shapes) as cluster:
+        yield cluster
+
+
+def machines(nodes):
+    return [node.machine for node in nodes]
+
+
+async def reserved(plan, nodes, body):
+    """Run `body` on a reservation that is given back."""
+    reservation = await Reservation.reserve(plan, nodes, timeout_s=10)
+    try:
+        await body(reservation)
+    finally:
+        reservation.release()
+
+
+def ask_witnesses(seats):
+    """What actors in these seats say: where they run, and which GPUs they see."""
+
+    class Witness:  # inside, so that Ray sends its code along
+        def __init__(self, surroundings) -> None:
+            surroundings.settle()
+
+        def tell(self):
+            return ray.get_runtime_context().get_node_id(), os.environ["CUDA_VISIBLE_DEVICES"]
+
+    actors = [ray.remote(Witness).options(**seat.options()).remote(Surroundings.here(seat.gpus)) for seat in seats]
+    return ray.get([actor.tell.remote() for actor in actors], timeout=60)
+
+
+def test_actors_sit_where_the_plan_says_on_unequal_nodes(unequal):
+    nodes = find_nodes()
+    by_name = {node.machine.name: node for node in nodes}
+    config = training_config(
+        "trainer.n_gpus_per_node=4", "rollout.nnodes=1", "rollout.n_gpus_per_node=2", "trainer.mode=one_step_off",
+        "rollout.name=vllm", "rollout.tensor_model_parallel_size=2", "actor._target_=treadle.config.FSDPActorConfig",
+        "algorithm.rollout_correction.rollout_is=token",
+    )  # fmt: skip
+    plan = make_plan(config, machines(nodes))
+
+    async def main(reservation) -> None:
+        trainer, sampler = plan.nodes("trainer")[0], plan.nodes("rollout")[0]
+        ranks, replicas = reservation.rank_seats(), reservation.replica_seats()
+        assert [seat.gpus for seat in ranks] == [("0",), ("1",), ("2",), ("3",)]
+        assert [seat.gpus for seat in replicas] == [("0", "1")], "one engine over both GPUs"
+        told = await asyncio.to_thread(ask_witnesses, (*ranks[:2], *replicas))
+        train_id, sample_id = by_name[trainer.machine].id, by_name[sampler.machine].id
+        assert told == [(train_id, "0"), (train_id, "1"), (sample_id, "0,1")]
+
+    asyncio.run(reserved(plan, nodes, main))
+
+
+def test_colocated_engines_share_the_bundle_of_the_ranks(unequal):
+    nodes = find_nodes()
+    plan = make_plan(training_config("trainer.n_gpus_per_node=2", "trainer.nnodes=2"), machines(nodes))
+
+    async def main(reservation) -> None:
+        assert plan.shares_devices
+        assert [str(seat) for seat in reservation.rank_seats()] == [str(seat) for seat in reservation.replica_seats()]
+        assert len({seat.node.id for seat in reservation.rank_seats()}) == 2
+
+    asyncio.run(reserved(plan, nodes, main))
+
+
+def test_a_place_that_others_hold_is_refused_in_time_and_by_name(unequal):
+    nodes = find_nodes()
+    taken = placement_group([{"GPU": 3.0}], bundle_label_selector=[{"ray.io/node-id": _with_gpus(nodes, 4).id}])
+    assert taken.wait(10)
+    plan = make_plan(training_config("trainer.n_gpus_per_node=4"), machines(nodes))
+    began = time.monotonic()
+    with pytest.raises(DeadlineError, match=r"within 1 s: trainer \+ rollout node 0 wants 4 GPU on .*, 1 free"):
+        asyncio.run(Reservation.reserve(plan, nodes, timeout_s=1))
+    assert time.monotonic() - began < 5
+    remove_placement_group(taken)
+    asyncio.run(Reservation.reserve(plan, nodes, timeout_s=10)).release()
+
+
+def _with_gpus(nodes, count):
+    return next(node for node in nodes if node.machine.num_gpus == count)

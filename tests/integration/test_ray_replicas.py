@@ -1,0 +1,182 @@
+"""Replicas on Ray die by real kills: their sessions go on elsewhere with their tokens, and they come back."""
+
+import asyncio
+import os
+import signal
+import time
+
+import pytest
+
+pytest.importorskip("ray")
+
+import torch
+
+from tests import ray_cluster, ray_engines
+from tests.letters import ask, go_on
+from tests.rollouts import rollout, save_model
+from tests.tiny import tiny
+from treadle.cluster.ray.supervisor import Patience
+from treadle.config import FailureConfig, LimitsConfig
+from treadle.engine.protocol import WeightUpdate
+from treadle.engine.router import Router
+from treadle.errors import EngineFailure, RunError
+from treadle.model.checksum import checksum
+from treadle.types import Completion, Request, StopReason
+
+TOKENS = 201
+"""Of a long answer, its stop token included."""
+
+
+@pytest.fixture(scope="module")
+def cluster():
+    with ray_cluster.ray_here():
+        yield
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return save_model(tmp_path_factory.mktemp("model"))
+
+
+def kill(replica) -> None:
+    os.kill(replica.life.pid, signal.SIGKILL)
+
+
+async def whole_turn(router: Router, request: Request) -> list[Completion]:
+    """What a session does: it asks again, from where it was interrupted, until the answer ends."""
+    parts = [await router.generate(request)]
+    while parts[-1].stop is StopReason.ABORT:
+        request = go_on(request, parts[-1].ids)
+        parts.append(await router.generate(request))
+    return parts
+
+
+def test_a_killed_replica_loses_no_session_and_no_saved_token_and_comes_back(cluster, model, capsys):
+    config = rollout(replicas_per_node=2)
+
+    async def main() -> None:
+        async with ray_cluster.fleet(config, model, save_s=0.3, start=ray_engines.start_letters) as fleet:
+            router = fleet.router
+            assert await router.update_weights(WeightUpdate(4, "word", {"w": torch.ones(3)})) == "word"
+            requests = [ask(uid=f"t{at}", max_tokens=500) for at in range(8)]
+            turns = [asyncio.ensure_future(whole_turn(router, request)) for request in requests]
+            await asyncio.sleep(0.8)
+            victim = fleet.pool.replicas[0]
+            kill(victim)
+            killed_at = time.monotonic()
+            answers = await asyncio.wait_for(asyncio.gather(*turns), 60)
+            await fleet.recovered()
+            moved = [parts for parts in answers if len(parts) > 1]
+            assert moved, "somebody was interrupted by the death"
+            for parts in moved:
+                assert parts[0].replica == victim.name and parts[0].ids, "what was saved is kept"
+                assert parts[-1].replica != victim.name
+            for parts in answers:
+                assert parts[-1].stop is StopReason.STOP
+                assert {version for part in parts for version in part.versions} == {4}
+            (recovery,) = fleet.recoveries
+            assert recovery.replica == victim.name and recovery.successor == f"{victim.name}.2"
+            states = {state.name: state for state in router.snapshot()}
+            assert set(states) == {"scripted-1", "scripted-0.2"}
+            assert states["scripted-0.2"].healthy and states["scripted-0.2"].version == 4
+            print(f"replica back after {recovery.seconds:.2f} s; sessions done {time.monotonic() - killed_at:.2f} s on")
+
+    asyncio.run(main())
+
+
+def test_requests_wait_while_the_only_replica_comes_back(cluster, model):
+    config = rollout(failures=FailureConfig(request_retries=1))
+
+    async def main() -> None:
+        async with ray_cluster.fleet(config, model, start=ray_engines.start_letters) as fleet:
+            running = asyncio.ensure_future(fleet.router.generate(ask(max_tokens=500)))
+            await asyncio.sleep(0.3)
+            kill(fleet.pool.replicas[0])
+            late = await asyncio.wait_for(fleet.router.generate(ask(uid="late")), 60)
+            assert late.replica == "scripted-0.2" and late.stop is StopReason.STOP
+            assert len((await asyncio.wait_for(running, 60)).ids) == TOKENS
+            assert await asyncio.wait_for(fleet.router.generate(ask(uid="later")), 60)
+
+    asyncio.run(main())
+
+
+def test_weights_for_the_only_replica_reach_its_successor_when_it_is_killed(cluster, model):
+    """Before the push, or in the middle of it: the push is confirmed, by the one that took its place."""
+
+    async def main() -> None:
+        async with ray_cluster.fleet(rollout(), model, start=ray_engines.start_letters) as fleet:
+            kill(fleet.pool.replicas[0])
+            update = WeightUpdate(3, "word", {"w": torch.ones(3)})
+            assert await asyncio.wait_for(fleet.router.update_weights(update), 60) == "word"
+            completion = await asyncio.wait_for(fleet.router.generate(ask()), 60)
+            assert completion.replica == "scripted-0.2" and set(completion.versions) == {3}
+            fleet.router.forget("task/0")
+            await fleet.router.sleep()
+            assert (await fleet.router.generate(ask(uid="more"))).stop is StopReason.STOP
+
+    asyncio.run(main())
+
+
+def test_a_run_whose_last_replica_cannot_come_back_ends_with_the_cause(cluster, model):
+    patience = Patience(attempts=2, first_wait_s=0.1)
+
+    async def main() -> None:
+        async with ray_cluster.fleet(rollout(), model, patience=patience, start=ray_engines.start_dying) as fleet:
+            waiting = asyncio.ensure_future(fleet.router.generate(ask(max_tokens=500)))
+            await asyncio.sleep(0.3)
+            kill(fleet.pool.replicas[0])
+            with pytest.raises(RunError, match=r"no replica is left.*died while it started"):
+                await asyncio.wait_for(fleet.supervisor.watch(), 60)
+            with pytest.raises(EngineFailure, match="no replica is left"):
+                await asyncio.wait_for(waiting, 60)
+            assert fleet.recoveries == [], "the run's end says it all"
+
+    asyncio.run(main())
+
+
+def test_an_engine_that_broke_inside_its_process_is_replaced_too(cluster, model):
+    config = rollout(replicas_per_node=2, failures=FailureConfig(request_retries=0))
+
+    async def main() -> None:
+        async with ray_cluster.fleet(config, model, start=ray_engines.start_failing) as fleet:
+            with pytest.raises(EngineFailure, match="illegal memory access"):
+                await fleet.router.generate(ask(uid="poison"))
+            await fleet.recovered()
+            (recovery,) = fleet.recoveries
+            assert "the engine can serve no more" in recovery.cause and recovery.successor is not None
+
+    asyncio.run(main())
+
+
+def test_real_weights_arrive_bit_for_bit_and_a_returned_replica_has_them(cluster, model):
+    """The embedded engine confirms the checksum of what it then holds."""
+    wanted = tiny("llama", seed=2)
+    tensors = {name: value.detach() for name, value in wanted.named_parameters()}
+    limits = LimitsConfig(launch_timeout_s=120.0)
+    config = rollout(name="native", prompt_length=16, response_length=16, limits=limits)
+    update = WeightUpdate(7, checksum(tensors), tensors)
+
+    async def main() -> None:
+        async with ray_cluster.fleet(config, model, start=ray_engines.start_tiny) as fleet:
+            assert await fleet.router.update_weights(update) == update.checksum
+            before = await fleet.router.generate(Request("a", 0, (5, 6, 7), ask(max_tokens=8).sampling))
+            kill(fleet.pool.replicas[0])
+            after = await asyncio.wait_for(
+                fleet.router.generate(Request("a", 0, (5, 6, 7), ask(max_tokens=8).sampling)), 120
+            )
+            assert after.replica == "native-0.2" and set(after.versions) == {7}
+            assert (after.ids, after.logprobs) == (before.ids, before.logprobs)
+
+    asyncio.run(main())
+
+
+def test_damaged_weights_are_refused_by_name(cluster, model):
+    async def main() -> None:
+        async with ray_cluster.fleet(
+            rollout(name="native", prompt_length=16, response_length=16), model, start=ray_engines.start_tiny
+        ) as fleet:
+            tensors = {name: value.detach() for name, value in tiny("llama", seed=2).named_parameters()}
+            with pytest.raises(EngineFailure, match="did not arrive: native-0: sent checksum wrong"):
+                await fleet.router.update_weights(WeightUpdate(1, "wrong", tensors))
+
+    asyncio.run(main())

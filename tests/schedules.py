@@ -1,0 +1,254 @@
+"""A training run around fakes that keep time on the loop's own clock: for tests of schedules, flow and books."""
+
+import asyncio
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+import torch
+
+from tests.rollouts import task
+from treadle.checkpoint.store import Progress
+from treadle.config import TrainConfig, loads
+from treadle.data.tasks import TaskSource
+from treadle.journal import Journal
+from treadle.model.checksum import checksum
+from treadle.observe.trackers import Trackers
+from treadle.rollout.recall import NO_PAST, Past
+from treadle.rollout.service import Kind
+from treadle.trainer.fully_async import train_fully_async
+from treadle.trainer.lineage import Lineage
+from treadle.trainer.one_step_off import train_one_step_off
+from treadle.trainer.run import Interrupted, Parts, Run, Validator, settings_digest
+from treadle.trainer.step import StepParts, train_step
+from treadle.trainer.sync import train_sync
+from treadle.types import Batch, Group, Outcome, Row, Score, StopReason, Trajectory
+from treadle.weights.push import PushReport
+
+SCHEDULES = {"sync": train_sync, "one_step_off": train_one_step_off, "fully_async": train_fully_async}
+
+BASE = """
+model: {path: unused}
+data: {train_files: unused, train_batch_size: 2}
+rollout: {n: 2}
+actor: {ppo_mini_batch_size: 2}
+trainer: {total_training_steps: 3, val_before_train: false}
+"""
+
+ASYNC = ("rollout.nnodes=1", "algorithm.rollout_correction.rollout_is=none")
+
+
+def words_for(mode: str, *words: str) -> tuple[str, ...]:
+    return (f"trainer.mode={mode}", *(() if mode == "sync" else ASYNC), *words)
+
+
+class Policy:
+    """Counts; its only weight follows from the advantages it trained on, in their order."""
+
+    def __init__(self) -> None:
+        self.version = 0
+        self.weight = torch.zeros(1)
+
+    def train(self, batch):
+        self.version += 1
+        self.weight = self.weight * 1.5 + batch.advantages_T.abs().sum()
+        return {"actor/pg_loss": 0.0}
+
+    def logprobs(self, rows):
+        return torch.zeros(sum(len(row.ids) for row in rows))
+
+    def tensors(self):
+        return {"weight": self.weight}
+
+
+class Rollout:
+    """Scores by sample number, except for tasks in `dull`, whose samples all score the same.
+
+    A group takes `delay(uid)` seconds; its first token has the version at its beginning, its second that at its end.
+    """
+
+    def __init__(self, dull: Sequence[str] = (), delay: Callable[[str], float] = lambda uid: 0.0) -> None:
+        self.dull = dull
+        self.delay = delay
+        self.version = 0
+        self.journal: Journal | None = None
+        self.asked: list[tuple[Kind, str]] = []
+        self.pasts: dict[str, Past] = {}
+        self.open = 0
+        self.most_open = 0
+        self.kept = 0
+        self.slept = 0
+        self.dies: Exception | None = None
+
+    async def generate_sequences(self, tasks, *, kind=Kind.TRAINING, seed=None) -> Batch:
+        self.asked += [(kind, item.uid) for item in tasks]
+        groups = []
+        for item in tasks:
+            await asyncio.sleep(self.delay(item.uid))
+            groups.append(self._group(item, self.version, self.version))
+        return Batch(tuple(groups))
+
+    async def generate_group(self, item, *, past: Past = NO_PAST) -> Group:
+        self.asked.append((Kind.TRAINING, item.uid))
+        self.pasts[item.uid] = past
+        begun = self.version
+        self.open += 1
+        self.most_open = max(self.most_open, self.open)
+        try:
+            await asyncio.sleep(self.delay(item.uid))
+        finally:
+            self.open -= 1
+        finished = {done.sample: done for done in past.finished}
+        group = self._group(item, begun, self.version, past.attempt)
+        for trajectory in group.trajectories:
+            if self.journal is not None and trajectory.sample not in finished:
+                self.journal.add(trajectory)
+        return replace(group, trajectories=tuple(finished.get(done.sample, done) for done in group.trajectories))
+
+    async def watch(self) -> None:
+        if self.dies is None:
+            await asyncio.Event().wait()
+        await asyncio.sleep(1.0)
+        assert self.dies is not None
+        raise self.dies
+
+    async def keep(self) -> None:
+        self.kept += 1
+
+    async def sleep(self) -> None:
+        self.slept += 1
+
+    def _group(self, item, begun: int, ended: int, attempt: int = 0) -> Group:
+        row = Row((1,), (5, 9), (1, 1), (-0.5, -0.5), (begun, ended))
+        scores = [1.0 if item.uid in self.dull else float(sample) for sample in range(2)]
+        done = Outcome.ended(StopReason.STOP)
+        return Group(
+            item,
+            tuple(
+                Trajectory(item.uid, at, (row,), done, Score(score), attempt=attempt) for at, score in enumerate(scores)
+            ),
+        )
+
+
+class Checkpoints:
+    def __init__(self, progress: Progress | None = None, save_freq: int = 0) -> None:
+        self.progress = progress
+        self.save_freq = save_freq
+        self.saved: list[tuple[int, dict]] = []
+
+    def restore(self, policy, critic):
+        if self.progress is not None:
+            policy.version = self.progress.version
+        return self.progress
+
+    def is_due(self, step: int) -> bool:
+        return self.save_freq > 0 and step % self.save_freq == 0
+
+    def save(self, policy, critic, step, state):
+        self.saved.append((step, state))
+
+
+class View:
+    def watch(self, phase): ...
+
+    def resume(self, step): ...
+
+    def on_step(self, step, metrics): ...
+
+    def on_validation(self, step, success): ...
+
+
+class Trial:
+    """One run of a schedule on fakes; `run_to_end` trains, in whatever loop runs it."""
+
+    def __init__(
+        self,
+        directory: Path,
+        rollout: Rollout,
+        *words: str,
+        checkpoints: Checkpoints | None = None,
+        num_tasks: int = 5,
+        validation=(),
+        validation_rollout: Rollout | None = None,
+        train_s: float = 0.0,
+        on_push: Callable[[Run, int], None] = lambda run, version: None,
+        trackers: Trackers | None = None,
+    ) -> None:
+        config = loads(BASE, "test", words)
+        assert isinstance(config, TrainConfig)
+        self.config = config
+        self.directory = directory
+        self.rollout = rollout
+        self.checkpoints = checkpoints or Checkpoints()
+        self.policy = Policy()
+        self.trained: list[tuple[int, tuple[Group, ...]]] = []
+        """The version before each step, and its groups."""
+        self._num_tasks = num_tasks
+        self._validation = validation
+        self._validation_rollout = validation_rollout
+        self._train_s = train_s
+        self._on_push = on_push
+        self._trackers = trackers or Trackers({})
+        self.run: Run
+
+    async def run_to_end(self) -> "Trial":
+        source = TaskSource([task(f"t{at}") for at in range(self._num_tasks)], shuffle=False, seed=0)
+        config = self.config
+        with Journal.open(self.directory, max_mb=10) as journal:
+            self.rollout.journal = journal
+            validating = self._validation_rollout
+            lineage = Lineage.read(self.directory, settings=settings_digest(config))
+            parts = Parts(
+                step=StepParts(self.policy, config.actor, config.algorithm, config.trainer),
+                rollout=self.rollout,
+                push=partial(self._push, self.rollout),
+                tasks=source,
+                validation_tasks=self._validation,
+                checkpoints=self.checkpoints,
+                journal=journal,
+                trackers=self._trackers,
+                view=View(),
+                lineage=lineage,
+                train=self._train,
+                validator=None if validating is None else Validator(validating, partial(self._push, validating)),
+            )
+            self.run = Run(config, parts)
+            try:
+                await SCHEDULES[config.trainer.mode](self.run)
+                await self.run.record_rest()
+            except Interrupted:
+                await self.run.save_interrupted()
+                raise
+            finally:
+                lineage.close()
+        return self
+
+    async def _train(self, groups, step, control, baselines):
+        config = self.config
+        self.trained.append((self.policy.version, tuple(groups)))
+        await asyncio.sleep(self._train_s)
+        parts = StepParts(self.policy, config.actor, config.algorithm, config.trainer)
+        return train_step(parts, groups, step=step, control=control, baselines=baselines)
+
+    async def _push(self, rollout: Rollout, version: int) -> PushReport:
+        rollout.version = version
+        if rollout is self.rollout:
+            self._on_push(self.run, version)
+        return PushReport(version, checksum(self.policy.tensors()), 0, 0.0, 0.0)
+
+    @property
+    def batches(self) -> list[list[str]]:
+        """The uids that each step trained on."""
+        return [[group.task.uid for group in groups] for _, groups in self.trained]
+
+    def ages(self) -> list[int]:
+        """How many versions behind each trained token was."""
+        return [
+            version - at
+            for version, groups in self.trained
+            for group in groups
+            for item in group.trajectories
+            for row in item.rows
+            for at in row.versions
+        ]

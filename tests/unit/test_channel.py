@@ -1,0 +1,50 @@
+"""Questions between processes: what becomes of them when the other end goes."""
+
+import asyncio
+import socket
+
+import pytest
+
+from treadle.engine.channel import Channel, ChannelClosed, Peer
+
+
+async def answer(question: str) -> str:
+    return question.upper()
+
+
+def test_questions_are_answered_in_both_directions() -> None:
+    async def main() -> tuple[str, str]:
+        ours, theirs = socket.socketpair()
+        ends = [Peer(await Channel.open(end), answer, ValueError) for end in (ours, theirs)]
+        serving = [asyncio.ensure_future(peer.serve()) for peer in ends]
+        answers = await ends[0].ask("a"), await ends[1].ask("b")
+        ends[0]._channel.close()
+        ends[1]._channel.close()
+        await asyncio.gather(*serving)
+        return answers
+
+    assert asyncio.run(main()) == ("A", "B")
+
+
+@pytest.mark.parametrize("asked", [True, False])
+def test_a_question_fails_when_the_other_end_goes_and_so_does_every_later_one(asked: bool) -> None:
+    async def main() -> None:
+        ours, theirs = socket.socketpair()
+        channel = await Channel.open(ours)
+        peer = Peer(channel, answer, ValueError)
+        async with asyncio.timeout(10), asyncio.TaskGroup() as group:
+            serving = group.create_task(peer.serve())
+            if asked:
+                group.create_task(_expect_refusal(peer))
+            await asyncio.sleep(0.01)
+            theirs.close()
+            await serving
+            await _expect_refusal(peer)
+        channel.close()
+
+    asyncio.run(main())
+
+
+async def _expect_refusal(peer: Peer) -> None:
+    with pytest.raises(ChannelClosed):
+        await peer.ask("is anyone there?")

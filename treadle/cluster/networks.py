@@ -1,0 +1,115 @@
+"""The networks of a run on this machine: on one device in this process, or sharded over a process for each device."""
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+
+from treadle.config import TrainConfig
+from treadle.config.actor import (
+    ActorConfig,
+    CriticConfig,
+    FSDPActorConfig,
+    FSDPCriticConfig,
+    FSDPRefConfig,
+    RefConfig,
+)
+from treadle.data.tasks import TaskSource, load_training_tasks
+from treadle.policy.critic import SingleCritic
+from treadle.policy.learner import Sampling
+from treadle.policy.local_ranks import LocalRanks
+from treadle.policy.rank import NetworksSpec
+from treadle.policy.reference import SingleReference
+from treadle.policy.sharded import ShardedNetworks, check_sharded, needs_ranks
+from treadle.policy.single import SinglePolicy
+from treadle.trainer.run import total_steps
+from treadle.trainer.step import StepParts
+
+CALL_TIMEOUT_S = 7200.0
+"""How long one call of ranks may take: a training step, a checkpoint. A rank that dies is noticed at once."""
+
+
+@dataclass(frozen=True, slots=True)
+class Networks:
+    """Loaded; `close` is the last call."""
+
+    step: StepParts
+    watch: Callable[[], Awaitable[None]] | None = None
+    """Raises when a rank dies, also while nobody calls it; None where there are no ranks."""
+
+    def close(self) -> None:
+        for network in (self.step.critic, self.step.reference, self.step.policy):
+            if network is not None:
+                network.close()
+
+
+def trainer_devices(config: TrainConfig) -> tuple[str, ...]:
+    """The device of each rank of this machine."""
+    trainer = config.trainer
+    if trainer.n_gpus_per_node:
+        return tuple(f"cuda:{at}" for at in range(trainer.n_gpus_per_node))
+    return ("cpu",) * trainer.processes_per_node
+
+
+def used_networks(config: TrainConfig) -> tuple[ActorConfig, RefConfig | None, CriticConfig | None]:
+    """The sections of the networks that a run needs; None where it needs none."""
+    actor, algorithm = config.actor, config.algorithm
+    ref = config.ref if actor.use_kl_loss or algorithm.use_kl_in_reward else None
+    return actor, ref, config.critic if algorithm.needs_critic() else None
+
+
+def load_networks(config: TrainConfig, tasks: TaskSource | None = None) -> Networks:
+    """The networks a run trains, as they are before its first step."""
+    steps, devices = total_steps(config, tasks or load_training_tasks(config.data)), trainer_devices(config)
+    used = used_networks(config)
+    check_sharded(len(devices), *used)
+    if needs_ranks(len(devices), *used):
+        return _load_sharded(config, steps, devices)
+    return Networks(_load_single(config, steps, torch.device(devices[0])))
+
+
+def _load_sharded(config: TrainConfig, steps: int, devices: tuple[str, ...]) -> Networks:
+    actor, ref, critic = used_networks(config)
+    algorithm, rollout = config.algorithm, config.rollout
+    assert isinstance(actor, FSDPActorConfig), "checked before"
+    assert ref is None or isinstance(ref, FSDPRefConfig), "checked before"
+    assert critic is None or isinstance(critic, FSDPCriticConfig), "checked before"
+    sampling = Sampling(rollout.temperature, rollout.response_length)
+    spec = NetworksSpec(config.model, actor, algorithm.rollout_correction, sampling, steps, ref, critic)
+    ranks = LocalRanks.start(spec, devices, launch_timeout_s=rollout.limits.launch_timeout_s, timeout_s=CALL_TIMEOUT_S)
+    networks = ShardedNetworks.over(ranks, spec, CALL_TIMEOUT_S)
+    step = StepParts(networks.policy, actor, algorithm, config.trainer, networks.reference, networks.critic)
+    return Networks(step, partial(_wait_for_death, ranks))
+
+
+async def _wait_for_death(ranks: LocalRanks) -> None:
+    raise await asyncio.wrap_future(ranks.gone)
+
+
+def _load_single(config: TrainConfig, steps: int, device: torch.device) -> StepParts:
+    model, algorithm = config.model, config.algorithm
+    actor, ref, values = used_networks(config)
+    sampling = Sampling(config.rollout.temperature, config.rollout.response_length)
+    policy = SinglePolicy.create(
+        model=model,
+        actor=actor,
+        rollout_correction=algorithm.rollout_correction,
+        sampling=sampling,
+        total_steps=steps,
+        device=device,
+    )
+    reference = critic = None
+    if ref is not None:
+        reference = SingleReference.create(model=model, ref=ref, temperature=sampling.temperature, device=device)
+    if values is not None:
+        critic = SingleCritic.create(
+            model=model,
+            critic=values,
+            actor=actor,
+            response_length=sampling.response_length,
+            total_steps=steps,
+            device=device,
+        )
+    return StepParts(policy, actor, algorithm, config.trainer, reference, critic)

@@ -1,0 +1,26 @@
+"""The parts of a run on a Ray cluster: placed, watched and restarted by Ray, around the classes that run in process.
+
+    driver                                          actors, each in a process of its own
+    ──────                                          ────────────────────────────────────
+    Dispatcher ─► RemoteWorker ════ socket ════►    AgentActor     agent loops and tools
+               └► RemoteScorer ════ socket ════►    ScorerActor    reward functions
+    Router ─────► RemoteReplica ═══ socket ════►    ReplicaActor   an engine             ◄─┐ weights,
+    train_step ─► Ranks ────────── Ray calls ──►    RankActor      policy, reference, critic ─┘ in Ray's store
+
+Ray decides where an actor runs, keeps it in its bundle, tells of its death and carries weights. What happens thousands
+of times a second, requests and their answers, goes over one socket for each actor, with the messages that worker
+processes speak: a Ray call costs more processor time than a whole turn may.
+"""
+
+from importlib.util import find_spec
+
+from treadle.config import ClusterConfig
+from treadle.errors import ConfigError, Mistake
+
+
+def require_ray(cluster: ClusterConfig) -> None:
+    """Refuse a config that asks for Ray where Ray is not installed."""
+    if find_spec("ray") is None:
+        problem = "Ray is not installed"
+        fix = "install it with `pip install 'ray>=2.49'`, or use cluster.backend=local"
+        raise ConfigError([Mistake("cluster.backend", problem, cluster.backend, cluster.origin("backend"), fix)])

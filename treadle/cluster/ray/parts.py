@@ -1,0 +1,57 @@
+"""The parts of a training run on a Ray cluster: ranks that train, replicas that sample, and the store between them.
+
+Owns the order of starting and closing. Everything else about a run is the same as in one process.
+Ray is started from the thread of the caller's loop, which must outlive the block: see `connection`.
+"""
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
+
+import torch
+
+from treadle.cluster.ray.networks import CALL_TIMEOUT_S, make_step, start_ranks
+from treadle.cluster.ray.placement import Reservation
+from treadle.cluster.ray.ranks import RemoteRanks
+from treadle.cluster.ray.rollout import Report, reserved, supply_rollout
+from treadle.cluster.ray.sender import StoreSender
+from treadle.cluster.ray.supervisor import print_recovery
+from treadle.cluster.runtime import Runtime, push_timeout_s
+from treadle.config import TrainConfig
+from treadle.data.tasks import TaskSource
+from treadle.engine.native.engine import choose_dtype
+from treadle.policy.ranks import Ranks
+from treadle.weights.push import PushReport, Receiver, send
+
+
+@asynccontextmanager
+async def started(config: TrainConfig, tasks: TaskSource, *, report: Report = print_recovery) -> AsyncIterator[Runtime]:
+    """Everything that the plan of this config places, started; closed again in the opposite order."""
+    async with AsyncExitStack() as parts:
+        reservation = await parts.enter_async_context(reserved(config))
+        handles = await asyncio.to_thread(start_ranks, config, tasks, reservation)
+        parts.callback(handles.close)
+        yield _runtime(config, reservation, handles, report)
+
+
+def _runtime(config: TrainConfig, reservation: Reservation, handles: RemoteRanks, report: Report) -> Runtime:
+    ranks = Ranks(handles, CALL_TIMEOUT_S)
+    device = torch.device("cuda" if reservation.replica_seats()[0].gpus else "cpu")
+    sender = StoreSender(ranks, choose_dtype(config.rollout, device))
+    rollout = supply_rollout(config, reservation, report)
+
+    async def give(receiver: Receiver, version: int) -> PushReport:
+        return await send(sender, receiver, version, timeout_s=push_timeout_s(config))
+
+    async def watch() -> None:
+        raise await asyncio.wrap_future(handles.gone)
+
+    return Runtime(
+        step=make_step(config, ranks),
+        engines=rollout.engines,
+        push=give,
+        workers=rollout.workers,
+        scorer=rollout.scorer,
+        attend=rollout.attend,
+        watch=watch,
+    )

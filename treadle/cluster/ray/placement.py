@@ -1,0 +1,202 @@
+"""From a plan to seats on a Ray cluster: one bundle for each node of each role, all reserved together or not at all.
+
+Owns the placement group. A bundle is pinned to the very node that the plan names, with one CPU and the GPUs of that
+node; actors sit in bundles and ask Ray for nothing more, so a colocated engine and policy share theirs.
+Invariant: whoever waits for a place gets it, or hears within a deadline what is missing and where.
+"""
+
+import asyncio
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Self
+
+import ray
+from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from treadle.cluster.ray.connection import Node
+from treadle.config import Plan
+from treadle.config.plan import Placement
+from treadle.errors import ConfigError, DeadlineError, Mistake
+
+ROLLOUT, TRAINER, SHARED = "rollout", "trainer", "trainer + rollout"
+"""The roles of a plan."""
+
+_CPUS = 1
+"""What a bundle takes of its node's processors: it claims the node, and does not divide it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Seat:
+    """Where one actor sits: a bundle, and the GPUs of it that are the actor's, as CUDA names them."""
+
+    group: PlacementGroup
+    bundle: int
+    node: Node
+    gpus: tuple[str, ...] = ()
+    crowd: int = 1
+    """How many actors compute on this node's processors at once, this one included."""
+
+    def options(self) -> dict[str, Any]:
+        """For Ray. The bundle holds the resources; the actor takes none of its own."""
+        pinned = PlacementGroupSchedulingStrategy(self.group, placement_group_bundle_index=self.bundle)
+        return {"num_cpus": 0, "num_gpus": 0, "scheduling_strategy": pinned, "max_restarts": 0}
+
+    def there(self) -> bool:
+        """Whether its machine is still part of the cluster."""
+        return any(node["Alive"] and node["NodeID"] == self.node.id for node in ray.nodes())
+
+    def __str__(self) -> str:
+        name = self.node.machine.name
+        return f"{name}, GPU {','.join(self.gpus)}" if self.gpus else f"{name}, CPU"
+
+
+class Reservation:
+    """What a run holds of a cluster. Made by `reserve`; `release` gives it back."""
+
+    def __init__(
+        self, plan: Plan, nodes: Sequence[Node], group: PlacementGroup, gpus: Sequence[tuple[str, ...]]
+    ) -> None:
+        self._plan = plan
+        self._nodes = {node.machine.name: node for node in nodes}
+        self._group = group
+        self._gpus = gpus
+        """Of each bundle."""
+
+    @classmethod
+    async def reserve(cls, plan: Plan, nodes: Sequence[Node], *, timeout_s: float) -> Self:
+        """Every bundle of the plan, or an error that says what is missing; never a wait without an end."""
+        return await asyncio.to_thread(cls.reserve_blocking, plan, nodes, timeout_s=timeout_s)
+
+    @classmethod
+    def reserve_blocking(cls, plan: Plan, nodes: Sequence[Node], *, timeout_s: float) -> Self:
+        """The same, for code that does not await."""
+        ids = {node.machine.name: node.id for node in nodes}
+        bundles = [_bundle(placement) for placement in plan.placements]
+        _refuse_impossible(plan, nodes)
+        pins = [{"ray.io/node-id": ids[placement.machine]} for placement in plan.placements]
+        group = placement_group(bundles, strategy="PACK", bundle_label_selector=pins)
+        try:
+            if not group.wait(timeout_s):
+                missing = "; ".join(_missing(plan, nodes))
+                raise DeadlineError(f"the cluster gave no place within {timeout_s:g} s: {missing}")
+            return cls(plan, nodes, group, _gpu_names(group, plan, timeout_s))
+        except BaseException:
+            remove_placement_group(group)
+            raise
+
+    def rank_seats(self) -> tuple[Seat, ...]:
+        """One for each rank of the policy: a GPU, or a node where there are none."""
+        return self._with_crowds(self._rank_seats(), self._replica_seats())
+
+    def replica_seats(self) -> tuple[Seat, ...]:
+        """One for each engine; on CPU several may share a node."""
+        return self._with_crowds(self._replica_seats(), self._rank_seats())
+
+    def _rank_seats(self) -> tuple[Seat, ...]:
+        return tuple(
+            self._seat(at, placement, gpus)
+            for at, placement in self._bundles(TRAINER, SHARED)
+            for gpus in _split(self._gpus[at], 1)
+        )
+
+    def _replica_seats(self) -> tuple[Seat, ...]:
+        plan, bundles = self._plan, list(self._bundles(ROLLOUT, SHARED))
+        if plan.gpus_per_replica:
+            return tuple(
+                self._seat(at, placement, gpus)
+                for at, placement in bundles
+                for gpus in _split(self._gpus[at], plan.gpus_per_replica)
+            )
+        each = plan.replicas // len(bundles)
+        return tuple(self._seat(at, placement) for at, placement in bundles for _ in range(each))
+
+    def worker_seats(self, count: int) -> tuple[Seat, ...]:
+        """For processes without a GPU, spread over the rollout's nodes."""
+        bundles = list(self._bundles(ROLLOUT, SHARED))
+        chosen = (bundles[number % len(bundles)] for number in range(count))
+        return tuple(self._seat(at, placement) for at, placement in chosen)
+
+    def release(self) -> None:
+        """Give everything back. What still runs in a bundle ends."""
+        remove_placement_group(self._group)
+
+    def _with_crowds(self, seats: tuple[Seat, ...], others: tuple[Seat, ...]) -> tuple[Seat, ...]:
+        """Seats that know their crowd. Engines and ranks that share devices take turns."""
+        rivals = () if self._plan.shares_devices else others
+        crowds = Counter(seat.node.id for seat in (*seats, *rivals) if not seat.gpus)
+        return tuple(replace(seat, crowd=max(1, crowds[seat.node.id])) for seat in seats)
+
+    def _seat(self, bundle: int, placement: Placement, gpus: tuple[str, ...] = ()) -> Seat:
+        return Seat(self._group, bundle, self._nodes[placement.machine], gpus)
+
+    def _bundles(self, *roles: str) -> Iterator[tuple[int, Placement]]:
+        return ((at, placement) for at, placement in enumerate(self._plan.placements) if placement.role in roles)
+
+
+def _bundle(placement: Placement) -> dict[str, float]:
+    gpus = {"GPU": float(len(placement.gpus))} if placement.gpus else {}
+    return {"CPU": float(_CPUS), **gpus}
+
+
+def _split(gpus: tuple[str, ...], size: int) -> Iterator[tuple[str, ...]]:
+    """GPUs in groups of `size`; one empty group where there are none."""
+    yield from (gpus[at : at + size] for at in range(0, len(gpus), size)) if gpus else [()]
+
+
+def _refuse_impossible(plan: Plan, nodes: Sequence[Node]) -> None:
+    """What no waiting can bring: more roles on a machine than it has processors for."""
+    wanted = Counter(placement.machine for placement in plan.placements)
+    cpus = {node.machine.name: node.num_cpus for node in nodes}
+    mistakes = [
+        Mistake(
+            "cluster",
+            f"{count} roles want one CPU each on {machine}, Ray has {cpus[machine]:g} there",
+            fix="give the Ray node more with --num-cpus, or cluster.ray_init={num_cpus: …} for one started here",
+        )
+        for machine, count in wanted.items()
+        if count * _CPUS > cpus[machine]
+    ]
+    if mistakes:
+        raise ConfigError(mistakes)
+
+
+def _missing(plan: Plan, nodes: Sequence[Node]) -> Iterator[str]:
+    """Each placement whose machine has less to give than it needs, with both numbers."""
+    free: Mapping[str, Mapping[str, float]] = ray._private.state.available_resources_per_node()
+    ids = {node.machine.name: node.id for node in nodes}
+    for placement in plan.placements:
+        resources = free.get(ids[placement.machine])
+        if resources is None:
+            yield f"{placement.role} node {placement.node}: {placement.machine} has left the cluster"
+            continue
+        for name, wanted in _bundle(placement).items():
+            if resources.get(name, 0.0) < wanted:
+                has = f"{resources.get(name, 0.0):g} free"
+                yield f"{placement.role} node {placement.node} wants {wanted:g} {name} on {placement.machine}, {has}"
+
+
+def _gpu_names(group: PlacementGroup, plan: Plan, timeout_s: float) -> tuple[tuple[str, ...], ...]:
+    """The GPUs that Ray gave to each bundle."""
+    asked = {
+        at: ray.remote(_own_gpus)
+        .options(
+            num_cpus=0,
+            num_gpus=len(placement.gpus),
+            scheduling_strategy=PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=at),
+        )
+        .remote()
+        for at, placement in enumerate(plan.placements)
+        if placement.gpus
+    }
+    try:
+        found = ray.get(list(asked.values()), timeout=timeout_s)
+    except ray.exceptions.GetTimeoutError as error:
+        raise DeadlineError(f"Ray did not say within {timeout_s:g} s which GPUs it gave") from error
+    names = dict(zip(asked, found, strict=True))
+    return tuple(names.get(at, ()) for at in range(len(plan.placements)))
+
+
+def _own_gpus() -> tuple[str, ...]:
+    return tuple(str(name) for name in ray.get_gpu_ids())

@@ -1,0 +1,70 @@
+"""One rank of the policy in an actor. torch comes with what it is told to start, after the process was set up.
+
+Waits: calls run one at a time in the main thread; a second thread waits for the driver to go. A rank in the middle of
+a collective that the others have left can be ended in no other way, so it ends its process.
+"""
+
+import asyncio
+import os
+import socket
+import time
+from collections.abc import Callable
+from threading import Thread
+from typing import Any
+
+import ray
+
+from treadle.cluster.ray.actors import Surroundings
+from treadle.cluster.ray.link import Address, Door
+
+LINGER_S = 5.0
+"""How long a call that nobody waits for may go on."""
+
+
+class RankActor:
+    """See the module."""
+
+    def __init__(self, surroundings: Surroundings) -> None:
+        surroundings.settle()
+        self._door = Door(ray.util.get_node_ip_address())
+        self._rank: Any = None
+        self._trouble: Exception | None = None
+        self._name = ""
+
+    def address(self) -> Address:
+        return self._door.address
+
+    def load(self, start: Callable[[], Any], name: str, timeout_s: float) -> None:
+        """Meet the driver, then the other ranks, and load the networks with them. The first answer tells of trouble."""
+        self._name = name
+        visitor = asyncio.run(self._door.admit(timeout_s))
+        Thread(target=_end_with, args=(visitor,), name="driver", daemon=True).start()
+        try:
+            self._rank = start()
+        except Exception as error:  # noqa: BLE001  whatever it is, the driver must hear it
+            self._trouble = error
+
+    def run(self, call: tuple[Callable[..., Any], tuple[Any, ...]]) -> Any:
+        """The answer to one call."""
+        from treadle.policy.local_ranks import Answer
+        from treadle.policy.ranks import portable
+
+        function, args = call
+        try:
+            if self._trouble is not None:
+                raise self._trouble
+            return Answer(self._rank.run(function, *args))
+        except Exception as error:  # noqa: BLE001  whatever it is, the driver must hear it
+            return Answer(error=portable(error, self._name))
+
+
+def _end_with(visitor: socket.socket) -> None:
+    """End this process soon after the driver's end closes."""
+    visitor.setblocking(True)
+    try:
+        while visitor.recv(1):
+            continue
+    except OSError:
+        pass  # gone, one way or the other
+    time.sleep(LINGER_S)
+    os._exit(1)

@@ -1,0 +1,107 @@
+"""What a rollout on a Ray cluster is supplied with: replicas and who looks after them, agent workers, a scorer.
+
+Owns who sits where. Imports no torch, so that a rollout which stands alone starts without it.
+"""
+
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
+from dataclasses import dataclass
+
+from treadle.cluster.ray.connection import connected, machines_of
+from treadle.cluster.ray.placement import Reservation
+from treadle.cluster.ray.pool import ReplicaPool
+from treadle.cluster.ray.scorer import RemoteScorer
+from treadle.cluster.ray.supervisor import Recovery, Supervisor, print_recovery
+from treadle.cluster.ray.worker import RemoteWorker
+from treadle.config import Config, make_plan
+from treadle.engine.protocol import Engine
+from treadle.engine.router import Router
+from treadle.rollout.services import Generator
+
+Report = Callable[[Recovery], None]
+"""Told of every replica that died, and what became of it."""
+
+
+@dataclass(frozen=True, slots=True)
+class RolloutOnRay:
+    """What a rollout is supplied with. Everything is started, and later closed, on the rollout's own loop."""
+
+    engines: Callable[[], Awaitable[Sequence[Engine]]]
+    attend: Callable[[Router], Awaitable[Supervisor]]
+    """Looks after the replicas behind a router, once. `watch` of what it returns raises when none is left; its `close`
+    comes before the router's."""
+    workers: Callable[[Generator], Awaitable[Sequence[RemoteWorker]]] | None = None
+    """Starts agent workers that generate through what they are given; None: the manager has its own."""
+    scorer: Callable[[], Awaitable[RemoteScorer]] | None = None
+    """Starts the scorer; None: the manager has its own, or none at all."""
+
+
+@asynccontextmanager
+async def started_rollout(config: Config, *, report: Report = print_recovery) -> AsyncIterator[RolloutOnRay]:
+    """The places of a rollout that stands alone; parts are started there as it calls for them."""
+    async with reserved(config) as reservation:
+        yield supply_rollout(config, reservation, report)
+
+
+@contextmanager
+def started_rollout_blocking(config: Config, *, report: Report = print_recovery) -> Iterator[RolloutOnRay]:
+    """The same, for code that does not await."""
+    with connected(config.cluster) as nodes:
+        plan, limit = make_plan(config, machines_of(nodes)), config.rollout.limits.launch_timeout_s
+        reservation = Reservation.reserve_blocking(plan, nodes, timeout_s=limit)
+        try:
+            yield supply_rollout(config, reservation, report)
+        finally:
+            reservation.release()
+
+
+@asynccontextmanager
+async def reserved(config: Config) -> AsyncIterator[Reservation]:
+    """The places of a plan, on the cluster that the config names."""
+    with connected(config.cluster) as nodes:
+        plan, limit = make_plan(config, machines_of(nodes)), config.rollout.limits.launch_timeout_s
+        reservation = await Reservation.reserve(plan, nodes, timeout_s=limit)
+        try:
+            yield reservation
+        finally:
+            reservation.release()
+
+
+def supply_rollout(config: Config, reservation: Reservation, report: Report) -> RolloutOnRay:
+    """What this config needs of these places."""
+    rollout, reward = config.rollout, config.reward
+    pool = ReplicaPool(rollout, config.model, reservation.replica_seats())
+    workers, scorer = None, None
+
+    async def attend(router: Router) -> Supervisor:
+        return await Supervisor.attend(pool, router, report=report)
+
+    async def start_workers(engine: Generator) -> Sequence[RemoteWorker]:
+        return await _start_workers(config, engine, reservation)
+
+    async def start_scorer() -> RemoteScorer:
+        seats = reservation.worker_seats(rollout.agent.num_workers + 1)
+        return await RemoteScorer.create(reward, seats[::-1], rollout.limits)
+
+    if rollout.agent.num_workers > 1:
+        workers = start_workers
+    if reward.functions and reward.num_workers and set(reward.weights()) == set(reward.functions):
+        scorer = start_scorer  # judges and classifiers lean on the manager's own engines
+    return RolloutOnRay(pool.start, attend, workers, scorer)
+
+
+async def _start_workers(config: Config, engine: Generator, reservation: Reservation) -> list[RemoteWorker]:
+    """`rollout.agent.num_workers` actors, spread over the rollout's nodes; or none, and an error."""
+    rollout = config.rollout
+    seats = reservation.worker_seats(rollout.agent.num_workers)
+    async with AsyncExitStack() as started:
+        workers = []
+        for at in range(len(seats)):
+            turned, name = seats[at:] + seats[:at], f"agent worker {at}"
+            worker = await RemoteWorker.create(
+                rollout=rollout, model=config.model, engine=engine, seats=turned, name=name
+            )
+            started.push_async_callback(worker.close)
+            workers.append(worker)
+        started.pop_all()
+        return workers

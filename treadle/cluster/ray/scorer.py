@@ -1,0 +1,83 @@
+"""The scorer on the cluster, as the dispatcher sees it: reward functions run on the rollout's nodes, not the driver's.
+
+Owns the scores that are open. One actor hosts the one scorer, with its worker processes, so its rate limit holds for
+all. An actor that dies is replaced when the next score is asked for; the open ones fail, each as a RewardFailure.
+"""
+
+import asyncio
+from collections.abc import Sequence
+from typing import Any
+
+from treadle.cluster.ray.actors import ScorerActor
+from treadle.cluster.ray.life import Life
+from treadle.cluster.ray.messages import ScoreOrder, ScorerSetup
+from treadle.cluster.ray.placement import Seat
+from treadle.config import RewardConfig
+from treadle.config.rollout import LimitsConfig
+from treadle.engine.channel import ChannelClosed
+from treadle.errors import RewardFailure, RunError
+from treadle.types import Score, Task, Trajectory
+
+
+class RemoteScorer:
+    """A `Scoring`. Built by `create`, on the loop that uses it."""
+
+    def __init__(self, reward: RewardConfig, seats: Sequence[Seat], limits: LimitsConfig) -> None:
+        self._reward = reward
+        self._seats = seats
+        self._limits = limits
+        self._life: Life | None = None
+        self._starting = asyncio.Lock()
+
+    @classmethod
+    async def create(cls, reward: RewardConfig, seats: Sequence[Seat], limits: LimitsConfig) -> "RemoteScorer":
+        """A scorer whose functions are loaded, or an error. It sits in the first seat whose machine is there."""
+        scorer = cls(reward, seats, limits)
+        await scorer._alive()
+        return scorer
+
+    async def score(self, task: Task, trajectory: Trajectory) -> Score:
+        """The score of a finished trajectory. Raises RewardFailure where there is none."""
+        last: RewardFailure | None = None
+        for _ in range(self._reward.retries + 1):
+            life = await self._alive()
+            try:
+                score: Score = await life.peer.ask(ScoreOrder(task, trajectory))
+                return score
+            except ChannelClosed:
+                last = RewardFailure(f"crash: the scorer died: {await life.cause()}")
+        assert last is not None, "every attempt returns or fails"
+        raise last
+
+    async def _alive(self) -> Life:
+        if self._life is not None and not self._life.over:
+            return self._life
+        async with self._starting:
+            if self._life is None or self._life.over:
+                await self.close()
+                self._life = await self._start()
+            return self._life
+
+    async def _start(self) -> Life:
+        seat = next((seat for seat in self._seats if seat.there()), None)
+        if seat is None:
+            raise RunError("the scorer has nowhere to run: every machine of the rollout has left the cluster")
+        return await Life.start(
+            ScorerActor,
+            seat,
+            ScorerSetup(self._reward),
+            name="the scorer",
+            answer=_refuse,
+            expected=RewardFailure,
+            timeout_s=self._limits.launch_timeout_s,
+        )
+
+    async def close(self) -> None:
+        """End the actor, and with it its processes."""
+        if self._life is not None:
+            await self._life.end()
+            self._life = None
+
+
+async def _refuse(question: Any) -> Any:
+    raise AssertionError(f"a scorer asks nothing: {question}")

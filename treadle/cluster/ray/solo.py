@@ -1,0 +1,87 @@
+"""A rank that is alone: policy, reference and critic on one device, called as the ranks of a sharded run are.
+
+Owns nothing but the likeness: `sharded` sees a rank, and finds the same networks under the same names.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from treadle.config.actor import ActorConfig, CriticConfig, RefConfig
+from treadle.config.algorithm import RolloutCorrectionConfig
+from treadle.config.model import ModelConfig
+from treadle.policy.critic import SingleCritic
+from treadle.policy.learner import Sampling
+from treadle.policy.rank import Seat
+from treadle.policy.reference import SingleReference
+from treadle.policy.single import SinglePolicy
+
+
+@dataclass(frozen=True, slots=True)
+class SoloSpec:
+    """The networks of a run, as sections."""
+
+    model: ModelConfig
+    actor: ActorConfig
+    rollout_correction: RolloutCorrectionConfig
+    sampling: Sampling
+    total_steps: int
+    ref: RefConfig | None = None
+    """None: no reference policy."""
+    critic: CriticConfig | None = None
+    """None: no critic."""
+
+
+class SoloPolicy(SinglePolicy):
+    """A policy on one device that hands out its weights as a rank of many does."""
+
+    def full_tensors(self, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
+        for name, tensor in self.tensors().items():
+            yield name, tensor.to(dtype) if dtype is not None and tensor.is_floating_point() else tensor
+
+
+class SoloRank:
+    """The networks, loaded."""
+
+    policy: SoloPolicy
+    reference: SingleReference | None
+    critic: SingleCritic | None
+
+    def __init__(self, seat: Seat, spec: SoloSpec) -> None:
+        self.seat = seat
+        if seat.num_threads is not None:
+            torch.set_num_threads(seat.num_threads)
+        self.load(spec)
+
+    def load(self, spec: SoloSpec) -> None:
+        """Load networks, in the place of those there are."""
+        model, actor, sampling, device = spec.model, spec.actor, spec.sampling, torch.device(self.seat.device)
+        self.policy = SoloPolicy.create(
+            model=model,
+            actor=actor,
+            rollout_correction=spec.rollout_correction,
+            sampling=sampling,
+            total_steps=spec.total_steps,
+            device=device,
+        )
+        self.reference = self.critic = None
+        if spec.ref is not None:
+            self.reference = SingleReference.create(
+                model=model, ref=spec.ref, temperature=sampling.temperature, device=device
+            )
+        if spec.critic is not None:
+            self.critic = SingleCritic.create(
+                model=model,
+                critic=spec.critic,
+                actor=actor,
+                response_length=sampling.response_length,
+                total_steps=spec.total_steps,
+                device=device,
+            )
+
+    def run(self, function: Callable[..., Any], *args: Any) -> Any:
+        """What `function(self, *args)` returns."""
+        return function(self, *args)

@@ -1,0 +1,181 @@
+"""A training run put together and taken apart again, wherever its parts live.
+
+Owns the order of starting and closing, and what Ctrl-C means. Knows no schedule's inside, and no runtime's.
+"""
+
+import asyncio
+import logging
+import signal
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+
+from treadle.checkpoint.store import Checkpoints
+from treadle.cluster import local
+from treadle.cluster.networks import used_networks
+from treadle.cluster.ray import require_ray
+from treadle.cluster.runtime import Runtime
+from treadle.config import TrainConfig, to_yaml
+from treadle.config.show import flatten
+from treadle.config.trainer import OnWeightUpdate
+from treadle.data.tasks import TaskSource, load_training_tasks, load_validation_tasks
+from treadle.engine.protocol import WeightUpdate
+from treadle.errors import RunError
+from treadle.journal import Journal
+from treadle.model.tokenizer import resolve_model_path
+from treadle.observe.trackers import Trackers
+from treadle.policy.sharded import check_sharded
+from treadle.rollout import AgentLoopManager
+from treadle.rollout import Parts as RolloutParts
+from treadle.trainer.evaluate import Validation
+from treadle.trainer.fully_async import train_fully_async
+from treadle.trainer.lineage import Lineage
+from treadle.trainer.one_step_off import train_one_step_off
+from treadle.trainer.run import Interrupted, Parts, Run, Validator, View, settings_digest, train_in_thread
+from treadle.trainer.sync import train_sync
+from treadle.trainer.timeline import write_timeline
+from treadle.types import NOTHING
+
+log = logging.getLogger(__name__)
+
+SCHEDULES: Mapping[str, Callable[[Run], Awaitable[None]]] = {
+    "sync": train_sync,
+    "one_step_off": train_one_step_off,
+    "fully_async": train_fully_async,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class TrainingResult:
+    """What came of a run."""
+
+    run_dir: Path
+    steps: int
+    interrupted: bool
+    validations: tuple[Validation, ...]
+
+
+async def train(
+    config: TrainConfig, view: View, command: Sequence[str] = (), api_keys: Mapping[str, str] = NOTHING
+) -> TrainingResult:
+    """Train as the config says. Ctrl-C ends it in order and saves; the same call goes on from there."""
+    check(config)
+    async with _assembled(config, view, command, api_keys) as run:
+        loop = asyncio.get_running_loop()
+        loop.add_signal_handler(signal.SIGINT, run.request_stop)
+        interrupted = False
+        try:
+            await SCHEDULES[config.trainer.mode](run)
+        except Interrupted:
+            interrupted = True
+            await run.save_interrupted()
+        finally:
+            await _draw_timeline(run, Path(config.logging.directory()))
+            loop.remove_signal_handler(signal.SIGINT)
+        validations = tuple(sorted(run.validations, key=lambda found: found.step))
+        return TrainingResult(Path(config.logging.directory()), run.step, interrupted, validations)
+
+
+async def _draw_timeline(run: Run, run_dir: Path) -> None:
+    """A courtesy: whatever keeps the picture from being drawn is told, and changes nothing about how the run ends."""
+    try:
+        await run.record_rest()
+        await asyncio.to_thread(write_timeline, run_dir)
+    except RunError as error:
+        log.debug("no timeline: %s", error)  # there is nothing to draw, or a dead journal, which ends the run itself
+    except Exception as error:  # noqa: BLE001
+        log.warning("the timeline could not be drawn: %r", error)
+
+
+def check(config: TrainConfig) -> None:
+    """Refuse what the runtime of this config cannot do, before anything is loaded."""
+    check_sharded(config.trainer.num_ranks(), *used_networks(config))
+    if config.cluster.backend == "ray":
+        require_ray(config.cluster)
+    else:
+        local.check(config)
+
+
+def _runtime(config: TrainConfig, tasks: TaskSource) -> AbstractAsyncContextManager[Runtime]:
+    """The parts where the config wants them."""
+    if config.cluster.backend == "local":
+        return local.started(config, tasks)
+    from treadle.cluster.ray import parts  # needs Ray
+
+    return parts.started(config, tasks)
+
+
+@asynccontextmanager
+async def _assembled(
+    config: TrainConfig, view: View, command: Sequence[str], api_keys: Mapping[str, str]
+) -> AsyncIterator[Run]:
+    """Every part, started; closed again in the opposite order."""
+    run_dir, logging = Path(config.logging.directory()), config.logging
+    tasks = load_training_tasks(config.data)
+    validation_tasks = tuple(load_validation_tasks(config.data)) if config.data.val_files else ()
+    resolve_model_path(config.model.path, origin=config.model.origin("path"))  # before there is a run directory
+    async with AsyncExitStack() as parts:
+        resolved = to_yaml(config, origins=True)
+        journal = Journal.open(run_dir, max_mb=logging.journal_max_mb, config_yaml=resolved, command=command)
+        await parts.enter_async_context(journal)
+        trackers = Trackers.start(logging, run_dir, flatten(config))
+        parts.callback(trackers.close)
+        scored = bool(config.reward.weights())
+        lineage = Lineage.read(run_dir, settings=settings_digest(config), scored=scored)
+        parts.callback(lineage.close)
+        runtime = await parts.enter_async_context(_runtime(config, tasks))
+        brought = RolloutParts(
+            journal=journal if logging.journal else None,
+            workers=runtime.workers,
+            scorer=runtime.scorer,
+            api_keys=api_keys,
+        )
+        rollout = await _start_rollout(config, replace(brought, engines=runtime.engines, attend=runtime.attend))
+        await parts.enter_async_context(rollout)
+        yield Run(
+            config,
+            Parts(
+                step=runtime.step,
+                rollout=rollout,
+                push=partial(runtime.push, _Receiver(rollout, config.trainer.on_weight_update)),
+                tasks=tasks,
+                validation_tasks=validation_tasks,
+                checkpoints=Checkpoints(run_dir, checkpoint=config.checkpoint, model=config.model),
+                journal=journal,
+                trackers=trackers,
+                view=view,
+                lineage=lineage,
+                train=partial(train_in_thread, runtime.step),
+                validator=await _start_validator(config, runtime, brought, parts) if validation_tasks else None,
+                watch=runtime.watch,
+            ),
+        )
+
+
+async def _start_rollout(config: TrainConfig, parts: RolloutParts) -> AgentLoopManager:
+    return await AgentLoopManager.create(rollout=config.rollout, model=config.model, reward=config.reward, parts=parts)
+
+
+async def _start_validator(
+    config: TrainConfig, runtime: Runtime, brought: RolloutParts, parts: AsyncExitStack
+) -> Validator | None:
+    """A second rollout with engines of its own, so that validation stays on one version while training goes on."""
+    if runtime.validation_engines is None:
+        return None
+    rollout = await _start_rollout(config, replace(brought, engines=runtime.validation_engines))
+    await parts.enter_async_context(rollout)
+    return Validator(rollout, partial(runtime.push, rollout))
+
+
+class _Receiver:
+    """The rollout as a push sees it: what becomes of open sessions is decided here, once."""
+
+    def __init__(self, rollout: AgentLoopManager, on_weight_update: OnWeightUpdate) -> None:
+        self.name = rollout.name
+        self._rollout = rollout
+        self._on_weight_update = on_weight_update
+
+    async def update_weights(self, update: WeightUpdate) -> str:
+        return await self._rollout.update_weights(update, running=self._on_weight_update)

@@ -1,0 +1,320 @@
+"""Groups on their way from tasks to training: admitted in order, bounded in number and age, taken oldest first.
+
+tasks ──admit──► open: being sampled ──► ready ──take──► a training step
+                   │          ▲
+                   │          └── begun again: too old, where `trainer.stale_samples` is drop
+                   └──► removed: no signal, too few survivors, prompt dropped; the next task takes the place
+admission  waits for `allow`: a batch may begin once the engines' weights are near enough to those it will train
+take       waits for the groups that would be too old for the next batch, and until there are enough for this one
+Nothing polls: `allow` and every removal admit, every group that ends wakes `take`. What is open is bounded by `allow`.
+Invariant: every task is admitted in the order of its source and leaves once, trained or removed; and no token is taken
+that is more than `lag` policy versions old.
+"""
+
+import asyncio
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Protocol
+
+from treadle.config import FailureConfig, FilterGroupsConfig
+from treadle.data.tasks import SourceState, TaskSource
+from treadle.errors import DeadlineError, RunError
+from treadle.journal import Journal
+from treadle.rollout.recall import NO_PAST, Past
+from treadle.rollout.worker import Dropped
+from treadle.trainer.step import is_informative
+from treadle.types import Group, Task, Trajectory
+
+FindPast = Callable[[Task, int], Past]
+"""What an earlier start of a run left of a task, with no token older than a version."""
+
+
+class Sampler(Protocol):
+    """Whoever samples one task."""
+
+    async def generate_group(self, task: Task, *, past: Past = NO_PAST) -> Group | Dropped: ...
+
+
+@dataclass(frozen=True, slots=True)
+class FlowLimits:
+    """The bounds of a flow."""
+
+    batch_size: int
+    """Groups of one training step."""
+    lag: int
+    """Policy versions a token may be behind the weights it trains."""
+    drop_stale: bool
+    """Whether groups that would become too old are begun again instead of waited for."""
+    patience_s: float
+    """How long `take` waits for any group to end."""
+
+
+@dataclass(slots=True, eq=False)
+class _Open:
+    """A group that was admitted, and has not left."""
+
+    position: int
+    """Of its task, counted from the very first."""
+    task: Task
+    version: int
+    """No token of it is older."""
+    since: float
+    attempt: int = 0
+    group: Group | None = None
+    """Once it is ready."""
+    work: asyncio.Task[None] | None = field(default=None, repr=False)
+
+
+@dataclass(frozen=True, slots=True)
+class Taken:
+    """A batch, oldest admission first, and where in the data its tasks were."""
+
+    groups: tuple[Group, ...]
+    positions: tuple[int, ...]
+
+
+class Flow:
+    """See the module. Lives on the loop of the schedule; its work belongs to the task group it is given to `start`."""
+
+    def __init__(
+        self,
+        sampler: Sampler,
+        tasks: TaskSource,
+        journal: Journal,
+        limits: FlowLimits,
+        *,
+        filter_groups: FilterGroupsConfig,
+        failures: FailureConfig,
+    ) -> None:
+        self._sampler = sampler
+        self._tasks = tasks
+        self._journal = journal
+        self._limits = limits
+        self._filter_groups = filter_groups
+        self._failures = failures
+        self._open: dict[int, _Open] = {}
+        """By position, in order of admission."""
+        self._training: tuple[int, ...] = ()
+        """Positions that were taken, until their step is done."""
+        self._returned: list[int] = []
+        """Positions that an earlier start of the run admitted and left open."""
+        self._past: FindPast = lambda task, oldest: NO_PAST
+        self._work: asyncio.TaskGroup | None = None
+        self._allowed = 0
+        self._taken = 0
+        self._removed: Counter[str] = Counter()
+        self._last_failure = ""
+        self._version = 0
+        self._usable = 0
+        """The oldest version that the next batch may train."""
+        self._changed = asyncio.Event()
+
+    def restore(self, batches: int, positions: Sequence[int], past: FindPast) -> None:
+        """Go on after `batches` taken batches, first with the tasks at `positions`; `past` is what is left of them."""
+        self._taken = batches * self._limits.batch_size
+        self._returned = list(positions)
+        self._past = past
+
+    def start(self, work: asyncio.TaskGroup, version: int) -> None:
+        """Begin; groups are sampled as tasks of `work`, with weights of `version` at first."""
+        self._work = work
+        self._version = version
+        self._usable = version - self._limits.lag
+
+    def stop(self) -> None:
+        """Sample nothing more; what is open stays known, for a checkpoint."""
+        self._work = None
+        for item in self._open.values():
+            if item.work is not None:
+                item.work.cancel()
+
+    @property
+    def open_positions(self) -> tuple[int, ...]:
+        """Where the tasks are that were admitted and have not been trained or removed."""
+        return (*self._training, *self._open, *self._returned)
+
+    def frontier(self) -> SourceState:
+        """Where admission stands in the data: every task before it was admitted."""
+        return self._tasks.state()
+
+    @property
+    def is_sampling(self) -> bool:
+        """Whether a group is under way."""
+        return any(item.group is None for item in self._open.values())
+
+    def allow(self, batches: int) -> None:
+        """Admit tasks up to the end of this many batches, counted from the start of the run."""
+        self._allowed = max(self._allowed, batches * self._limits.batch_size)
+        self._admit()
+
+    def advance(self, version: int) -> None:
+        """The engines have weights of `version`: groups admitted from now on have no older token."""
+        self._version = version
+
+    async def take(self, version: int) -> Taken:
+        """The next batch, to train weights of `version`."""
+        due = version - self._limits.lag
+        if self._limits.drop_stale:
+            self._begin_again(due)
+        while (chosen := self._choose(due)) is None:
+            await self._change()
+        for item in chosen:
+            del self._open[item.position]
+        self._taken += len(chosen)
+        self._training = tuple(item.position for item in chosen)
+        self._usable = due + 1
+        self._removed.clear()
+        groups = tuple(item.group for item in chosen if item.group is not None)
+        _check_age(groups, due)
+        return Taken(groups, self._training)
+
+    def settle(self) -> None:
+        """The batch that was taken has been trained: only now have its tasks left."""
+        self._training = ()
+
+    def _choose(self, due: int) -> list[_Open] | None:
+        """The oldest groups that are ready; None while there are too few, or those that are ready are too young.
+
+        Too young: a later batch would then have more groups at its bound than it has places. With v versions to go
+        until some groups are at their bound, v batches can still take them; the rest of them must be in this one.
+        """
+        size = self._limits.batch_size
+        ready = sorted((item for item in self._open.values() if item.group is not None), key=lambda item: item.version)
+        chosen = ready[:size]
+        if len(chosen) < size:
+            return None
+        if not self._limits.drop_stale:
+            for version in {item.version for item in self._open.values()}:
+                later = (version - due) * size
+                if _count_until(version, self._open.values()) - later > _count_until(version, chosen):
+                    return None
+        positions = {item.position for item in chosen}
+        return [item for position, item in self._open.items() if position in positions]
+
+    async def _change(self) -> None:
+        """Wait until a group ends; not for longer than any group may take."""
+        self._changed.clear()
+        try:
+            async with asyncio.timeout(self._limits.patience_s):
+                await self._changed.wait()
+        except TimeoutError:
+            raise DeadlineError(
+                f"no group ended within {self._limits.patience_s:g} s; training waits for {self._describe_open()}"
+            ) from None
+
+    def _describe_open(self) -> str:
+        now = asyncio.get_running_loop().time()
+        open_ = [item for item in self._open.values() if item.group is None]
+        shown = ", ".join(f"{item.task.uid} ({now - item.since:.0f} s, version {item.version})" for item in open_[:5])
+        return f"{len(open_)} groups: {shown}" if open_ else "groups, but none is being sampled"
+
+    def _admit(self) -> None:
+        while self._work is not None and self._taken + len(self._open) < self._allowed:
+            if self._returned:
+                position = self._returned.pop(0)
+                task = self._tasks.at(position)
+            else:
+                position = self._tasks.position
+                (task,) = self._tasks.take(1)
+            named = _name(task, position // len(self._tasks))
+            self._journal.add_task(named)
+            self._begin(position, named, self._past(named, self._oldest()))
+
+    def _oldest(self) -> int:
+        """The oldest version that one more group may have: of older ones the batches to come have no place left.
+
+        Matters after a resume alone, where groups may begin with tokens of an earlier start.
+        """
+        oldest, size = self._version, self._limits.batch_size
+        while oldest > self._usable and _count_until(oldest - 1, self._open.values()) < (oldest - self._usable) * size:
+            oldest -= 1
+        return oldest
+
+    def _begin(self, position: int, task: Task, past: Past) -> None:
+        assert self._work is not None, "groups begin between start and stop"
+        oldest = min((_oldest_version(item, self._version) for item in past.finished), default=self._version)
+        oldest = min((oldest, *(version for part in past.parts for version in part.completion.versions)))
+        item = _Open(position, task, oldest, asyncio.get_running_loop().time(), past.attempt)
+        self._open[position] = item
+        self._journal.add_event(
+            "admit",
+            position=position,
+            uid=task.uid,
+            version=item.version,
+            finished=len(past.finished),
+            continued=len({part.sample for part in past.parts}),
+        )
+        item.work = self._work.create_task(self._sample(item, past))
+
+    async def _sample(self, item: _Open, past: Past) -> None:
+        result = await self._sampler.generate_group(item.task, past=past)
+        reason = self._refusal(result)
+        if reason is None:
+            assert isinstance(result, Group)
+            item.group = result
+            item.version = min(_oldest_version(trajectory, item.version) for trajectory in result.survivors)
+        else:
+            self._remove(item, reason)
+        self._changed.set()
+
+    def _refusal(self, result: Group | Dropped) -> str | None:
+        """Why a group cannot train, if it cannot."""
+        if isinstance(result, Dropped):
+            return "prompt dropped"
+        if len(result.survivors) < max(1, self._failures.min_group_size):
+            failed = [trajectory.outcome for trajectory in result.trajectories if not trajectory.outcome.ok]
+            self._last_failure = f"; the last failure: {failed[-1].detail}" if failed else ""
+            return "too few survivors"
+        return None if is_informative(result, self._filter_groups) else "no signal"
+
+    def _remove(self, item: _Open, reason: str) -> None:
+        """Give the place of a group to the next task; no more often than the config allows for one step."""
+        del self._open[item.position]
+        self._removed[reason] += 1
+        self._journal.add_event("remove", position=item.position, uid=item.task.uid, reason=reason)
+        limit = (self._filter_groups.max_num_gen_batches - 1) * self._limits.batch_size
+        if self._removed.total() > limit:
+            reasons = ", ".join(f"{count} × {why}" for why, count in self._removed.most_common())
+            raise RunError(
+                f"{self._removed.total()} groups were removed for one training step of {self._limits.batch_size}, more "
+                f"than algorithm.filter_groups.max_num_gen_batches = {self._filter_groups.max_num_gen_batches} allows: "
+                f"{reasons}{self._last_failure}"
+            )
+        self._admit()
+
+    def _begin_again(self, due: int) -> None:
+        """Start over what has tokens, or may have, that the next batch could not train."""
+        for item in [item for item in self._open.values() if item.version < due]:
+            if item.work is not None:
+                item.work.cancel()
+            del self._open[item.position]
+            self._journal.add_event("stale", position=item.position, uid=item.task.uid, version=item.version)
+            attempts = 2 * (self._failures.session_retries + 1)  # that the group may have used, drawn twice
+            self._begin(item.position, item.task, Past(attempt=item.attempt + attempts))
+
+
+def _count_until(version: int, items: Iterable[_Open]) -> int:
+    return sum(item.version <= version for item in items)
+
+
+def _name(task: Task, epoch: int) -> Task:
+    """In later epochs a task has a name of its own, so that records and noise differ."""
+    return task if epoch == 0 else replace(task, uid=f"{task.uid}@{epoch}")
+
+
+def _oldest_version(trajectory: Trajectory, default: int) -> int:
+    """The oldest policy version that sampled a token of it."""
+    return min((version for row in trajectory.rows for version in row.versions if version >= 0), default=default)
+
+
+def _check_age(groups: Sequence[Group], oldest: int) -> None:
+    """The bound that everything above is for."""
+    for group in groups:
+        for trajectory in group.survivors:
+            version = _oldest_version(trajectory, oldest)
+            if version < oldest:
+                raise RunError(
+                    f"{trajectory.uid}/{trajectory.sample} has tokens of version {version}; {oldest} is the oldest "
+                    "that trainer.max_staleness lets train"
+                )
