@@ -30,6 +30,7 @@ format: $(INSTALLED)
 
 bench: $(INSTALLED)  ## figures, not tests: each prints its ratios
 	$(BIN)/python bench/startup.py
+	PYTHONPATH=. $(BIN)/python bench/schedules.py
 	PYTHONPATH=. $(BIN)/python bench/engine.py
 	PYTHONPATH=. $(BIN)/python bench/grpo_step.py
 
