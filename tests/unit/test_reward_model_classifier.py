@@ -192,6 +192,15 @@ def test_memory_that_does_not_hold_a_batch_may_hold_half_of_it(directory, monkey
     assert caught.value.fault is Fault.MEMORY
 
 
+def test_memory_that_does_not_hold_the_model_is_no_mistake_of_its_path(directory, monkeypatch):
+    def full(*args: object, **keys: object) -> object:
+        raise RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 512 bytes")
+
+    monkeypatch.setattr("transformers.AutoModelForSequenceClassification.from_pretrained", full)
+    with pytest.raises(RuntimeError, match="allocate memory"):
+        Network(str(directory), device="cpu", dtype="auto").load()
+
+
 class FakeBackend:
     """Gives a text the number of its tokens, when told to."""
 

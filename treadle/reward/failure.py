@@ -70,14 +70,23 @@ def blame_function(function: str) -> Iterator[None]:
         yield
     except ScoreFailure as failure:
         raise failure.by(function) from failure.__cause__
-    except MemoryError as error:
-        raise ScoreFailure(Fault.MEMORY, "ran out of memory (reward.memory_mb)", function) from error
     except SystemExit as error:
         raise ScoreFailure(Fault.CRASH, f"called sys.exit({str(error.code)[:80]})", function) from error
     except TimeoutError as error:
         raise ScoreFailure(Fault.TIMEOUT, f"raised {describe(error)}", function) from error
     except Exception as error:
+        if is_out_of_memory(error):
+            raise ScoreFailure(Fault.MEMORY, "ran out of memory (reward.memory_mb)", function) from error
         raise ScoreFailure(Fault.EXCEPTION, f"raised {describe(error)}", function) from error
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """A full GPU has an error of its own, a full CPU has words; C code that lost its MemoryError has only these."""
+    if isinstance(error, SystemError):
+        return "without exception set" in str(error)
+    return (
+        isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError" or "allocate memory" in str(error)
+    )
 
 
 def describe(error: BaseException) -> str:

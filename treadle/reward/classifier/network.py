@@ -17,7 +17,7 @@ from treadle.errors import ConfigError, Mistake
 from treadle.model.attention import NAME, PackedPlan, register
 from treadle.model.causal import hidden_states, load_model_config, prepare_module, without_progress_bar
 from treadle.model.tokenizer import resolve_model_path
-from treadle.reward.failure import Fault, ScoreFailure
+from treadle.reward.failure import Fault, ScoreFailure, is_out_of_memory
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
@@ -65,7 +65,7 @@ class Network:
         try:
             return self._forward(texts)
         except (RuntimeError, MemoryError) as error:
-            if not _is_memory(error):
+            if not is_out_of_memory(error):
                 raise
             if len(texts) == 1:
                 raise ScoreFailure(Fault.MEMORY, f"ran out of memory over {len(texts[0])} tokens") from error
@@ -128,6 +128,8 @@ def _load_weights(path: str, directory: str, config: "PreTrainedConfig", dtype: 
                 output_loading_info=True,
             )
     except (OSError, ValueError, KeyError, RuntimeError, ImportError) as error:
+        if is_out_of_memory(error):
+            raise
         line = next(iter(str(error).splitlines()), type(error).__name__)
         problem = f"no classifier could be loaded from {directory}: {line}"
         raise ConfigError([Mistake("path", problem, path, fix=FIX)]) from error
@@ -136,8 +138,3 @@ def _load_weights(path: str, directory: str, config: "PreTrainedConfig", dtype: 
         problem = f"lacks {absent[0]}, so it is no classifier" if absent else f"is a {type(module).__name__}"
         raise ConfigError([Mistake("path", f"{directory} {problem}", path, fix=FIX)])
     return cast("PreTrainedModel", module)
-
-
-def _is_memory(error: BaseException) -> bool:
-    """A full GPU has an error of its own; a full CPU has words only."""
-    return isinstance(error, MemoryError | torch.OutOfMemoryError) or "allocate memory" in str(error)

@@ -41,7 +41,7 @@ def _answer(act: Callable[[Any], Any], message: Any) -> bytes:
         with blame_function(""):
             return json.dumps(act(message)).encode()
     except ScoreFailure as failure:
-        if isinstance(failure.__cause__, MemoryError):
+        if failure.fault is Fault.MEMORY and failure.__cause__ is not None:
             failure = ScoreFailure(Fault.MEMORY, "ran out of memory (memory_mb)")
         return encode_failure(failure)
 
@@ -52,15 +52,15 @@ def _score(network: "Network", message: Any) -> dict[str, Any]:
 
 def _load(network: "list[Network]", setup: Any) -> dict[str, Any]:
     """Put the model into `network`, or say what is wrong with its section."""
+    import torch
+
+    from treadle.reward.classifier.network import Network
+
     device: str = setup["device"]
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     if device == "cpu":
         most = setup["memory_mb"] << 20
         resource.setrlimit(resource.RLIMIT_DATA, (most, most))
-    import torch
-
-    from treadle.reward.classifier.network import Network
-
     loading = Network(setup["path"], device=device, dtype=setup["dtype"])
     index = torch.device(device).index or 0
     if device != "cpu" and index < torch.cuda.device_count():  # one that is not there is refused by `load`
