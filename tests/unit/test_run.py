@@ -5,7 +5,7 @@ import asyncio
 import pytest
 
 from tests.rollouts import task
-from tests.schedules import BASE, Checkpoints, Policy, Rollout, Trial
+from tests.schedules import BASE, Checkpoints, Policy, Rollout, Trial, words_for
 from treadle.checkpoint.store import Progress
 from treadle.config import loads
 from treadle.errors import RunError
@@ -101,6 +101,16 @@ def test_a_resumed_run_goes_on_with_the_next_tasks(tmp_path):
     step, state = first.checkpoints.saved[-1]
     second = run_of(tmp_path / "b", Rollout(), checkpoints=Checkpoints(Progress(step, 2, state)))
     assert second.batches == [["t4", "t0@1"]]
+
+
+@pytest.mark.parametrize("mode", ["sync", "one_step_off", "fully_async"])
+def test_a_run_that_is_done_begins_no_task_when_it_is_started_again(tmp_path, mode):
+    words = words_for(mode, "trainer.total_training_steps=2")
+    first = run_of(tmp_path / "a", Rollout(), *words)
+    step, state = first.checkpoints.saved[-1]
+    run_of(tmp_path / "b", Rollout(), *words, checkpoints=Checkpoints(Progress(step, 2, state)))
+    with JournalReader.open(tmp_path / "b") as reader:
+        assert reader.events(kind="admit") == ()
 
 
 def test_a_stop_ends_the_run_after_the_step_that_is_under_way(tmp_path):

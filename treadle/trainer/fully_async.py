@@ -15,8 +15,8 @@ from treadle.trainer.run import Run
 async def train_fully_async(run: Run) -> None:
     """Train until the run's steps are done."""
     await run.start()
-    async with run.working() as flow:
-        flow.allow(min(run.step + 1 + run.lag, run.total_steps))
+    async with run.working():
+        run.allow(run.step + 1 + run.lag)
         while run.step < run.total_steps:
             with run.spans("rollout"):
                 batch = await run.take()
@@ -25,6 +25,6 @@ async def train_fully_async(run: Run) -> None:
             if run.push_is_due:
                 with run.spans("weights"):
                     await run.push()
-                flow.allow(min(run.step + 2 + run.lag, run.total_steps))
+                run.allow(run.step + 2 + run.lag)
             await run.end_step(report, batch)
         await run.finish()

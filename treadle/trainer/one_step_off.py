@@ -15,14 +15,14 @@ from treadle.trainer.run import Run
 async def train_one_step_off(run: Run) -> None:
     """Train until the run's steps are done."""
     await run.start()
-    async with run.working() as flow:
-        flow.allow(run.step + 1)
+    async with run.working():
+        run.allow(run.step + 1)
         while run.step < run.total_steps:
             with run.spans("rollout"):
                 batch = await run.take()
             with run.spans("weights"):
                 await run.push()
-            flow.allow(min(run.step + 2, run.total_steps))
+            run.allow(run.step + 2)
             with run.spans("train"):
                 report = await run.train(batch)
             await run.end_step(report, batch)

@@ -181,7 +181,7 @@ class Run:
         self._stop.set()
 
     @asynccontextmanager
-    async def working(self) -> AsyncIterator[Flow]:
+    async def working(self) -> AsyncIterator[None]:
         """The rollout at work beside the steps of a schedule. However the block ends, what is half done is kept.
 
         Whatever dies beside the steps ends the block with its cause.
@@ -194,7 +194,7 @@ class Run:
                 self._beside = beside
                 self._flow.start(beside, self._pushed)
                 try:
-                    yield self._flow
+                    yield
                 finally:
                     self._beside = None
                     await self._keep()
@@ -211,6 +211,10 @@ class Run:
                 await self._parts.rollout.keep()
         except (TimeoutError, TreadleError) as error:
             log.warning("what is half generated could not be kept, and will be sampled again: %s", error or "no answer")
+
+    def allow(self, batches: int) -> None:
+        """Let the tasks of this many batches begin, counted from the first step; never of more than the run trains."""
+        self._flow.allow(min(batches, self.total_steps))
 
     async def take(self) -> Taken:
         """The next batch of groups, as soon as the schedule's bounds let it train; unless the run is asked to stop."""

@@ -14,9 +14,9 @@ from treadle.trainer.run import Run
 async def train_sync(run: Run) -> None:
     """Train until the run's steps are done."""
     await run.start()
-    async with run.working() as flow:
+    async with run.working():
         while run.step < run.total_steps:
-            flow.allow(run.step + 1)
+            run.allow(run.step + 1)
             with run.spans("rollout"):
                 batch = await run.take()
             with run.spans("train"):
