@@ -27,7 +27,7 @@ from treadle.config import ClusterConfig, Config
 from treadle.config.plan import make_plan
 from treadle.config.reward import RewardConfig, RewardFunctionConfig
 from treadle.errors import ConfigError
-from treadle.rollout import AgentLoopManager, Parts
+from treadle.rollout import AgentLoopManager
 from treadle.types import StopReason
 
 
@@ -167,15 +167,14 @@ def test_a_rollout_that_stands_alone_runs_on_ray_and_survives_a_kill(model):
     recoveries: list[Recovery] = []
 
     async def main() -> None:
-        async with started_rollout(config, report=recoveries.append) as parts:
-            supplied = Parts(engines=parts.engines, workers=parts.workers, scorer=parts.scorer, attend=parts.attend)
-            async with await AgentLoopManager.create(
-                rollout=config.rollout, model=model, reward=reward, parts=supplied
-            ) as manager:
-                call = asyncio.ensure_future(manager.generate_sequences(tasks(12)))
-                await asyncio.sleep(0.7)
-                os.kill(next(pid for pid in descendants(os.getpid()) if _is_replica(pid)), signal.SIGKILL)
-                batch = await asyncio.wait_for(call, 60)
+        async with (
+            started_rollout(config, report=recoveries.append) as parts,
+            await AgentLoopManager.create(rollout=config.rollout, model=model, reward=reward, parts=parts) as manager,
+        ):
+            call = asyncio.ensure_future(manager.generate_sequences(tasks(12)))
+            await asyncio.sleep(0.7)
+            os.kill(next(pid for pid in descendants(os.getpid()) if _is_replica(pid)), signal.SIGKILL)
+            batch = await asyncio.wait_for(call, 60)
         assert all(item.outcome.ok and item.num_turns == 2 for item in batch.trajectories)
         assert {item.reward.value for item in batch.trajectories} == {float(len("It is 3."))}
 

@@ -5,6 +5,7 @@ import signal
 import subprocess
 import sys
 import time
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -126,3 +127,16 @@ def test_mistakes_are_named_before_anything_starts(folder, words, says):
     assert says in done.stderr
     assert "Traceback" not in done.stderr
     assert words == ["rollout.scripted.script=nope:answer"] or not (folder / "run").exists()
+
+
+def test_a_rollout_runs_on_ray_or_says_that_there_is_none(folder):
+    done = treadle(folder, "cluster.backend=ray", "--json")
+    if find_spec("ray") is None:
+        assert (
+            done.returncode == 2
+            and "cluster.backend: Ray is not installed" in done.stderr
+            and "pip install" in done.stderr
+        )
+    else:
+        assert done.returncode == 0, done.stderr
+        assert json.loads(done.stdout)["num_trajectories"] == 24 and len(finished(folder)) == 24

@@ -1,14 +1,17 @@
 """`treadle rollout`: agent loops, engine and rewards with no trainer."""
 
 import sys
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from treadle.cli.keys import read_keys
 from treadle.cli.parser import Arguments, Commands, add_command, add_words, load_words
 
 if TYPE_CHECKING:
+    from treadle.config import Config
     from treadle.observe import Tally
+    from treadle.rollout import Parts
     from treadle.rollout.run import Result
 
 STATUS_FAILED = 1
@@ -39,13 +42,14 @@ def rollout(arguments: Arguments) -> int:
 
     from treadle.rollout.run import run_rollout
 
-    result = run_rollout(
-        config,
-        validation=arguments.validation,
-        command=sys.argv,
-        api_keys=read_keys(config),
-        progress=_show_progress,
-    )
+    with _supplied(config) as parts:
+        result = run_rollout(
+            config,
+            validation=arguments.validation,
+            command=sys.argv,
+            parts=replace(parts, api_keys=read_keys(config)),
+            progress=_show_progress,
+        )
     if arguments.json:
         print(result.summary.to_json())
     else:
@@ -53,6 +57,20 @@ def rollout(arguments: Arguments) -> int:
     if result.interrupted:
         return STATUS_INTERRUPTED
     return STATUS_FAILED if result.summary.num_failed else 0
+
+
+def _supplied(config: "Config") -> AbstractContextManager["Parts"]:
+    """What the runtime supplies: nothing where the rollout builds its own parts."""
+    from treadle.rollout import Parts
+
+    if config.cluster.backend == "local":
+        return nullcontext(Parts())
+    from treadle.cluster.ray import require_ray
+
+    require_ray(config.cluster)
+    from treadle.cluster.ray.rollout import started_rollout_blocking
+
+    return started_rollout_blocking(config)
 
 
 def _show_progress(tally: "Tally", total: int) -> AbstractContextManager[object]:

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from treadle.cluster.networks import Networks, load_networks
-from treadle.cluster.runtime import Runtime, StartEngines, push_timeout_s
+from treadle.cluster.runtime import Runtime, push_timeout_s
 from treadle.config import ModelConfig, RolloutConfig, TrainConfig
 from treadle.data.tasks import TaskSource
 from treadle.engine.apart import EngineApart
@@ -28,6 +28,7 @@ from treadle.engine.vllm.engine import VLLMEngine, require_vllm
 from treadle.errors import ConfigError, Mistake
 from treadle.policy.precision import DTYPES
 from treadle.policy.single import SinglePolicy
+from treadle.rollout import Parts as RolloutParts
 from treadle.weights.local import LocalTransport
 from treadle.weights.push import PushReport, Receiver, send
 from treadle.weights.sender import PolicySender
@@ -76,15 +77,9 @@ def _runtime(config: TrainConfig, networks: Networks, transport: LocalTransport)
     async def give(engine: Receiver, version: int) -> PushReport:
         return await send(sender, engine, version, timeout_s=push_timeout_s(config))
 
-    return Runtime(
-        step=networks.step,
-        engines=partial(_start_apart, config, config.rollout.name)
-        if apart
-        else partial(_start_here, config, config.model if own is None else own),
-        push=give,
-        validation_engines=_validation_engines(config),
-        watch=networks.watch,
-    )
+    here = partial(_start_here, config, config.model if own is None else own)
+    engines = partial(_start_apart, config, config.rollout.name) if apart else here
+    return Runtime(networks.step, RolloutParts(engines=engines), give, _validation(config), networks.watch)
 
 
 def _is_apart(config: TrainConfig) -> bool:
@@ -96,11 +91,11 @@ def _same_format(config: TrainConfig) -> bool:
     return bool(DTYPES[config.actor.model_dtype] == choose_dtype(config.rollout, _engine_device(config)))
 
 
-def _validation_engines(config: TrainConfig) -> StartEngines | None:
+def _validation(config: TrainConfig) -> RolloutParts | None:
     """A further engine, where training does not wait for validation; on GPUs none is left for it."""
     if config.trainer.mode == "sync" or config.rollout.n_gpus_per_node:
         return None
-    return partial(_start_apart, config, "validation", 1)
+    return RolloutParts(engines=partial(_start_apart, config, "validation", 1))
 
 
 async def _start_here(config: TrainConfig, source: "ModelConfig | PreTrainedModel") -> list[NativeEngine]:

@@ -3,38 +3,26 @@
 Every runtime (this process, Ray) gives the same record, so that everything else about a training run is written once.
 """
 
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
 from treadle.config import TrainConfig
-from treadle.engine.protocol import Engine
-from treadle.engine.router import Router
-from treadle.rollout.service import Attendant, HiredScorer, HiredWorker
-from treadle.rollout.services import Generator
+from treadle.rollout import Parts as RolloutParts
 from treadle.trainer.step import StepParts
 from treadle.weights.push import PushReport, Receiver
-
-StartEngines = Callable[[], Awaitable[Sequence[Engine]]]
-"""Starts engines on the loop that will use them."""
 
 
 @dataclass(frozen=True, slots=True)
 class Runtime:
-    """Started parts; whoever made it closes them."""
+    """Started networks, and what a rollout builds its own parts from; whoever made it closes them."""
 
     step: StepParts
-    engines: StartEngines
-    """Those that training samples from."""
+    rollout: RolloutParts
+    """Engines, and who else works for the rollout that training samples from."""
     push: Callable[[Receiver, int], Awaitable[PushReport]]
     """Gives a rollout the policy's weights, as a version."""
-    validation_engines: StartEngines | None = None
+    validation: RolloutParts | None = None
     """Engines with weights of their own, for validation that goes on beside training; None where there are none."""
-    workers: Callable[[Generator], Awaitable[Sequence[HiredWorker]]] | None = None
-    """Starts agent workers that generate through what they are given; None: the manager's own."""
-    scorer: Callable[[], Awaitable[HiredScorer]] | None = None
-    """Starts the scorer; None: the manager's own."""
-    attend: Callable[[Router], Awaitable[Attendant]] | None = None
-    """Looks after the replicas behind a router; None: one that dies stays away."""
     watch: Callable[[], Awaitable[None]] | None = None
     """Raises when a part dies that nobody happens to call, and else waits until cancelled; None: there is none."""
 

@@ -126,14 +126,9 @@ async def _assembled(
         lineage = Lineage.read(run_dir, settings=settings_digest(config), scored=scored)
         parts.callback(lineage.close)
         runtime = await parts.enter_async_context(_runtime(config, tasks))
-        brought = RolloutParts(
-            journal=journal if logging.journal else None,
-            workers=runtime.workers,
-            scorer=runtime.scorer,
-            api_keys=api_keys,
-        )
-        rollout = await _start_rollout(config, replace(brought, engines=runtime.engines, attend=runtime.attend))
-        await parts.enter_async_context(rollout)
+        start = partial(_start_rollout, config, journal if logging.journal else None, api_keys, parts)
+        rollout = await start(runtime.rollout)
+        validation = await start(runtime.validation) if runtime.validation and validation_tasks else None
         yield Run(
             config,
             Parts(
@@ -148,25 +143,25 @@ async def _assembled(
                 view=view,
                 lineage=lineage,
                 train=partial(train_in_thread, runtime.step),
-                validator=await _start_validator(config, runtime, brought, parts) if validation_tasks else None,
+                validator=None if validation is None else Validator(validation, partial(runtime.push, validation)),
                 watch=runtime.watch,
             ),
         )
 
 
-async def _start_rollout(config: TrainConfig, parts: RolloutParts) -> AgentLoopManager:
-    return await AgentLoopManager.create(rollout=config.rollout, model=config.model, reward=config.reward, parts=parts)
-
-
-async def _start_validator(
-    config: TrainConfig, runtime: Runtime, brought: RolloutParts, parts: AsyncExitStack
-) -> Validator | None:
-    """A second rollout with engines of its own, so that validation stays on one version while training goes on."""
-    if runtime.validation_engines is None:
-        return None
-    rollout = await _start_rollout(config, replace(brought, engines=runtime.validation_engines))
-    await parts.enter_async_context(rollout)
-    return Validator(rollout, partial(runtime.push, rollout))
+async def _start_rollout(
+    config: TrainConfig,
+    journal: Journal | None,
+    api_keys: Mapping[str, str],
+    parts: AsyncExitStack,
+    supplied: RolloutParts,
+) -> AgentLoopManager:
+    """A rollout around what the runtime supplies; `parts` closes it."""
+    brought = replace(supplied, journal=journal, api_keys=api_keys)
+    rollout = await AgentLoopManager.create(
+        rollout=config.rollout, model=config.model, reward=config.reward, parts=brought
+    )
+    return await parts.enter_async_context(rollout)
 
 
 class _Receiver:

@@ -6,7 +6,7 @@ the journal and are not drawn again.
 """
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -16,10 +16,10 @@ from treadle.data.renderer import Renderer
 from treadle.data.tasks import load_training_tasks, load_validation_tasks
 from treadle.journal import Headline, Journal, JournalReader, RunStatus
 from treadle.observe import Finished, Summary, Tally, summarize
-from treadle.rollout.manager import AgentLoopManager
+from treadle.rollout.manager import CONFIGURED, AgentLoopManager
 from treadle.rollout.service import Kind, Parts
 from treadle.rollout.worker import Dropped
-from treadle.types import NOTHING, Task
+from treadle.types import Task
 
 Progress = Callable[[Tally, int], AbstractContextManager[object]]
 """Shows a tally while it grows towards a total."""
@@ -44,17 +44,18 @@ def run_rollout(
     *,
     validation: bool = False,
     command: Sequence[str] = (),
-    api_keys: Mapping[str, str] = NOTHING,
+    parts: Parts = CONFIGURED,
     progress: Progress = hide_progress,
 ) -> Result:
     """Roll out every task of the training files, or of the validation files, and keep everything in the run directory.
 
-    Ctrl-C ends it in order: what is finished is kept, and the same call goes on from there.
+    `parts` replace or add to what the config would build. Ctrl-C ends it in order: what is finished is kept, and the
+    same call goes on from there.
     """
     tasks = list(load_validation_tasks(config.data) if validation else load_training_tasks(config.data))
     renderer = Renderer.create(config.model)  # a mistake in the model leaves no run directory behind
     with _open_journal(config, command) as journal:
-        run = _Run(config, tasks, journal, validation, Parts(renderer=renderer, journal=journal, api_keys=api_keys))
+        run = _Run(config, tasks, journal, validation, replace(parts, renderer=renderer, journal=journal))
         run.recall()
         with progress(run.tally, run.total):
             interrupted = run.roll_out()

@@ -38,7 +38,6 @@ def _runtime(config: TrainConfig, reservation: Reservation, handles: RemoteRanks
     ranks = Ranks(handles, CALL_TIMEOUT_S)
     device = torch.device("cuda" if reservation.replica_seats()[0].gpus else "cpu")
     sender = StoreSender(ranks, choose_dtype(config.rollout, device))
-    rollout = supply_rollout(config, reservation, report)
 
     async def give(receiver: Receiver, version: int) -> PushReport:
         return await send(sender, receiver, version, timeout_s=push_timeout_s(config))
@@ -48,10 +47,7 @@ def _runtime(config: TrainConfig, reservation: Reservation, handles: RemoteRanks
 
     return Runtime(
         step=make_step(config, ranks),
-        engines=rollout.engines,
+        rollout=supply_rollout(config, reservation, report),
         push=give,
-        workers=rollout.workers,
-        scorer=rollout.scorer,
-        attend=rollout.attend,
         watch=watch,
     )

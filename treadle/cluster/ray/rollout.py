@@ -3,9 +3,8 @@
 Owns who sits where. Imports no torch, so that a rollout which stands alone starts without it.
 """
 
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
-from dataclasses import dataclass
 
 from treadle.cluster.ray.connection import connected, machines_of
 from treadle.cluster.ray.placement import Reservation
@@ -14,37 +13,23 @@ from treadle.cluster.ray.scorer import RemoteScorer
 from treadle.cluster.ray.supervisor import Recovery, Supervisor, print_recovery
 from treadle.cluster.ray.worker import RemoteWorker
 from treadle.config import Config, make_plan
-from treadle.engine.protocol import Engine
 from treadle.engine.router import Router
+from treadle.rollout.service import Parts
 from treadle.rollout.services import Generator
 
 Report = Callable[[Recovery], None]
 """Told of every replica that died, and what became of it."""
 
 
-@dataclass(frozen=True, slots=True)
-class RolloutOnRay:
-    """What a rollout is supplied with. Everything is started, and later closed, on the rollout's own loop."""
-
-    engines: Callable[[], Awaitable[Sequence[Engine]]]
-    attend: Callable[[Router], Awaitable[Supervisor]]
-    """Looks after the replicas behind a router, once. `watch` of what it returns raises when none is left; its `close`
-    comes before the router's."""
-    workers: Callable[[Generator], Awaitable[Sequence[RemoteWorker]]] | None = None
-    """Starts agent workers that generate through what they are given; None: the manager has its own."""
-    scorer: Callable[[], Awaitable[RemoteScorer]] | None = None
-    """Starts the scorer; None: the manager has its own, or none at all."""
-
-
 @asynccontextmanager
-async def started_rollout(config: Config, *, report: Report = print_recovery) -> AsyncIterator[RolloutOnRay]:
+async def started_rollout(config: Config, *, report: Report = print_recovery) -> AsyncIterator[Parts]:
     """The places of a rollout that stands alone; parts are started there as it calls for them."""
     async with reserved(config) as reservation:
         yield supply_rollout(config, reservation, report)
 
 
 @contextmanager
-def started_rollout_blocking(config: Config, *, report: Report = print_recovery) -> Iterator[RolloutOnRay]:
+def started_rollout_blocking(config: Config, *, report: Report = print_recovery) -> Iterator[Parts]:
     """The same, for code that does not await."""
     with connected(config.cluster) as nodes:
         plan, limit = make_plan(config, machines_of(nodes)), config.rollout.limits.launch_timeout_s
@@ -67,7 +52,7 @@ async def reserved(config: Config) -> AsyncIterator[Reservation]:
             reservation.release()
 
 
-def supply_rollout(config: Config, reservation: Reservation, report: Report) -> RolloutOnRay:
+def supply_rollout(config: Config, reservation: Reservation, report: Report) -> Parts:
     """What this config needs of these places."""
     rollout, reward = config.rollout, config.reward
     pool = ReplicaPool(rollout, config.model, reservation.replica_seats())
@@ -87,7 +72,7 @@ def supply_rollout(config: Config, reservation: Reservation, report: Report) -> 
         workers = start_workers
     if reward.functions and reward.num_workers and set(reward.weights()) == set(reward.functions):
         scorer = start_scorer  # judges and classifiers lean on the manager's own engines
-    return RolloutOnRay(pool.start, attend, workers, scorer)
+    return Parts(engines=pool.start, attend=attend, workers=workers, scorer=scorer)
 
 
 async def _start_workers(config: Config, engine: Generator, reservation: Reservation) -> list[RemoteWorker]:

@@ -1,5 +1,0 @@
-"""Moved to `treadle.engine.channel`."""
-
-from treadle.engine.channel import Answer, Ask, Channel, ChannelClosed, Peer, Withdraw
-
-__all__ = ["Answer", "Ask", "Channel", "ChannelClosed", "Peer", "Withdraw"]
