@@ -25,6 +25,7 @@ class BreakableEngine(ScriptedEngine):
     """Aborts and pauses never return, and do nothing."""
     drops_weights = False
     damages_weights = False
+    weights_take_s = 0.0
     served = 0
     probes = 0
 
@@ -56,6 +57,7 @@ class BreakableEngine(ScriptedEngine):
     async def update_weights(self, update: WeightUpdate) -> str:
         if self.drops_weights:
             raise EngineFailure("out of memory")
+        await asyncio.sleep(self.weights_take_s)
         checksum = await super().update_weights(update)
         return f"not {checksum}" if self.damages_weights else checksum
 

@@ -27,9 +27,7 @@ from treadle.engine.native.stack import Stack  # noqa: E402
 from treadle.engine.native.transfer import copy_slots  # noqa: E402
 from treadle.model.attention import PackedPlan  # noqa: E402
 from treadle.model.causal import compute_logits, hidden_states, prepare_module  # noqa: E402
-from treadle.model.checksum import _MIX, _PLACE, _sum_words  # noqa: E402
 from treadle.model.fused import fuse_layers  # noqa: E402
-from treadle.model.kernels import sum_words  # noqa: E402
 
 pytestmark = [  # the interpreter computes what masks leave out, and uses numpy in ways that are going away
     pytest.mark.filterwarnings("ignore::RuntimeWarning"),
@@ -172,12 +170,6 @@ def test_slots_are_copied_as_far_as_asked() -> None:
         expected[:, :, move.target, :, : move.tokens] = expected[:, :, move.source, :, : move.tokens]
     copy_slots(kv, torch.tensor(moves, device=DEVICE))
     assert torch.equal(kv, expected)
-
-
-@pytest.mark.parametrize("count", [1, 4096, 10_001])
-def test_one_kernel_sums_words_as_the_checksum_does(count: int) -> None:
-    words = torch.randint(-(2**62), 2**62, (count,), generator=torch.Generator().manual_seed(6)).to(DEVICE)
-    assert sum_words(words, _PLACE, _MIX).item() == _sum_words(words).item()
 
 
 @pytest.mark.skipif(DEVICE.type == "cpu", reason="addresses mean nothing to the interpreter")

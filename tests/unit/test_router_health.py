@@ -303,6 +303,25 @@ def test_a_replica_that_misses_an_update_serves_again_after_the_next() -> None:
     virtual_time.run(main())
 
 
+def test_a_replica_that_joins_during_an_update_serves_after_the_next() -> None:
+    async def main() -> None:
+        a, b = replica("a", latency_s=0.0), replica("b", latency_s=0.0)
+        door = router(a)
+        a.weights_take_s = 5.0
+        update = asyncio.ensure_future(door.update_weights(UPDATE))
+        await asyncio.sleep(1)
+        await door.add(b)
+        await update
+        assert healthy(door) == {"a": True, "b": False}
+        assert {answer.replica for answer in await send(door, 20) if isinstance(answer, Completion)} == {"a"}
+        await door.update_weights(WeightUpdate(2, "sum", {}))
+        await send(door, 1)
+        await asyncio.sleep(0)
+        assert healthy(door) == {"a": True, "b": True}
+
+    virtual_time.run(main())
+
+
 def test_an_update_that_reaches_nobody_is_an_error() -> None:
     async def main() -> None:
         a = replica("a")

@@ -179,6 +179,22 @@ def test_an_answer_interrupted_again_and_again_ends_as_it_would_have() -> None:
     assert tuple(logprob for part in parts for logprob in part.logprobs) == whole.logprobs
 
 
+def test_an_answer_interrupted_before_its_next_token_still_ends_as_it_would_have() -> None:
+    async def main() -> list[Completion]:
+        engine, request, parts = make(latency_s=10.0), ask("abcdefghi"), list[Completion]()
+        for wait_s in (5.5, 0.1):
+            task = asyncio.ensure_future(engine.generate(request))
+            await asyncio.sleep(wait_s)
+            await engine.abort()
+            parts.append(await task)
+            request = go_on(request, parts[-1].ids)
+        return [*parts, await engine.generate(request)]
+
+    parts = virtual_time.run(main())
+    assert not parts[1].ids
+    assert "".join(part.text for part in parts) == "abcdefghi"
+
+
 def test_another_request_of_the_session_does_not_get_the_rest() -> None:
     async def main() -> Completion:
         engine = make(latency_s=10.0)

@@ -70,7 +70,7 @@ class Fleet:
         if engine.name in self._replicas:
             raise MisuseError(f"there is a replica named {engine.name!r} already: remove it first, or use another name")
         replica = self._replicas[engine.name] = Replica(engine)
-        self._judge(replica)
+        self.judge(replica)
         return replica
 
     def retire(self, name: str) -> Replica:
@@ -169,7 +169,7 @@ class Fleet:
             self.set_aside(replica, str(failure))
             replica.flights.end(f"the replica cannot serve: {failure}")
         else:
-            self._judge(replica)
+            self.judge(replica)
 
     def _probed(self, replica: Replica, task: asyncio.Task[None]) -> None:
         """A probe that broke is a bug: the next request raises it."""
@@ -177,7 +177,7 @@ class Fleet:
         if not task.cancelled() and (crash := task.exception()) is not None:
             self._crash, self.next_probe = crash, -inf
 
-    def _judge(self, replica: Replica) -> None:
+    def judge(self, replica: Replica) -> None:
         """A replica that works may serve if its weights are those of the others."""
         replica.ready = not replica.leaving and replica.confirmed == self.version
         replica.failures = 0

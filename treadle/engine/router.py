@@ -142,6 +142,9 @@ class Router:
             self._fleet.version = update.version
         for replica in arrived:
             self._fleet.confirm(replica, update.version)
+        for replica in self._fleet.members:
+            if replica not in answers:
+                self._fleet.judge(replica)  # it joined meanwhile, with the weights of before
         problems = [
             self._missed(replica, answer, update) for replica, answer in answers.items() if replica not in arrived
         ]

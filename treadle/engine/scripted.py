@@ -262,10 +262,9 @@ class ScriptedEngine:
             raise EngineFailure(f"{self.name}: {where}: drawn to fail (failure_rate {self._scripted.failure_rate})")
 
     def _remember(self, request: Request, answer: _Answer, kept: int) -> None:
-        if kept:
-            spoken = hash(request.ids + answer.ids[:kept])
-            self._rests[request.session, request.position + kept] = (spoken, _Answer(answer.ids[kept:]))
-            _forget_oldest(self._rests)
+        spoken = hash(request.ids + answer.ids[:kept])
+        self._rests[request.session, request.position + kept] = (spoken, _Answer(answer.ids[kept:]))
+        _forget_oldest(self._rests)
 
 
 def _forget_oldest(memory: OrderedDict[tuple[str, int], Any]) -> None:

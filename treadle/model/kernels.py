@@ -278,22 +278,6 @@ def rotate_heads(heads: Tensor, cosines: Tensor, sines: Tensor, *, back: bool = 
     return out
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def _sum_words(words, total, count, place, mix, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
-    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    mixed = ((at * place) ^ tl.load(words + at, mask=at < count, other=0)) * mix
-    mixed ^= mixed >> 29
-    tl.atomic_add(total, tl.sum(tl.where(at < count, mixed, 0), axis=0))
-
-
-def sum_words(words: Tensor, place: int, mix: int) -> Tensor:
-    """The sum of `checksum`, with one kernel: whole numbers add up to the same in any order."""
-    total = torch.zeros((), dtype=torch.int64, device=words.device)
-    block = 4096
-    _sum_words[(triton.cdiv(len(words), block),)](words, total, len(words), place, mix, BLOCK=block)
-    return total
-
-
 def _warps(width: int) -> Any:
     """Enough threads to load a row in one go, and no more."""
     return min(16, max(1, width // 512))
