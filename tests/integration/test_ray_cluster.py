@@ -139,6 +139,22 @@ def test_a_driver_that_ends_gives_a_shared_cluster_everything_back(model, sign):
         print(f"a shared cluster was whole {time.monotonic() - ended_at:.1f} s after its driver's {sign.name}")
 
 
+LONER = """
+from treadle.cluster.ray.connection import connected
+from treadle.config import ClusterConfig
+
+with connected(ClusterConfig(backend="ray", ray_init={"num_cpus": 3, "log_to_driver": False})) as nodes:
+    print([node.num_cpus for node in nodes])
+"""
+
+
+def test_a_run_without_an_address_starts_a_cluster_of_its_own_beside_others():
+    with ray_cluster.ray_cluster({"num_cpus": 2}):
+        command = [sys.executable, "-c", LONER]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+        assert done.stdout == "[3.0]\n", done.stderr
+
+
 def test_a_head_that_takes_no_work_gets_none(model):
     with ray_cluster.ray_cluster({"num_cpus": 0}, {"num_cpus": 1}) as cluster:
         ray.shutdown()

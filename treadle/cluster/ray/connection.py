@@ -23,6 +23,9 @@ from treadle.errors import ConfigError, Mistake
 _KNOCK_TIMEOUT_S = 10.0
 """How long an address may take to accept a connection. Ray itself would try for minutes and say nothing."""
 
+_HERE = "local"
+"""Without it Ray joins whatever cluster it finds on this machine, another run's for instance."""
+
 _QUIET: Mapping[str, Any] = MappingProxyType({"include_dashboard": False})
 """What a cluster that is started here does without, unless `cluster.ray_init` says otherwise."""
 
@@ -51,7 +54,7 @@ def connected(cluster: ClusterConfig) -> Iterator[tuple[Node, ...]]:
     before = frozenset(descendants(os.getpid()))
     quiet = {} if cluster.address is not None else _QUIET
     try:
-        ray.init(address=cluster.address, **{**quiet, **cluster.ray_init})
+        ray.init(address=cluster.address or _HERE, **{**quiet, **cluster.ray_init})
     except (ConnectionError, RuntimeError, ValueError, TypeError) as error:
         key = "cluster.ray_init" if cluster.address is None else "cluster.address"
         raise ConfigError([Mistake(key, f"Ray did not start: {error}", cluster.address)]) from error
