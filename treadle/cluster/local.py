@@ -10,8 +10,8 @@ Owns which device each part is on, and how weights travel: not at all, by hand, 
 
 import asyncio
 import os
-from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -58,15 +58,28 @@ def check(config: TrainConfig) -> None:
 @asynccontextmanager
 async def started(config: TrainConfig, tasks: TaskSource) -> AsyncIterator[Runtime]:
     """The networks, loaded; closed again."""
-    networks = await asyncio.to_thread(load_networks, config, tasks)
     shares = config.rollout.nnodes == 0
     device = _engine_device(config) if shares else "cpu"  # through a GPU only where both sides are on it
-    transport = LocalTransport(device=device, timeout_s=config.rollout.limits.request_timeout_s)
+    with _cores_shared(config):
+        networks = await asyncio.to_thread(load_networks, config, tasks)
+        transport = LocalTransport(device=device, timeout_s=config.rollout.limits.request_timeout_s)
+        try:
+            yield _runtime(config, networks, transport)
+        finally:
+            transport.close()
+            networks.close()
+
+
+@contextmanager
+def _cores_shared(config: TrainConfig) -> Iterator[None]:
+    """Leave the engines their cores, where they compute beside the trainer: two that spin for one core both crawl."""
+    before = torch.get_num_threads()
+    if config.rollout.nnodes and not config.trainer.n_gpus_per_node:
+        torch.set_num_threads(min(before, _threads(config)))  # counts for threads that have not computed yet
     try:
-        yield _runtime(config, networks, transport)
+        yield
     finally:
-        transport.close()
-        networks.close()
+        torch.set_num_threads(before)
 
 
 def _runtime(config: TrainConfig, networks: Networks, transport: LocalTransport) -> Runtime:
@@ -103,9 +116,9 @@ async def _start_here(config: TrainConfig, source: "ModelConfig | PreTrainedMode
 
 
 async def _start_apart(config: TrainConfig, name: str, count: int | None = None) -> Sequence[Engine]:
-    """Engines in processes of their own. On a CPU the cores are shared out among them and the trainer."""
+    """Engines in processes of their own."""
     seats = _seats(config)[:count]
-    threads = None if seats[0] else max(1, (os.cpu_count() or 1) // (len(seats) + 1))
+    threads = None if seats[0] else _threads(config)
     start = _start_vllm if config.rollout.name == "vllm" else _start_native
     return await asyncio.gather(*(start(config, f"{name}-{at}", gpus, threads) for at, gpus in enumerate(seats)))
 
@@ -129,6 +142,11 @@ async def start_native_engine(
     if num_threads is not None:
         torch.set_num_threads(num_threads)
     return await NativeEngine.create(rollout, model, name=name, device=device)
+
+
+def _threads(config: TrainConfig) -> int:
+    """Of each engine, and of the trainer: on a CPU they share the cores while all of them compute at once."""
+    return max(1, (os.cpu_count() or 1) // (len(_seats(config)) + 1))
 
 
 def _engine_device(config: TrainConfig) -> torch.device:
