@@ -30,7 +30,8 @@ from treadle.journal import Journal, JournalReader
 from treadle.observe.trackers import Trackers
 from treadle.rollout.manager import AgentLoopManager
 from treadle.rollout.service import Parts as RolloutParts
-from treadle.trainer.run import Parts, Run
+from treadle.trainer.parts import Parts
+from treadle.trainer.run import Run
 from treadle.trainer.simulation.assumptions import Assumptions
 from treadle.trainer.simulation.forecast import Forecast
 from treadle.trainer.simulation.report import draw_table

@@ -20,9 +20,12 @@ from treadle.rollout.service import Kind
 from treadle.trainer.fully_async import train_fully_async
 from treadle.trainer.lineage import Lineage
 from treadle.trainer.one_step_off import train_one_step_off
-from treadle.trainer.run import Interrupted, Parts, Run, Validator, settings_digest
+from treadle.trainer.parts import Parts, Validator
+from treadle.trainer.run import Run
 from treadle.trainer.step import StepParts, train_step
+from treadle.trainer.stop import Interrupted
 from treadle.trainer.sync import train_sync
+from treadle.trainer.terms import settings_digest
 from treadle.types import Batch, Group, Outcome, Row, Score, StopReason, Trajectory
 from treadle.weights.push import PushReport
 

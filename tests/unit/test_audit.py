@@ -20,8 +20,8 @@ from treadle.errors import RunError
 from treadle.journal import Journal
 from treadle.trainer.audit import Audit, audit
 from treadle.trainer.replay import replay
-from treadle.trainer.run import Interrupted
 from treadle.trainer.step import StepParts
+from treadle.trainer.stop import Interrupted
 from treadle.types import Row
 
 Note = tuple[str, dict[str, Any]]

@@ -16,7 +16,8 @@ from treadle.errors import EngineFailure, RunError
 from treadle.journal import Journal, JournalReader
 from treadle.rollout.recall import NO_PAST
 from treadle.trainer.audit import audit
-from treadle.trainer.run import Interrupted, settings_digest
+from treadle.trainer.stop import Interrupted
+from treadle.trainer.terms import settings_digest
 from treadle.types import Group, Outcome, Row, Score, StopReason, Trajectory
 
 
@@ -75,7 +76,7 @@ def test_a_batch_that_was_taken_and_not_trained_is_still_open_for_the_checkpoint
             await running
 
     run(stopped_in_the_middle())
-    assert trial.run._books() == {"step": 0, "version": 0, "position": 4, "open": [0, 1, 2, 3]}
+    assert trial.run._standing.describe() == {"step": 0, "version": 0, "position": 4, "open": [0, 1, 2, 3]}
 
 
 def test_the_engines_death_at_a_push_ends_the_run_as_an_error_of_the_run(tmp_path):
@@ -121,7 +122,10 @@ def test_a_stop_does_not_wait_for_weights_that_wait_for_sessions_and_the_step_co
 
     assert run(stopped()) < 10
     assert trial.run.step == trial.policy.version
-    assert len(set(trial.run._books()["open"])) == trial.run._books()["position"] - 2 * trial.run.step
+    assert (
+        len(set(trial.run._standing.describe()["open"]))
+        == trial.run._standing.describe()["position"] - 2 * trial.run.step
+    )
 
 
 def test_a_resumed_run_notes_the_weights_it_restored(tmp_path):

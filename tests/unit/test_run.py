@@ -13,8 +13,8 @@ from treadle.journal import Journal, JournalReader
 from treadle.observe.trackers import Trackers
 from treadle.rollout.service import Kind
 from treadle.trainer.replay import replay
-from treadle.trainer.run import Interrupted
 from treadle.trainer.step import StepParts
+from treadle.trainer.stop import Interrupted
 from treadle.types import Outcome, Row, Score, StopReason, Trajectory
 
 

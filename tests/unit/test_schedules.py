@@ -13,7 +13,7 @@ from tests.virtual_time import run
 from treadle.checkpoint.store import Progress
 from treadle.errors import BudgetSpent, DeadlineError, RunError
 from treadle.journal import JournalReader
-from treadle.trainer.run import Interrupted
+from treadle.trainer.stop import Interrupted
 
 MODES = ("sync", "one_step_off", "fully_async")
 
@@ -210,9 +210,7 @@ def test_a_stop_keeps_what_is_half_done_and_a_resume_goes_on_from_there(tmp_path
     run(interrupted())
     assert first.rollout.kept == (mode != "sync")
     done = len(first.trained)
-    checkpoints = Checkpoints()
-    run(save(first, checkpoints, tmp_path / "a"))
-    step, state = checkpoints.saved[-1]
+    step, state = first.checkpoints.saved[-1]
     assert step == done
     second = Trial(
         tmp_path / "b",
@@ -224,14 +222,3 @@ def test_a_stop_keeps_what_is_half_done_and_a_resume_goes_on_from_there(tmp_path
     run(second.run_to_end())
     trained = [uid for trial in (first, second) for batch in trial.batches for uid in batch]
     assert sorted(trained) == sorted(f"t{at}" for at in range(12))
-
-
-async def save(trial: Trial, checkpoints: Checkpoints, directory) -> None:
-    """What the command does after an interruption."""
-    from dataclasses import replace
-
-    from treadle.journal import Journal
-
-    with Journal.open(directory, max_mb=10) as journal:
-        trial.run._parts = replace(trial.run._parts, checkpoints=checkpoints, journal=journal)
-        await trial.run.save_interrupted()

@@ -67,7 +67,7 @@ def _train(config: "TrainConfig") -> "TrainingResult":
     from treadle.cluster.training import train as train_here
     from treadle.data.tasks import load_training_tasks
     from treadle.observe.training import TrainingView
-    from treadle.trainer.run import total_steps
+    from treadle.trainer.terms import total_steps
 
     with TrainingView(total_steps(config, load_training_tasks(config.data))) as view:
         return asyncio.run(train_here(config, view, sys.argv, read_keys(config)))

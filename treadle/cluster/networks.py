@@ -24,8 +24,8 @@ from treadle.policy.rank import NetworksSpec
 from treadle.policy.reference import SingleReference
 from treadle.policy.sharded import ShardedNetworks, check_sharded, needs_ranks
 from treadle.policy.single import SinglePolicy
-from treadle.trainer.run import total_steps
 from treadle.trainer.step import StepParts
+from treadle.trainer.terms import total_steps
 
 CALL_TIMEOUT_S = 7200.0
 """How long one call of ranks may take: a training step, a checkpoint. A rank that dies is noticed at once."""

@@ -33,8 +33,11 @@ from treadle.trainer.evaluate import Validation
 from treadle.trainer.fully_async import train_fully_async
 from treadle.trainer.lineage import Lineage
 from treadle.trainer.one_step_off import train_one_step_off
-from treadle.trainer.run import Interrupted, Parts, Run, Validator, View, settings_digest, train_in_thread
+from treadle.trainer.parts import Parts, Validator, View, train_in_thread
+from treadle.trainer.run import Run
+from treadle.trainer.stop import Interrupted
 from treadle.trainer.sync import train_sync
+from treadle.trainer.terms import settings_digest
 from treadle.trainer.timeline import write_timeline
 from treadle.types import NOTHING
 

@@ -24,6 +24,7 @@ from treadle.journal import Journal
 from treadle.rollout.recall import NO_PAST, Past
 from treadle.rollout.worker import Dropped
 from treadle.trainer.step import is_informative
+from treadle.trainer.terms import FlowLimits
 from treadle.types import Group, Task, Trajectory
 
 FindPast = Callable[[Task, int], Past]
@@ -34,20 +35,6 @@ class Sampler(Protocol):
     """Whoever samples one task."""
 
     async def generate_group(self, task: Task, *, past: Past = NO_PAST) -> Group | Dropped: ...
-
-
-@dataclass(frozen=True, slots=True)
-class FlowLimits:
-    """The bounds of a flow."""
-
-    batch_size: int
-    """Groups of one training step."""
-    lag: int
-    """Policy versions a token may be behind the weights it trains."""
-    drop_stale: bool
-    """Whether groups that would become too old are begun again instead of waited for."""
-    patience_s: float
-    """How long `take` waits for any group to end."""
 
 
 @dataclass(slots=True, eq=False)
@@ -141,7 +128,7 @@ class Flow:
     @property
     def is_sampling(self) -> bool:
         """Whether a group is under way."""
-        return any(item.group is None for item in self._open.values())
+        return self._work is not None and any(item.group is None for item in self._open.values())
 
     def allow(self, batches: int) -> None:
         """Admit tasks up to the end of this many batches, counted from the start of the run."""

@@ -10,8 +10,8 @@ from treadle.policy.learner import Sampling
 from treadle.policy.rank import NetworksSpec
 from treadle.policy.ranks import Ranks
 from treadle.policy.sharded import ShardedCritic, ShardedPolicy, ShardedReference, check_sharded
-from treadle.trainer.run import total_steps
 from treadle.trainer.step import StepParts
+from treadle.trainer.terms import total_steps
 
 CALL_TIMEOUT_S = 7200.0
 """How long one call of the policy may take: a training step, a checkpoint. A rank that dies is noticed at once."""

@@ -20,7 +20,8 @@ from treadle.observe.spans import Spans
 from treadle.observe.trackers import Trackers
 from treadle.trainer.fully_async import train_fully_async
 from treadle.trainer.one_step_off import train_one_step_off
-from treadle.trainer.run import Parts, Run
+from treadle.trainer.parts import Parts
+from treadle.trainer.run import Run
 from treadle.trainer.simulation import clock
 from treadle.trainer.simulation.assumptions import Assumptions
 from treadle.trainer.simulation.engine import TimedEngine, Work, replica_speed
@@ -109,8 +110,7 @@ class _Stage:
             self._engines = [TimedEngine(f"replica-{at}", speed, push_s) for at in range(count)]
             metric = self._config.algorithm.filter_groups.metric
             rollout = start_rollout(self._config.rollout, self._engines, self._workload, metric, stack)
-            run = Run(self._config, self._parts(rollout))
-            run.spans = Spans(asyncio.get_running_loop().time)
+            run = Run(self._config, self._parts(rollout), Spans(asyncio.get_running_loop().time))
             await SCHEDULES[self._setup.mode](run)
         marks = self._marks[self._window.first - 1 : self._window.last]
         return forecast(self._setup, self._assumptions, self._given, speed, len(self._engines), marks)

@@ -1,0 +1,75 @@
+"""Where a run stands: what a checkpoint says of it, and how a later start takes it up.
+
+Owns the step that was reached, the weight of KL, and what is taken over of the tasks that were open. The networks save
+themselves, through `Checkpoints`.
+Invariant: what a checkpoint follows from is in the journal, on disk, before it.
+"""
+
+import asyncio
+from collections.abc import Mapping
+from dataclasses import asdict, replace
+from typing import Any
+
+from treadle.algorithm.kl import KLControl
+from treadle.checkpoint.store import Progress
+from treadle.config import TrainConfig
+from treadle.data.tasks import SourceState
+from treadle.rollout.recall import Past
+from treadle.trainer.flow import Flow
+from treadle.trainer.lineage import RESUME
+from treadle.trainer.parts import Parts
+from treadle.trainer.terms import settings_digest
+from treadle.types import Task
+
+
+class Standing:
+    """See the module. `step` counts finished steps; `control` is the weight of KL for the next one."""
+
+    def __init__(self, config: TrainConfig, parts: Parts, flow: Flow) -> None:
+        self._config = config
+        self._parts = parts
+        self._flow = flow
+        self._restored = 0
+        """The version that this start began with."""
+        self.step = 0
+        self.control: KLControl | None = None
+
+    async def restore(self) -> bool:
+        """Go on from the newest checkpoint, if there is one; whether there was."""
+        parts = self._parts
+        progress = await asyncio.to_thread(parts.checkpoints.restore, parts.step.policy, parts.step.critic)
+        state: Mapping[str, Any] = {} if progress is None else progress.state
+        if progress is not None:
+            self._resume(progress)
+        self._restored = parts.version
+        self._flow.restore(self.step, tuple(state.get("open", ())), self._past)
+        parts.journal.add_event(RESUME, **self.describe(), settings=settings_digest(self._config))
+        return progress is not None
+
+    async def save(self) -> None:
+        """A checkpoint of what is done."""
+        parts, where = self._parts, self.describe()
+        coefficient = None if self.control is None else self.control.coefficient
+        state = {"tasks": asdict(self._flow.frontier()), "open": where["open"], "kl_coefficient": coefficient}
+        parts.journal.add_event("checkpoint", **where)
+        await parts.journal.flush()
+        await asyncio.to_thread(parts.checkpoints.save, parts.step.policy, parts.step.critic, self.step, state)
+
+    def describe(self) -> dict[str, Any]:
+        """The step, the policy, the next new task, and the tasks that are under way."""
+        open_, position = list(self._flow.open_positions), self._parts.tasks.position
+        return {"step": self.step, "version": self._parts.version, "position": position, "open": open_}
+
+    def _resume(self, progress: Progress) -> None:
+        state: Any = progress.state
+        self.step = progress.step
+        self._parts.tasks.restore(SourceState(**state["tasks"]))
+        if state["kl_coefficient"] is not None:
+            start = KLControl.start(self._config.algorithm.kl_ctrl)
+            self.control = replace(start, coefficient=state["kl_coefficient"])
+        self._parts.view.resume(progress.step)
+
+    def _past(self, task: Task, oldest: int) -> Past:
+        """What earlier starts left of a task, as far as this run still has the weights, and tokens are young enough."""
+        n = task.n or self._config.rollout.n
+        return self._parts.lineage.past(task.uid, n, version=self._restored, oldest=oldest)

@@ -1,0 +1,43 @@
+"""How a run is asked to stop: at once where nothing is lost by it, and else after what is under way.
+
+Owns the wish alone. Whoever waits for something long waits `unless` the wish comes first; whoever may not be
+interrupted looks at `requested` afterwards.
+"""
+
+import asyncio
+from collections.abc import Awaitable
+from typing import TypeVar
+
+T = TypeVar("T")
+
+
+class Interrupted(Exception):
+    """Somebody asked the run to stop; everything that is done is saved."""
+
+
+class Stop:
+    """The wish to stop; never taken back."""
+
+    def __init__(self) -> None:
+        self._event = asyncio.Event()
+
+    def request(self) -> None:
+        self._event.set()
+
+    @property
+    def requested(self) -> bool:
+        return self._event.is_set()
+
+    async def unless(self, work: Awaitable[T]) -> T:
+        """What `work` comes to; Interrupted, and `work` cancelled to its end, where the wish comes first."""
+        working, stopping = asyncio.ensure_future(work), asyncio.ensure_future(self._event.wait())
+        try:
+            await asyncio.wait({working, stopping}, return_when=asyncio.FIRST_COMPLETED)
+            if working.done():
+                return working.result()
+            raise Interrupted
+        finally:
+            stopping.cancel()
+            if not working.done():
+                working.cancel()
+                await asyncio.wait({working})
