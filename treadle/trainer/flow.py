@@ -12,9 +12,9 @@ that is more than `lag` policy versions old.
 """
 
 import asyncio
-from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from collections import Counter, deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 from treadle.config import FailureConfig, FilterGroupsConfig
@@ -23,6 +23,7 @@ from treadle.errors import DeadlineError, RunError
 from treadle.journal import Journal
 from treadle.rollout.recall import NO_PAST, Past
 from treadle.rollout.worker import Dropped
+from treadle.trainer.open_groups import OpenGroup, OpenGroups
 from treadle.trainer.step import is_informative
 from treadle.trainer.terms import FlowLimits
 from treadle.types import Group, Task, Trajectory
@@ -35,22 +36,6 @@ class Sampler(Protocol):
     """Whoever samples one task."""
 
     async def generate_group(self, task: Task, *, past: Past = NO_PAST) -> Group | Dropped: ...
-
-
-@dataclass(slots=True, eq=False)
-class _Open:
-    """A group that was admitted, and has not left."""
-
-    position: int
-    """Of its task, counted from the very first."""
-    task: Task
-    version: int
-    """No token of it is older."""
-    since: float
-    attempt: int = 0
-    group: Group | None = None
-    """Once it is ready."""
-    work: asyncio.Task[None] | None = field(default=None, repr=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,11 +65,10 @@ class Flow:
         self._limits = limits
         self._filter_groups = filter_groups
         self._failures = failures
-        self._open: dict[int, _Open] = {}
-        """By position, in order of admission."""
+        self._open = OpenGroups()
         self._training: tuple[int, ...] = ()
         """Positions that were taken, until their step is done."""
-        self._returned: list[int] = []
+        self._returned: deque[int] = deque()
         """Positions that an earlier start of the run admitted and left open."""
         self._past: FindPast = lambda task, oldest: NO_PAST
         self._work: asyncio.TaskGroup | None = None
@@ -100,7 +84,7 @@ class Flow:
     def restore(self, batches: int, positions: Sequence[int], past: FindPast) -> None:
         """Go on after `batches` taken batches, first with the tasks at `positions`; `past` is what is left of them."""
         self._taken = batches * self._limits.batch_size
-        self._returned = list(positions)
+        self._returned = deque(positions)
         self._past = past
 
     def start(self, work: asyncio.TaskGroup, version: int) -> None:
@@ -112,14 +96,14 @@ class Flow:
     def stop(self) -> None:
         """Sample nothing more; what is open stays known, for a checkpoint."""
         self._work = None
-        for item in self._open.values():
+        for item in self._open:
             if item.work is not None:
                 item.work.cancel()
 
     @property
     def open_positions(self) -> tuple[int, ...]:
         """Where the tasks are that were admitted and have not been trained or removed."""
-        return (*self._training, *self._open, *self._returned)
+        return (*self._training, *self._open.positions, *self._returned)
 
     def frontier(self) -> SourceState:
         """Where admission stands in the data: every task before it was admitted."""
@@ -128,7 +112,7 @@ class Flow:
     @property
     def is_sampling(self) -> bool:
         """Whether a group is under way."""
-        return self._work is not None and any(item.group is None for item in self._open.values())
+        return self._work is not None and any(item.group is None for item in self._open)
 
     def allow(self, batches: int) -> None:
         """Admit tasks up to the end of this many batches, counted from the start of the run."""
@@ -144,10 +128,11 @@ class Flow:
         due = version - self._limits.lag
         if self._limits.drop_stale:
             self._begin_again(due)
-        while (chosen := self._choose(due)) is None:
+        size, bound = self._limits.batch_size, None if self._limits.drop_stale else due
+        while (chosen := self._open.choose(size, bound)) is None:
             await self._change()
         for item in chosen:
-            del self._open[item.position]
+            self._open.remove(item)
         self._taken += len(chosen)
         self._training = tuple(item.position for item in chosen)
         self._usable = due + 1
@@ -159,25 +144,6 @@ class Flow:
     def settle(self) -> None:
         """The batch that was taken has been trained: only now have its tasks left."""
         self._training = ()
-
-    def _choose(self, due: int) -> list[_Open] | None:
-        """The oldest groups that are ready; None while there are too few, or those that are ready are too young.
-
-        Too young: a later batch would then have more groups at its bound than it has places. With v versions to go
-        until some groups are at their bound, v batches can still take them; the rest of them must be in this one.
-        """
-        size = self._limits.batch_size
-        ready = sorted((item for item in self._open.values() if item.group is not None), key=lambda item: item.version)
-        chosen = ready[:size]
-        if len(chosen) < size:
-            return None
-        if not self._limits.drop_stale:
-            for version in {item.version for item in self._open.values()}:
-                later = (version - due) * size
-                if _count_until(version, self._open.values()) - later > _count_until(version, chosen):
-                    return None
-        positions = {item.position for item in chosen}
-        return [item for position, item in self._open.items() if position in positions]
 
     async def _change(self) -> None:
         """Wait until a group ends; not for longer than any group may take."""
@@ -192,14 +158,14 @@ class Flow:
 
     def _describe_open(self) -> str:
         now = asyncio.get_running_loop().time()
-        open_ = [item for item in self._open.values() if item.group is None]
+        open_ = [item for item in self._open if item.group is None]
         shown = ", ".join(f"{item.task.uid} ({now - item.since:.0f} s, version {item.version})" for item in open_[:5])
         return f"{len(open_)} groups: {shown}" if open_ else "groups, but none is being sampled"
 
     def _admit(self) -> None:
         while self._work is not None and self._taken + len(self._open) < self._allowed:
             if self._returned:
-                position = self._returned.pop(0)
+                position = self._returned.popleft()
                 task = self._tasks.at(position)
             else:
                 position = self._tasks.position
@@ -214,7 +180,7 @@ class Flow:
         Matters after a resume alone, where groups may begin with tokens of an earlier start.
         """
         oldest, size = self._version, self._limits.batch_size
-        while oldest > self._usable and _count_until(oldest - 1, self._open.values()) < (oldest - self._usable) * size:
+        while oldest > self._usable and self._open.count_until(oldest - 1) < (oldest - self._usable) * size:
             oldest -= 1
         return oldest
 
@@ -222,8 +188,8 @@ class Flow:
         assert self._work is not None, "groups begin between start and stop"
         oldest = min((_oldest_version(item, self._version) for item in past.finished), default=self._version)
         oldest = min((oldest, *(version for part in past.parts for version in part.completion.versions)))
-        item = _Open(position, task, oldest, asyncio.get_running_loop().time(), past.attempt)
-        self._open[position] = item
+        item = OpenGroup(position, task, oldest, asyncio.get_running_loop().time(), past.attempt)
+        self._open.add(item)
         self._journal.add_event(
             "admit",
             position=position,
@@ -234,13 +200,13 @@ class Flow:
         )
         item.work = self._work.create_task(self._sample(item, past))
 
-    async def _sample(self, item: _Open, past: Past) -> None:
+    async def _sample(self, item: OpenGroup, past: Past) -> None:
         result = await self._sampler.generate_group(item.task, past=past)
         reason = self._refusal(result)
         if reason is None:
             assert isinstance(result, Group)
-            item.group = result
-            item.version = min(_oldest_version(trajectory, item.version) for trajectory in result.survivors)
+            version = min(_oldest_version(trajectory, item.version) for trajectory in result.survivors)
+            self._open.end(item, result, version)
         else:
             self._remove(item, reason)
         self._changed.set()
@@ -255,9 +221,9 @@ class Flow:
             return "too few survivors"
         return None if is_informative(result, self._filter_groups) else "no signal"
 
-    def _remove(self, item: _Open, reason: str) -> None:
+    def _remove(self, item: OpenGroup, reason: str) -> None:
         """Give the place of a group to the next task; no more often than the config allows for one step."""
-        del self._open[item.position]
+        self._open.remove(item)
         self._removed[reason] += 1
         self._journal.add_event("remove", position=item.position, uid=item.task.uid, reason=reason)
         limit = (self._filter_groups.max_num_gen_batches - 1) * self._limits.batch_size
@@ -272,17 +238,13 @@ class Flow:
 
     def _begin_again(self, due: int) -> None:
         """Start over what has tokens, or may have, that the next batch could not train."""
-        for item in [item for item in self._open.values() if item.version < due]:
+        for item in [item for item in self._open if item.version < due]:
             if item.work is not None:
                 item.work.cancel()
-            del self._open[item.position]
+            self._open.remove(item)
             self._journal.add_event("stale", position=item.position, uid=item.task.uid, version=item.version)
             attempts = 2 * (self._failures.session_retries + 1)  # that the group may have used, drawn twice
             self._begin(item.position, item.task, Past(attempt=item.attempt + attempts))
-
-
-def _count_until(version: int, items: Iterable[_Open]) -> int:
-    return sum(item.version <= version for item in items)
 
 
 def _name(task: Task, epoch: int) -> Task:
