@@ -138,6 +138,17 @@ def test_no_more_sessions_are_open_than_the_config_allows():
     assert worker.most == 7
 
 
+def test_as_many_sessions_are_open_as_fill_the_engines_where_the_config_does_not_say():
+    worker = Worker(seconds=1.0)
+
+    async def main():
+        dispatcher = Dispatcher(rollout(max_num_seqs=3), [worker], None, replicas=2)
+        return await dispatcher.generate(tasks(10), ORDER)
+
+    run(main())
+    assert worker.most == 12
+
+
 def test_a_stream_leaves_out_what_is_done():
     async def main():
         feed: Feed = Feed(100)

@@ -120,6 +120,13 @@ def test_a_stand_alone_rollout_is_planned_from_its_own_section():
     assert make_plan(rollout_config("rollout.replicas_per_node=3"), HERE).replicas == 3
 
 
+def test_sessions_fill_the_engines_unless_the_config_says_how_many():
+    words = ["rollout.nnodes=2", "rollout.n_gpus_per_node=8", "rollout.max_num_seqs=128"]
+    assert make_plan(rollout_config(*words), machines(8, 8)).places == 2 * 16 * 128
+    told = rollout_config(*words, "rollout.agent.max_concurrent_sessions=7")
+    assert make_plan(told, machines(8, 8)).places == 7
+
+
 def test_engines_that_compute_elsewhere_take_no_gpus():
     plan = make_plan(training_config("rollout.name=scripted", "trainer.n_gpus_per_node=4"), machines(4))
     assert (plan.replicas, plan.gpus_per_replica) == (1, 0)

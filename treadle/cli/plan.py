@@ -42,6 +42,8 @@ def describe_plan(config: "Config", plan: "Plan") -> str:
     devices = f"{_count(plan.gpus_per_replica, 'GPU')} each" if plan.gpus_per_replica else "on CPU"
     sharing = ", sharing the trainer's devices" if plan.shares_devices else ""
     rows.append(("engines", f"{plan.replicas} × {config.rollout.name}, {devices}{sharing}"))
+    at_once = f"the engines decode {plan.replicas * config.rollout.max_num_seqs:,} sequences at once"
+    rows.append(("sessions", f"{plan.places:,} open at most; {at_once}"))
     if plan.unused_gpus:
         section = "trainer" if plan.batches else "rollout"
         more = f"raise {section}.n_gpus_per_node or {section}.nnodes to use more"

@@ -74,6 +74,8 @@ class Plan:
     shares_devices: bool
     replicas: int
     gpus_per_replica: int
+    places: int
+    """Sessions that may be open at once."""
     batches: Batches | None
     staleness: Staleness | None
     unused_gpus: int
@@ -88,13 +90,15 @@ def make_plan(config: Config, machines: Sequence[Machine]) -> Plan:
         raise ConfigError(mistakes)
     placements = _place(config, machines)
     training = config if isinstance(config, TrainConfig) else None
+    replicas = _replicas(config)
     used = sum(len(placement.gpus) for placement in placements)
     return Plan(
         mode=training.trainer.mode if training else "rollout",
         placements=placements,
         shares_devices=training is not None and config.rollout.nnodes == 0,
-        replicas=_replicas(config),
+        replicas=replicas,
         gpus_per_replica=config.rollout.tensor_model_parallel_size if _engine_gpus(config) else 0,
+        places=config.rollout.num_places(replicas),
         batches=_batches(training) if training else None,
         staleness=_staleness(training) if training else None,
         unused_gpus=sum(machine.num_gpus for machine in machines) - used,

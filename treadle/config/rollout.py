@@ -51,7 +51,12 @@ class AgentConfig(Section):
     """Which agent loops exist, and where they run."""
 
     num_workers: int = key(1, "agent worker processes; 1 runs inside the manager's own process", ge=1)
-    max_concurrent_sessions: int = key(1024, "sessions that may be open at once, over all workers", ge=1)
+    max_concurrent_sessions: int | None = key(
+        None,
+        "sessions that may be open at once, over all workers; null for twice what the engines decode at once "
+        "(replicas × rollout.max_num_seqs), so that those in tools and rewards leave no engine idle",
+        ge=1,
+    )
     default_agent_loop: str = key("single_turn_agent", "loop for tasks that name none: a name or an import path")
     loops: Mapping[str, AgentLoopConfig] = key({}, "further loops by name")
 
@@ -181,6 +186,11 @@ class RolloutConfig(Section):
     def sequence_length(self) -> int:
         """The longest sequence an engine must hold."""
         return self.max_model_len or self.trajectory_length()
+
+    def num_places(self, replicas: int) -> int:
+        """Sessions that may be open at once over this many engines: as told, or as many as keep them full."""
+        agent = self.agent
+        return agent.max_concurrent_sessions or max(agent.num_workers, 2 * replicas * self.max_num_seqs)
 
     def uses_gpus(self) -> bool:
         """Whether the engine runs on the rollout's devices, where it has any; the others compute elsewhere."""

@@ -65,7 +65,7 @@ class Order:
 
 
 class Dispatcher:
-    """Hands jobs to workers and puts what comes back together."""
+    """Hands jobs to workers and puts what comes back together. The workers share `replicas` engines."""
 
     def __init__(
         self,
@@ -75,6 +75,7 @@ class Dispatcher:
         journal: Journal | None = None,
         observers: Sequence[Observer] = (),
         forget: Callable[[str], None] = lambda session: None,
+        replicas: int = 1,
     ) -> None:
         self._rollout = rollout
         self._workers = workers
@@ -83,7 +84,7 @@ class Dispatcher:
         self._observers = observers
         self._forget = forget
         self._budget = FailureBudget(rollout.failures)
-        self._places = asyncio.Semaphore(rollout.agent.max_concurrent_sessions)
+        self._places = asyncio.Semaphore(rollout.num_places(replicas))
         self._gate = Gate()
         self._attempts = Flights()
         self._turn = 0

@@ -143,7 +143,9 @@ class RolloutService:
                 scorer = await (parts.scorer() if parts.scorer else Scorer.create(reward, surroundings))
                 started.push_async_callback(scorer.close)
             forget = partial(_forget, router, recall)
-            dispatcher = Dispatcher(rollout, workers, scorer, parts.journal, parts.observers, forget)
+            dispatcher = Dispatcher(
+                rollout, workers, scorer, parts.journal, parts.observers, forget, replicas=len(engines)
+            )
             report = partial(_report_stall, parts)
             watch = StallWatch(rollout.limits.stall_report_s, lambda: _waits(workers, router), report)
             journal, closing = parts.journal, started.pop_all()

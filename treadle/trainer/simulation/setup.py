@@ -9,7 +9,6 @@ from math import ceil
 from typing import Any, Literal, TypeVar
 
 from treadle.config import RolloutConfig, TrainConfig
-from treadle.config.origin import Source
 from treadle.config.section import Section
 from treadle.trainer.simulation.assumptions import Assumptions
 from treadle.trainer.simulation.engine import replica_speed
@@ -70,7 +69,7 @@ def choose_places(rollout: RolloutConfig, assumptions: Assumptions, mean: MeanSe
     engine again at each of their turns.
     """
     agent = rollout.agent
-    if agent.origin("max_concurrent_sessions").source is not Source.DEFAULT:
+    if agent.max_concurrent_sessions is not None:
         return agent.max_concurrent_sessions
     speed = replica_speed(assumptions, rollout)
     decoding_s = mean.sampled_tokens * speed.token_s(speed.max_num_seqs)
