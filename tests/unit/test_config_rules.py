@@ -132,11 +132,6 @@ TRAINING_CLASHES = [
         "48 does not divide data.train_batch_size 64",
     ),
     (
-        ["actor.ppo_mini_batch_size=1", "trainer.n_gpus_per_node=3", "rollout.n=8"],
-        "actor.ppo_mini_batch_size",
-        "1 tasks × rollout.n 8 = 8 trajectories do not split over 3 ranks",
-    ),
-    (
         ["actor._target_=treadle.config.FSDPActorConfig", "actor.fsdp_config.fsdp_size=3", "trainer.n_gpus_per_node=8"],
         "actor.fsdp_config.fsdp_size",
         "3 does not divide 8 ranks",

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from tests.configs import rollout_config, training_config
 from treadle.config import Machine, ModelConfig, RolloutConfig, TrainConfig, load, make_plan
 from treadle.errors import ConfigError, Mistake
+from treadle.policy.packing import deal
 
 HERE = [Machine("here", 0)]
 ASYNC = ["rollout.nnodes=1", "algorithm.rollout_correction.rollout_is=token"]
@@ -46,24 +47,29 @@ def test_batches_divide_into_steps_and_micro_batches():
     assert batches.max_micro_batches == 32, "two sequences of 1,024 tokens fit into 2,500, not 2.4"
 
 
+def test_trajectories_need_not_divide_over_ranks():
+    words = ("actor.ppo_mini_batch_size=1", "rollout.n=8", "trainer.n_gpus_per_node=3")
+    assert make_plan(training_config(*words), machines(3)).batches.trajectories_per_rank == 3
+
+
 @settings(max_examples=50, deadline=None)
-@given(st.integers(1, 64), st.integers(1, 5000), st.integers(0, 9000), st.integers(0, 2**32))
-def test_no_packing_needs_more_micro_batches_than_the_plan_says(per_rank, length, spare, seed):
+@given(st.integers(1, 64), st.integers(1, 5), st.integers(1, 5000), st.integers(0, 9000), st.integers(0, 2**32))
+def test_no_rank_is_dealt_more_micro_batches_than_the_plan_says(count, ranks, length, spare, seed):
     config = training_config(
-        f"data.train_batch_size={per_rank}",
-        f"actor.ppo_mini_batch_size={per_rank}",
+        f"data.train_batch_size={count}",
+        f"actor.ppo_mini_batch_size={count}",
+        f"trainer.n_gpus_per_node={ranks}",
         "rollout.n=1",
         "algorithm.adv_estimator=remax",
         "rollout.prompt_length=1",
         f"rollout.response_length={length}",
         f"actor.ppo_max_token_len_per_gpu={length + 1 + spare}",
     )
-    limit = make_plan(config, HERE).batches.max_micro_batches
-    draw, used, filled = random.Random(seed), 1, 0
-    for _ in range(per_rank):
-        tokens = draw.randint(1, length + 1)
-        used, filled = (used, filled + tokens) if filled + tokens <= length + 1 + spare else (used + 1, tokens)
-    assert used <= limit
+    limit = make_plan(config, machines(ranks)).batches.max_micro_batches
+    draw = random.Random(seed)
+    lengths = [draw.randint(1, length + 1) for _ in range(count)]
+    dealt = deal(lengths, length + 1 + spare, "actor.ppo_max_token_len_per_gpu", ranks)
+    assert max(map(len, dealt)) <= limit
 
 
 @pytest.mark.parametrize(

@@ -48,7 +48,7 @@ class Batches:
     optimizer_steps: int
     ranks: int
     trajectories_per_rank: int
-    """In one optimizer step."""
+    """In one optimizer step, at most: rows are dealt by tokens, and need not divide."""
     tokens_per_micro_batch: int
     max_micro_batches: int
     """Per rank and optimizer step; reached when every trajectory is as long as it may be."""
@@ -190,7 +190,7 @@ def _batches(config: TrainConfig) -> Batches:
     actor, trainer, rollout, tasks = config.actor, config.trainer, config.rollout, config.data.train_batch_size
     ranks = trainer.num_ranks()
     mini_batches = tasks // actor.ppo_mini_batch_size
-    per_rank = actor.ppo_mini_batch_size * rollout.n // ranks
+    per_rank = ceil(actor.ppo_mini_batch_size * rollout.n / ranks)
     per_micro_batch = actor.ppo_max_token_len_per_gpu // rollout.trajectory_length()
     return Batches(
         tasks=tasks,

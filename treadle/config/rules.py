@@ -218,12 +218,8 @@ def a_gpu_has_one_process(config: TrainConfig) -> Clash:
         yield "trainer.processes_per_node", problem, "leave it 1"
 
 
-def ranks_get_equal_shares(config: TrainConfig) -> Clash:
-    mini, n = config.actor.ppo_mini_batch_size, config.rollout.n
+def ranks_divide_into_copies(config: TrainConfig) -> Clash:
     ranks = config.trainer.num_ranks()
-    if mini * n % ranks:
-        problem = f"{mini} tasks × rollout.n {n} = {mini * n} trajectories do not split over {ranks} ranks"
-        yield "actor.ppo_mini_batch_size", problem, f"make the product a multiple of {ranks}"
     for section, network in (("actor", config.actor), ("ref", config.ref), ("critic", config.critic)):
         if isinstance(network, FSDPActorConfig | FSDPRefConfig | FSDPCriticConfig):
             size = network.fsdp_config.fsdp_size
@@ -301,7 +297,7 @@ TRAINING_RULES: tuple[Callable[[TrainConfig], Clash], ...] = (
     tasks_are_given,
     mini_batches_are_equal,
     a_gpu_has_one_process,
-    ranks_get_equal_shares,
+    ranks_divide_into_copies,
     micro_batches_hold_a_sequence,
     groups_can_be_compared,
     critic_exists,

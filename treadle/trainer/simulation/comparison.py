@@ -100,22 +100,16 @@ def candidates(question: Question, splits: Sequence[int], bounds: Sequence[int])
 
 
 def choose_splits(config: TrainConfig, assumptions: Assumptions, mean: MeanSession, gpus: int) -> tuple[int, ...]:
-    """GPUs that train, in some splits that look balanced; all of them divide batches and engines evenly."""
-    possible = [count for count in range(1, gpus) if is_even(config, count, gpus)]
+    """GPUs that train, in some splits that look balanced; the others divide over engines."""
+    tp = config.rollout.tensor_model_parallel_size
+    possible = [count for count in range(1, gpus) if (gpus - count) % tp == 0]
     if not possible:
-        tp = config.rollout.tensor_model_parallel_size
         fix = f"at least 1 GPU trains and rollout.tensor_model_parallel_size = {tp} sample"
         raise ConfigError([Mistake("--gpus", f"{gpus} GPUs cannot be split", gpus, fix=fix)])
     work = expected_work(mean, assumptions, config)
     shares = [work.training / (work.training + work.generation / speed) for speed in ENGINE_SPEEDS]
     nearest = [min(possible, key=lambda count: abs(log(count / (share * gpus)))) for share in shares]
     return tuple(sorted(set(nearest)))
-
-
-def is_even(config: TrainConfig, train_gpus: int, gpus: int) -> bool:
-    """Whether mini batches divide over the GPUs that train, and the others over engines."""
-    trajectories = config.actor.ppo_mini_batch_size * config.rollout.n
-    return trajectories % train_gpus == 0 and (gpus - train_gpus) % config.rollout.tensor_model_parallel_size == 0
 
 
 def _more(bound: int) -> tuple[int, ...]:
