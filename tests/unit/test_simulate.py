@@ -224,6 +224,12 @@ def test_splits_leave_whole_engines_and_need_not_divide_the_batch():
         choose_splits(config_of(), TAIL, workload_of(config_of(), TAIL).mean, 1)
 
 
+def test_splits_of_several_machines_keep_each_of_them_whole():
+    mean = workload_of(config_of(), TAIL).mean
+    assert all(count % 8 == 0 for count in choose_splits(config_of(), TAIL, mean, 40))
+    assert all(count % 4 == 0 for count in choose_splits(config_of("trainer.n_gpus_per_node=4"), TAIL, mean, 20))
+
+
 def test_the_best_is_the_fastest_or_as_fast_and_younger():
     question = Question(6, splits=(2,), staleness=(1, 4, 8), steps=6)
     compared = compare(config_of(), TAIL, workload_of(config_of(), TAIL), question)

@@ -16,7 +16,6 @@ if TYPE_CHECKING:
     from treadle.trainer.simulation.workload import Workload
 
 DEFAULT_GPUS = 8
-GPUS_PER_NODE = 8
 
 
 def register(commands: Commands) -> None:
@@ -46,6 +45,7 @@ def simulate(arguments: Arguments) -> None:
     """
     from treadle.trainer.simulation.comparison import compare
     from treadle.trainer.simulation.report import describe
+    from treadle.trainer.simulation.setup import gpus_per_node
 
     config = _training(load_words(arguments.words))
     question, assumptions = _question(config, arguments), _assumptions(arguments).fill(config.rollout)
@@ -56,7 +56,7 @@ def simulate(arguments: Arguments) -> None:
         best = compared.forecasts.index(compared.best)
         print(json.dumps({"assumptions": asdict(assumptions), "forecasts": found, "best": best}, indent=2))
     else:
-        print(describe(config, assumptions, workload, compared, _gpus_per_node(config)))
+        print(describe(config, assumptions, workload, compared, gpus_per_node(config)))
 
 
 def _add_question(command: Parser) -> None:
@@ -153,10 +153,6 @@ def _within(flag: str, number: int, least: int, most: int) -> int:
     if not least <= number <= most:
         raise ConfigError([Mistake(flag, f"{number} is not between {least} and {most}", number)])
     return number
-
-
-def _gpus_per_node(config: "TrainConfig") -> int:
-    return max(config.trainer.n_gpus_per_node, config.rollout.n_gpus_per_node) or GPUS_PER_NODE
 
 
 def _tell(text: str) -> None:

@@ -15,7 +15,7 @@ from treadle.config import TrainConfig
 from treadle.errors import ConfigError, Mistake
 from treadle.trainer.simulation.assumptions import Assumptions
 from treadle.trainer.simulation.forecast import Forecast
-from treadle.trainer.simulation.setup import MODES, Mode, Setup
+from treadle.trainer.simulation.setup import MODES, Mode, Setup, gpus_per_node
 from treadle.trainer.simulation.simulation import simulate
 from treadle.trainer.simulation.workload import MeanSession, Workload, expected_work
 
@@ -100,9 +100,13 @@ def candidates(question: Question, splits: Sequence[int], bounds: Sequence[int])
 
 
 def choose_splits(config: TrainConfig, assumptions: Assumptions, mean: MeanSession, gpus: int) -> tuple[int, ...]:
-    """GPUs that train, in some splits that look balanced; the others divide over engines."""
-    tp = config.rollout.tensor_model_parallel_size
+    """GPUs that train, in some splits that look balanced.
+
+    The others divide over engines. Where there are several machines, each trains or samples as a whole if it can.
+    """
+    tp, node = config.rollout.tensor_model_parallel_size, gpus_per_node(config)
     possible = [count for count in range(1, gpus) if (gpus - count) % tp == 0]
+    possible = [count for count in possible if count % node == 0] or possible
     if not possible:
         fix = f"at least 1 GPU trains and rollout.tensor_model_parallel_size = {tp} sample"
         raise ConfigError([Mistake("--gpus", f"{gpus} GPUs cannot be split", gpus, fix=fix)])

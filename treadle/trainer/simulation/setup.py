@@ -57,6 +57,11 @@ def setup_of(config: TrainConfig) -> Setup:
     return Setup(trainer.mode, train_gpus, train_gpus if shared else rollout_gpus, shared, trainer.max_staleness)
 
 
+def gpus_per_node(config: TrainConfig) -> int:
+    """GPUs of one machine: as the config has them, or 8."""
+    return max(config.trainer.n_gpus_per_node, config.rollout.n_gpus_per_node) or 8
+
+
 def count_replicas(rollout: RolloutConfig, setup: Setup) -> int:
     """Engines that sample."""
     return max(1, setup.rollout_gpus // rollout.tensor_model_parallel_size)
