@@ -27,9 +27,6 @@ from treadle.policy.single import SinglePolicy
 from treadle.trainer.step import StepParts
 from treadle.trainer.terms import total_steps
 
-CALL_TIMEOUT_S = 7200.0
-"""How long one call of ranks may take: a training step, a checkpoint. A rank that dies is noticed at once."""
-
 
 @dataclass(frozen=True, slots=True)
 class Networks:
@@ -78,8 +75,9 @@ def _load_sharded(config: TrainConfig, steps: int, devices: tuple[str, ...]) -> 
     assert critic is None or isinstance(critic, FSDPCriticConfig), "checked before"
     sampling = Sampling(rollout.temperature, rollout.response_length)
     spec = NetworksSpec(config.model, actor, algorithm.rollout_correction, sampling, steps, ref, critic)
-    ranks = LocalRanks.start(spec, devices, launch_timeout_s=rollout.limits.launch_timeout_s, timeout_s=CALL_TIMEOUT_S)
-    networks = ShardedNetworks.over(ranks, spec, CALL_TIMEOUT_S)
+    timeout_s = config.trainer.rank_timeout_s
+    ranks = LocalRanks.start(spec, devices, launch_timeout_s=rollout.limits.launch_timeout_s, timeout_s=timeout_s)
+    networks = ShardedNetworks.over(ranks, spec, timeout_s)
     step = StepParts(networks.policy, actor, algorithm, config.trainer, networks.reference, networks.critic)
     return Networks(step, partial(_wait_for_death, ranks))
 

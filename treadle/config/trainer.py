@@ -31,6 +31,13 @@ class TrainerConfig(Section):
     )
     parameter_sync_steps: int = key(1, "training steps between weight updates in fully_async", ge=1)
 
+    rank_timeout_s: float = key(
+        7200.0,
+        "how long a call of the training processes may take, such as a step or a checkpoint; one that dies is noticed "
+        "at once",
+        gt=0,
+    )
+
     def num_ranks(self) -> int:
         """Processes that train together: one for each GPU, or as many as asked for on CPUs."""
         return self.nnodes * (self.n_gpus_per_node or self.processes_per_node)

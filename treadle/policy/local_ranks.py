@@ -20,7 +20,7 @@ from threading import Lock, Thread
 from typing import Any
 
 from treadle.policy.rank import NetworksSpec, Seat, Store
-from treadle.policy.ranks import RankDied, Ranks
+from treadle.policy.ranks import LAUNCH_KEY, RankDied, Ranks
 
 CLOSE_S = 10.0
 """How long a rank may take to end by itself."""
@@ -78,7 +78,7 @@ class LocalRanks:
         ]
         ranks = cls([_Process(Setup(seat, spec, tuple(sys.path))) for seat in seats], store)
         try:
-            Ranks(ranks, launch_timeout_s).run("its start", answer_ready)
+            Ranks(ranks, launch_timeout_s, LAUNCH_KEY).run("its start", answer_ready)
         except BaseException:
             ranks.close()
             raise

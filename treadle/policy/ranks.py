@@ -18,6 +18,10 @@ GRACE_S = 5.0
 first; what is reported is the death."""
 
 
+LAUNCH_KEY = "rollout.limits.launch_timeout_s"
+"""What bounds the start of ranks."""
+
+
 class RankDied(RunError):
     """The process of a rank ended."""
 
@@ -48,11 +52,12 @@ class RankHandles(Protocol):
 
 
 class Ranks:
-    """Calls all ranks at once. One call at a time."""
+    """Calls all ranks at once. One call at a time. `key` is where `timeout_s` comes from, for whoever needs more."""
 
-    def __init__(self, handles: RankHandles, timeout_s: float) -> None:
+    def __init__(self, handles: RankHandles, timeout_s: float, key: str = "trainer.rank_timeout_s") -> None:
         self._handles = handles
         self._timeout_s = timeout_s
+        self._key = key
         self._broken: RunError | None = None
 
     def __len__(self) -> int:
@@ -67,7 +72,8 @@ class Ranks:
         if any(future.done() and future.exception() for future in futures):
             raise self._find_cause(doing, futures)
         if late := [name for name, future in zip(self._handles.names, futures, strict=True) if not future.done()]:
-            self._broken = DeadlineError(f"{', '.join(late)} did not finish {doing} within {self._timeout_s:g} s")
+            limit = f"{self._timeout_s:g} s; if it needs longer, raise {self._key}"
+            self._broken = DeadlineError(f"{', '.join(late)} did not finish {doing} within {limit}")
             raise self._broken
         return [future.result() for future in futures]
 

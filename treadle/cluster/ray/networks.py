@@ -13,9 +13,6 @@ from treadle.policy.sharded import ShardedCritic, ShardedPolicy, ShardedReferenc
 from treadle.trainer.step import StepParts
 from treadle.trainer.terms import total_steps
 
-CALL_TIMEOUT_S = 7200.0
-"""How long one call of the policy may take: a training step, a checkpoint. A rank that dies is noticed at once."""
-
 
 def start_ranks(config: TrainConfig, tasks: TaskSource, reservation: Reservation) -> RemoteRanks:
     """Every rank that the plan places, with its networks loaded; or an error. Blocks."""
@@ -24,7 +21,7 @@ def start_ranks(config: TrainConfig, tasks: TaskSource, reservation: Reservation
         _spec(config, tasks, len(places)),
         places,
         launch_timeout_s=config.rollout.limits.launch_timeout_s,
-        timeout_s=CALL_TIMEOUT_S,
+        timeout_s=config.trainer.rank_timeout_s,
     )
 
 

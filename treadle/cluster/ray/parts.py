@@ -10,7 +10,7 @@ from contextlib import AsyncExitStack, asynccontextmanager
 
 import torch
 
-from treadle.cluster.ray.networks import CALL_TIMEOUT_S, make_step, start_ranks
+from treadle.cluster.ray.networks import make_step, start_ranks
 from treadle.cluster.ray.placement import Reservation
 from treadle.cluster.ray.ranks import RemoteRanks
 from treadle.cluster.ray.rollout import Report, reserved, supply_rollout
@@ -35,7 +35,7 @@ async def started(config: TrainConfig, tasks: TaskSource, *, report: Report = pr
 
 
 def _runtime(config: TrainConfig, reservation: Reservation, handles: RemoteRanks, report: Report) -> Runtime:
-    ranks = Ranks(handles, CALL_TIMEOUT_S)
+    ranks = Ranks(handles, config.trainer.rank_timeout_s)
     device = torch.device("cuda" if reservation.replica_seats()[0].gpus else "cpu")
     sender = StoreSender(ranks, choose_dtype(config.rollout, device))
 

@@ -27,7 +27,7 @@ from treadle.cluster.ray.solo import SoloRank, SoloSpec
 from treadle.errors import DeadlineError, RunError
 from treadle.policy.local_ranks import Answer, answer_ready
 from treadle.policy.rank import FSDPRank, NetworksSpec, Seat, Store
-from treadle.policy.ranks import RankDied, Ranks
+from treadle.policy.ranks import LAUNCH_KEY, RankDied, Ranks
 
 _VERDICT_S = 5.0
 """How long Ray may take to say why a rank is gone."""
@@ -64,7 +64,7 @@ class RemoteRanks:
             for at, seat in enumerate(_seats(places, store, timeout_s)):
                 actors[at].load.remote(_starter(seat, spec), names[at], launch_timeout_s)
                 ranks._watch(at, addresses[at])
-            Ranks(ranks, launch_timeout_s).run("its start", answer_ready)
+            Ranks(ranks, launch_timeout_s, LAUNCH_KEY).run("its start", answer_ready)
             return ranks
         except BaseException:
             for actor in actors:

@@ -78,7 +78,7 @@ RULES: Rules = (
             "forward_micro_batch_size": ignored(_FORWARD),
             "forward_micro_batch_size_per_gpu": ignored(_FORWARD),
             "ulysses_sequence_parallel_size": fixed(1, note="no sequence parallelism", otherwise=ULYSSES),
-            "nccl_timeout": none("Timeouts of collectives are PyTorch's own: leave it out."),
+            "nccl_timeout": none("Collectives may take as long as trainer.rank_timeout_s."),
             "profiler.**": none(PROFILER),
         },
     )

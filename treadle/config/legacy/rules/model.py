@@ -70,7 +70,7 @@ RULES: Rules = (
         ),
     )
     | {"model.override_config.**": same()}
-    | nones("actor_rollout_ref", "nccl_timeout", "Timeouts of collectives are PyTorch's own: leave it out.")
+    | nones("actor_rollout_ref", "nccl_timeout", "Collectives may take as long as trainer.rank_timeout_s.")
     | {
         "actor_rollout_ref.hybrid_engine": fixed(
             True, False, note="rollout.nnodes says whether rollout and trainer share devices"
