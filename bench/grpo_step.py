@@ -1,11 +1,14 @@
 """Seconds per GRPO step, and where they go: the whole path, tasks to new weights.
 
     python bench/grpo_step.py --model DIR --device cuda --prompts 64 --samples 8 --tokens 256 [--peer FILE]
+    python bench/grpo_step.py --engine vllm --share 0.3 [--sleep] …
 
 Rewards are by length, so that every group has a signal. Prints each step's spans and the median of all but the first
 two; on a GPU also the share of its matrix speed, measured in the same run, that training uses (6 × parameters × tokens
 over the seconds of training), and the peak of its memory. A peer file has a JSON line for each figure,
-{"peer": NAME, "step_s": X}, from the same machine: ratios to it are printed.
+{"peer": NAME, "step_s": X}, from the same machine: ratios to it are printed. The engine is on the trainer's own device,
+with `--share` of a GPU's memory; with `--sleep` it gives that back while the policy trains. Also prints how far its
+logprobs are from the policy's, as every run records it.
 """
 
 import argparse
@@ -29,6 +32,9 @@ CONFIG = """
 model: {{path: {model}, enable_gradient_checkpointing: false}}
 data: {{train_files: "bench.grpo_step:rows", train_batch_size: {prompts}}}
 rollout:
+  name: {engine}
+  gpu_memory_utilization: {share}
+  free_cache_engine: {sleep}
   n: {samples}
   prompt_length: 128
   response_length: {tokens}
@@ -115,6 +121,9 @@ def report(steps: list[Mapping[str, float]], options: argparse.Namespace) -> Non
         speed = 6 * count_parameters(options.model) * tokens / spans["train"]
         print(f"training {tokens:,.0f} tokens: {speed / matrix_speed():.1%} of the matrix speed")
         print(f"peak GPU memory {torch.cuda.max_memory_allocated() / 2**30:.1f} GiB")
+    gap = statistics.mean(step["rollout_corr/logprob_abs_diff"] for step in steps)
+    worst = max(step["rollout_corr/logprob_abs_diff_max"] for step in steps)
+    print(f"logprobs of sampler and trainer differ by {gap:.2e} on average, {worst:.2e} at most")
 
 
 def main() -> None:
@@ -126,12 +135,15 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=32)
     parser.add_argument("--steps", type=int, default=6)
     parser.add_argument("--budget", type=int, default=32768, help="tokens in a micro batch")
+    parser.add_argument("--engine", default="native", choices=("native", "vllm"))
+    parser.add_argument("--share", type=float, default=0.5, help="the engine's share of the GPU's memory")
+    parser.add_argument("--sleep", action="store_true", help="let the engine sleep while the policy trains")
     parser.add_argument("--peer", type=Path, help="figures of other trainers, from the same machine")
     options = parser.parse_args()
     on_gpu = options.device == "cuda"
     with tempfile.TemporaryDirectory() as folder:
         text = CONFIG.format(
-            **vars(options),
+            **vars(options) | {"sleep": str(options.sleep).lower()},
             sequences=options.prompts * options.samples,
             dtype="bf16" if on_gpu else "fp32",
             gpus=int(on_gpu),
