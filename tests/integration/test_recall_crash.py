@@ -14,9 +14,8 @@ from typing import Any
 import pytest
 
 from tests import rollouts
-from treadle.engine.noise import bits_at, stream_of
+from tests.chatter import STOPS, chatting, speaking
 from treadle.journal import Journal, JournalReader, RunStatus, read_starts
-from treadle.rollout import AgentLoopBase, Session
 from treadle.rollout.recall import Recall
 from treadle.rollout.worker import AgentLoopWorker, Job
 from treadle.trainer.lineage import Lineage
@@ -27,33 +26,13 @@ TURNS = 6
 INTERVAL_S = 0.1
 TURN_S = 0.06
 NUM_KILLS = 4
-STOPS = rollouts.renderer().stop_token_ids
-
-
-def speak(request: Request, rng: Random) -> tuple[int, ...]:
-    """Every token follows from its session and place alone, as with an engine whose noise is counted."""
-    stream, position, ids = stream_of(request), request.position, []
-    while True:
-        bits = bits_at(stream, position + len(ids))
-        if bits % 20 == 0 and position + len(ids):
-            return (*ids, STOPS[0])
-        ids.append(100 + bits % 300)
-
-
-class Chatter(AgentLoopBase):
-    """A few turns, each answered with something that follows from what was said."""
-
-    async def run(self, session: Session) -> None:
-        while not session.done and session.num_turns < TURNS:
-            completion = await session.generate()
-            await session.observe(f"{sum(completion.ids)}, you said: {completion.text}")
 
 
 class Counting:
     """Says on standard output how many tokens the engine was really asked for."""
 
     def __init__(self) -> None:
-        self.engine = rollouts.engine(speak, latency_s=TURN_S, latency_tail=2.0)
+        self.engine = rollouts.engine(speaking(20), latency_s=TURN_S, latency_tail=2.0)
 
     async def generate(self, request: Request) -> Completion:
         completion = await self.engine.generate(request)
@@ -66,7 +45,7 @@ async def work(run_dir: Path) -> None:
     engine, lineage = Counting(), None
     journal = Journal.open(run_dir, max_mb=16)
     recall = Recall(engine, journal, interval_s=INTERVAL_S)
-    rollout = rollouts.rollout(default_agent_loop=f"{__name__}:Chatter", response_length=1000)
+    rollout = chatting(1000, turns=TURNS)
     model: Any = None
     worker = await AgentLoopWorker.create(rollout=rollout, model=model, engine=recall, renderer=rollouts.renderer())
     lineage = Lineage.read(run_dir, scored=False)

@@ -5,7 +5,6 @@ from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
-from random import Random
 from tempfile import TemporaryDirectory
 from typing import Any
 
@@ -14,14 +13,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests import rollouts
+from tests.chatter import STOPS, chatting, speaking
 from tests.letters import ask, go_on
 from tests.virtual_time import run
-from treadle.engine.noise import bits_at, stream_of
 from treadle.engine.protocol import WeightUpdate
 from treadle.engine.scripted import ScriptedEngine
 from treadle.errors import EngineFailure, MisuseError, RunError
 from treadle.journal import Journal, JournalReader
-from treadle.rollout import AgentLoopBase, Session
 from treadle.rollout.recall import Recall, digest
 from treadle.rollout.worker import AgentLoopWorker, Job
 from treadle.types import Completion, Part, Request, SamplingParams, StopReason, Trajectory
@@ -365,29 +363,6 @@ def test_a_closed_journal_that_lacks_parts_is_misuse(tmp_path: Path) -> None:
 
 # Whatever the moment of death: what was kept, continued, is what would have been.
 
-TURNS = 4
-STOPS = rollouts.renderer().stop_token_ids
-
-
-def speak(request: Request, rng: Random) -> tuple[int, ...]:
-    """Every token follows from its session and place alone, as with an engine whose noise is counted."""
-    stream, position, ids = stream_of(request), request.position, []
-    while True:
-        bits = bits_at(stream, position + len(ids))
-        if bits % 12 == 0 and position + len(ids):
-            return (*ids, STOPS[0])
-        ids.append(100 + bits % 300)
-
-
-class Chatter(AgentLoopBase):
-    """A few turns, each answered with something that follows from what was said."""
-
-    async def run(self, session: Session) -> None:
-        while not session.done and session.num_turns < TURNS:
-            completion = await session.generate()
-            await asyncio.sleep(0.5)
-            await session.observe(f"{sum(completion.ids)}, you said: {completion.text}")
-
 
 class Life:
     """One process' share of the work: engine, recall and worker."""
@@ -400,9 +375,9 @@ class Life:
     @classmethod
     async def begin(cls, journal: Journal | None, interval_s: float) -> "Life":
         made = rollouts.renderer()
-        engine = rollouts.engine(speak, latency_s=4.0, latency_tail=3.0)
+        engine = rollouts.engine(speaking(12), latency_s=4.0, latency_tail=3.0)
         recall = Recall(engine, journal, interval_s=interval_s)
-        rollout = rollouts.rollout(default_agent_loop=f"{__name__}:Chatter", response_length=400)
+        rollout = chatting(400, turns=4, pause_s=0.5)
         model: Any = None
         worker = await AgentLoopWorker.create(rollout=rollout, model=model, engine=recall, renderer=made)
         return cls(engine, recall, worker)
