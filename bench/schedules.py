@@ -32,11 +32,12 @@ from treadle.rollout.manager import AgentLoopManager
 from treadle.rollout.service import Parts as RolloutParts
 from treadle.trainer.parts import Parts
 from treadle.trainer.run import Run
+from treadle.trainer.schedules import SCHEDULES
 from treadle.trainer.simulation.assumptions import Assumptions
 from treadle.trainer.simulation.forecast import Forecast
 from treadle.trainer.simulation.report import draw_table
 from treadle.trainer.simulation.setup import Setup
-from treadle.trainer.simulation.simulation import SCHEDULES, Window, simulate
+from treadle.trainer.simulation.simulation import Window, simulate
 from treadle.trainer.simulation.standins import CountingPolicy, NoCheckpoints, NoLineage
 from treadle.trainer.simulation.workload import Answer, AssumedWorkload, MeanSession, SessionPlan
 from treadle.trainer.step import StepParts, StepReport

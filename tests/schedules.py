@@ -17,19 +17,15 @@ from treadle.model.checksum import checksum
 from treadle.observe.trackers import Trackers
 from treadle.rollout.recall import NO_PAST, Past
 from treadle.rollout.service import Kind
-from treadle.trainer.fully_async import train_fully_async
 from treadle.trainer.lineage import Lineage
-from treadle.trainer.one_step_off import train_one_step_off
 from treadle.trainer.parts import Parts, Validator
 from treadle.trainer.run import Run
+from treadle.trainer.schedules import SCHEDULES
 from treadle.trainer.step import StepParts, train_step
 from treadle.trainer.stop import Interrupted
-from treadle.trainer.sync import train_sync
 from treadle.trainer.terms import settings_digest
 from treadle.types import Batch, Group, Outcome, Row, Score, StopReason, Trajectory
 from treadle.weights.push import PushReport
-
-SCHEDULES = {"sync": train_sync, "one_step_off": train_one_step_off, "fully_async": train_fully_async}
 
 BASE = """
 model: {path: unused}

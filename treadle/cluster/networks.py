@@ -67,18 +67,23 @@ def load_networks(config: TrainConfig, tasks: TaskSource | None = None) -> Netwo
     return Networks(_load_single(config, steps, torch.device(devices[0])))
 
 
-def _load_sharded(config: TrainConfig, steps: int, devices: tuple[str, ...]) -> Networks:
+def sharded_spec(config: TrainConfig, steps: int) -> NetworksSpec:
+    """What each of several ranks loads, where `check_sharded` has nothing against it."""
     actor, ref, critic = used_networks(config)
-    algorithm, rollout = config.algorithm, config.rollout
     assert isinstance(actor, FSDPActorConfig), "checked before"
     assert ref is None or isinstance(ref, FSDPRefConfig), "checked before"
     assert critic is None or isinstance(critic, FSDPCriticConfig), "checked before"
-    sampling = Sampling(rollout.temperature, rollout.response_length)
-    spec = NetworksSpec(config.model, actor, algorithm.rollout_correction, sampling, steps, ref, critic)
-    timeout_s = config.trainer.rank_timeout_s
-    ranks = LocalRanks.start(spec, devices, launch_timeout_s=rollout.limits.launch_timeout_s, timeout_s=timeout_s)
+    correction, sampling = config.algorithm.rollout_correction, Sampling.of(config.rollout)
+    return NetworksSpec(config.model, actor, correction, sampling, steps, ref, critic)
+
+
+def _load_sharded(config: TrainConfig, steps: int, devices: tuple[str, ...]) -> Networks:
+    spec, limits, timeout_s = sharded_spec(config, steps), config.rollout.limits, config.trainer.rank_timeout_s
+    ranks = LocalRanks.start(spec, devices, launch_timeout_s=limits.launch_timeout_s, timeout_s=timeout_s)
     networks = ShardedNetworks.over(ranks, spec, timeout_s)
-    step = StepParts(networks.policy, actor, algorithm, config.trainer, networks.reference, networks.critic)
+    step = StepParts(
+        networks.policy, config.actor, config.algorithm, config.trainer, networks.reference, networks.critic
+    )
     return Networks(step, partial(_wait_for_death, ranks))
 
 
@@ -89,7 +94,7 @@ async def _wait_for_death(ranks: LocalRanks) -> None:
 def _load_single(config: TrainConfig, steps: int, device: torch.device) -> StepParts:
     model, algorithm = config.model, config.algorithm
     actor, ref, values = used_networks(config)
-    sampling = Sampling(config.rollout.temperature, config.rollout.response_length)
+    sampling = Sampling.of(config.rollout)
     policy = SinglePolicy.create(
         model=model,
         actor=actor,

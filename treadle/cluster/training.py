@@ -6,7 +6,7 @@ Owns the order of starting and closing, and what Ctrl-C means. Knows no schedule
 import asyncio
 import logging
 import signal
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -30,24 +30,16 @@ from treadle.policy.sharded import check_sharded
 from treadle.rollout import AgentLoopManager
 from treadle.rollout import Parts as RolloutParts
 from treadle.trainer.evaluate import Validation
-from treadle.trainer.fully_async import train_fully_async
 from treadle.trainer.lineage import Lineage
-from treadle.trainer.one_step_off import train_one_step_off
 from treadle.trainer.parts import Parts, Validator, View, train_in_thread
 from treadle.trainer.run import Run
+from treadle.trainer.schedules import SCHEDULES
 from treadle.trainer.stop import Interrupted
-from treadle.trainer.sync import train_sync
 from treadle.trainer.terms import settings_digest
 from treadle.trainer.timeline import write_timeline
 from treadle.types import NOTHING
 
 log = logging.getLogger(__name__)
-
-SCHEDULES: Mapping[str, Callable[[Run], Awaitable[None]]] = {
-    "sync": train_sync,
-    "one_step_off": train_one_step_off,
-    "fully_async": train_fully_async,
-}
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,6 +18,7 @@ from treadle.algorithm.packed import LossOutput, MicroBatch
 from treadle.config.actor import ActorConfig
 from treadle.config.algorithm import RolloutCorrectionConfig
 from treadle.config.model import ModelConfig
+from treadle.config.rollout import RolloutConfig
 from treadle.errors import MisuseError
 from treadle.policy.batch import TrainBatch
 from treadle.policy.learning import Budget, Desk, Lesson, compute, learn, summarize
@@ -35,6 +36,10 @@ class Sampling:
 
     temperature: float
     response_length: int
+
+    @classmethod
+    def of(cls, rollout: RolloutConfig) -> "Sampling":
+        return cls(rollout.temperature, rollout.response_length)
 
 
 @dataclass(frozen=True, slots=True)

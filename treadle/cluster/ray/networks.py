@@ -1,10 +1,10 @@
 """The networks of a training run, on ranks of a cluster: sharded where several ranks train, and else on one device."""
 
+from treadle.cluster.networks import sharded_spec, used_networks
 from treadle.cluster.ray.placement import Reservation
 from treadle.cluster.ray.ranks import RemoteRanks
 from treadle.cluster.ray.solo import SoloSpec
 from treadle.config import TrainConfig
-from treadle.config.actor import CriticConfig, FSDPActorConfig, FSDPCriticConfig, FSDPRefConfig, RefConfig
 from treadle.data.tasks import TaskSource
 from treadle.policy.learner import Sampling
 from treadle.policy.rank import NetworksSpec
@@ -27,33 +27,22 @@ def start_ranks(config: TrainConfig, tasks: TaskSource, reservation: Reservation
 
 def make_step(config: TrainConfig, ranks: Ranks) -> StepParts:
     """What a training step works with, on these ranks."""
-    reference = None if _ref(config) is None else ShardedReference(ranks)
-    critic = None if _critic(config) is None else ShardedCritic(ranks)
-    return StepParts(ShardedPolicy(ranks), config.actor, config.algorithm, config.trainer, reference, critic)
+    _, ref, critic = used_networks(config)
+    return StepParts(
+        ShardedPolicy(ranks),
+        config.actor,
+        config.algorithm,
+        config.trainer,
+        None if ref is None else ShardedReference(ranks),
+        None if critic is None else ShardedCritic(ranks),
+    )
 
 
 def _spec(config: TrainConfig, tasks: TaskSource, num_ranks: int) -> NetworksSpec | SoloSpec:
-    actor, ref, critic, rollout = config.actor, _ref(config), _critic(config), config.rollout
-    correction, sampling = (
-        config.algorithm.rollout_correction,
-        Sampling(rollout.temperature, rollout.response_length),
-    )
-    steps = total_steps(config, tasks)
-    if num_ranks == 1:
-        return SoloSpec(config.model, actor, correction, sampling, steps, ref, critic)
-    check_sharded(num_ranks, actor, ref, critic)
-    assert isinstance(actor, FSDPActorConfig), "checked just before"
-    assert ref is None or isinstance(ref, FSDPRefConfig), "checked just before"
-    assert critic is None or isinstance(critic, FSDPCriticConfig), "checked just before"
-    return NetworksSpec(config.model, actor, correction, sampling, steps, ref, critic)
-
-
-def _ref(config: TrainConfig) -> RefConfig | None:
-    """The reference's section, where there is a reference."""
-    actor, algorithm = config.actor, config.algorithm
-    return config.ref if actor.use_kl_loss or algorithm.use_kl_in_reward else None
-
-
-def _critic(config: TrainConfig) -> CriticConfig | None:
-    """The critic's section, where there is a critic."""
-    return config.critic if config.algorithm.needs_critic() else None
+    used, steps = used_networks(config), total_steps(config, tasks)
+    check_sharded(num_ranks, *used)
+    if num_ranks > 1:
+        return sharded_spec(config, steps)
+    actor, ref, critic = used
+    correction, sampling = config.algorithm.rollout_correction, Sampling.of(config.rollout)
+    return SoloSpec(config.model, actor, correction, sampling, steps, ref, critic)

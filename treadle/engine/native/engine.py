@@ -27,7 +27,8 @@ from treadle.engine.native.rows import MAX_STOPS
 from treadle.engine.native.scheduler import Scheduler
 from treadle.engine.native.worker import Answered, Worker
 from treadle.engine.protocol import Decode, WeightUpdate
-from treadle.errors import MisuseError, RequestRefused
+from treadle.engine.refusal import refuse_unfit
+from treadle.errors import MisuseError
 from treadle.model.causal import load_causal_model, output_weight, prepare_module
 from treadle.model.checksum import checksum as checksum_of
 from treadle.types import Completion, Request, StopReason
@@ -93,28 +94,14 @@ class NativeEngine:
         return cls(rollout, module, worker, name=name, version=version, decode=decode, checksum=checksum)
 
     async def generate(self, request: Request) -> Completion:
-        self._refuse(request)
+        room = self._rollout.sequence_length()
+        refuse_unfit(request, self.name, room=room, num_words=self._words, max_stops=MAX_STOPS)
         if self._gate.shut and not await self._gate.admit(request.session):
             return Completion((), (), (), StopReason.ABORT, replica=self.name)
         answer = await self._worker.generate(request)
         if isinstance(answer, Exception):
             raise answer
         return self._with_text(answer, request) if self._decode else answer
-
-    def _refuse(self, request: Request) -> None:
-        """Turn away what would break the thread for everyone."""
-        room, words = self._rollout.sequence_length(), self._words
-        problem = None
-        if not 0 < len(request.ids) < room:
-            problem = f"a prompt of {len(request.ids)} tokens; 1 to {room - 1} fit rollout.max_model_len"
-        elif min(request.ids) < 0 or max(request.ids) >= words:
-            problem = f"token ids from {min(request.ids)} to {max(request.ids)}; the model knows 0 to {words - 1}"
-        elif request.sampling.max_tokens < 1:
-            problem = f"max_tokens {request.sampling.max_tokens}; ask for at least 1"
-        elif len(request.sampling.stop_token_ids) > MAX_STOPS:
-            problem = f"{len(request.sampling.stop_token_ids)} stop tokens; at most {MAX_STOPS} are possible"
-        if problem:
-            raise RequestRefused(f"{self.name}: session {request.session}: {problem}")
 
     def _with_text(self, completion: Completion, request: Request) -> Completion:
         assert self._decode is not None

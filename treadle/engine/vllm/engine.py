@@ -21,9 +21,10 @@ from treadle.config.rollout import RolloutConfig
 from treadle.engine.gate import Gate
 from treadle.engine.noise import stream_of
 from treadle.engine.protocol import Decode, WeightUpdate
+from treadle.engine.refusal import refuse_unfit
 from treadle.engine.vllm.process import ServerProcess
 from treadle.engine.vllm.wire import Answer, Hello, Kind, Link, LinkClosed, Order
-from treadle.errors import ConfigError, EngineFailure, Mistake, MisuseError, RequestRefused
+from treadle.errors import ConfigError, EngineFailure, Mistake, MisuseError
 from treadle.types import NOTHING, Completion, Request, StopReason
 
 
@@ -107,7 +108,7 @@ class VLLMEngine:
         return engine
 
     async def generate(self, request: Request) -> Completion:
-        self._refuse(request)
+        refuse_unfit(request, self.name, room=self._rollout.sequence_length(), num_words=self._words)
         if self._gate.shut and not await self._gate.admit(request.session):
             return Completion((), (), (), StopReason.ABORT, replica=self.name)
         number, sampling = next(self._numbers), request.sampling
@@ -128,19 +129,6 @@ class VLLMEngine:
             del self._sessions[number]
         text = self._text(answer.ids, request) if self._decode else ""
         return Completion(answer.ids, answer.logprobs, answer.versions(), answer.stop, text, self.name)
-
-    def _refuse(self, request: Request) -> None:
-        """Turn away what vLLM would refuse, or crash on."""
-        room, words = self._rollout.sequence_length(), self._words
-        problem = None
-        if not 0 < len(request.ids) < room:
-            problem = f"a prompt of {len(request.ids)} tokens; 1 to {room - 1} fit rollout.max_model_len"
-        elif min(request.ids) < 0 or max(request.ids) >= words:
-            problem = f"token ids from {min(request.ids)} to {max(request.ids)}; the model knows 0 to {words - 1}"
-        elif request.sampling.max_tokens < 1:
-            problem = f"max_tokens {request.sampling.max_tokens}; ask for at least 1"
-        if problem:
-            raise RequestRefused(f"{self.name}: session {request.session}: {problem}")
 
     def _text(self, ids: tuple[int, ...], request: Request) -> str:
         assert self._decode is not None

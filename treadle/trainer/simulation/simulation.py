@@ -6,7 +6,7 @@ sight. Knows no command line, and compares nothing.
 
 import asyncio
 import gc
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -18,10 +18,9 @@ from treadle.data.tasks import TaskSource
 from treadle.engine.protocol import WeightUpdate
 from treadle.observe.spans import Spans
 from treadle.observe.trackers import Trackers
-from treadle.trainer.fully_async import train_fully_async
-from treadle.trainer.one_step_off import train_one_step_off
 from treadle.trainer.parts import Parts
 from treadle.trainer.run import Run
+from treadle.trainer.schedules import SCHEDULES
 from treadle.trainer.simulation import clock
 from treadle.trainer.simulation.assumptions import Assumptions
 from treadle.trainer.simulation.engine import TimedEngine, Work, replica_speed
@@ -31,15 +30,8 @@ from treadle.trainer.simulation.setup import Setup, choose_places, count_replica
 from treadle.trainer.simulation.standins import CountingPolicy, NoCheckpoints, NoJournal, NoLineage
 from treadle.trainer.simulation.workload import Workload
 from treadle.trainer.step import StepParts, StepReport
-from treadle.trainer.sync import train_sync
 from treadle.types import Group, Row, Task
 from treadle.weights.push import PushReport
-
-SCHEDULES: Mapping[str, Callable[[Run], Awaitable[None]]] = {
-    "sync": train_sync,
-    "one_step_off": train_one_step_off,
-    "fully_async": train_fully_async,
-}
 
 HORIZON_S = 10 * 365 * 24 * 3600.0
 
