@@ -80,7 +80,40 @@ ROLLOUT_CLASHES = [
     (["cluster.ray_init={num_cpus: 2}"], "cluster.ray_init", "is given, but cluster.backend is local"),
 ]
 
+APART = "rollout.nnodes=1"
+RAY = "cluster.backend=ray"
+
 TRAINING_CLASHES = [
+    (
+        ["trainer.weights.transport=disk"],
+        "trainer.weights.transport",
+        "disk, but the engine is in the policy's own process: nothing travels",
+    ),
+    (
+        ["trainer.weights.transport=store", APART],
+        "trainer.weights.transport",
+        "store is Ray's, but cluster.backend is local",
+    ),
+    (
+        ["trainer.weights.transport=shared", RAY],
+        "trainer.weights.transport",
+        "shared stays within one machine, but cluster.backend is ray",
+    ),
+    (
+        ["trainer.weights.transport=collective", RAY, "trainer.n_gpus_per_node=1"],
+        "trainer.weights.transport",
+        "collective, but NCCL joins no two processes on one GPU, and rollout.nnodes is 0",
+    ),
+    (
+        ["trainer.weights.directory=/somewhere", APART],
+        "trainer.weights.directory",
+        "is given, but weights take another way: shared",
+    ),
+    (
+        ["trainer.weights.bucket_mb=8", RAY],
+        "trainer.weights.bucket_mb",
+        "is given, but weights do not travel in buckets: store",
+    ),
     (
         ["trainer.n_gpus_per_node=2", "trainer.processes_per_node=2"],
         "trainer.processes_per_node",

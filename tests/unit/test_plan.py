@@ -7,7 +7,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.configs import rollout_config, training_config
+from treadle.cli.plan import describe_plan
 from treadle.config import Machine, ModelConfig, RolloutConfig, TrainConfig, load, make_plan
+from treadle.config.transport import describe_way
 from treadle.errors import ConfigError, Mistake
 from treadle.policy.packing import deal
 
@@ -193,3 +195,32 @@ def test_no_gpu_is_given_twice_and_none_is_invented(nodes, gpus, rollout_nodes, 
     assert set(given_out) <= {(machine.name, gpu) for machine in there for gpu in range(machine.num_gpus)}
     assert plan.unused_gpus == sum(sizes) - len(given_out)
     assert plan.replicas >= 1
+
+
+@pytest.mark.parametrize(
+    ("words", "way"),
+    [
+        ([], "own"),
+        (["rollout.nnodes=1"], "shared"),
+        (["rollout.name=vllm"], "shared"),
+        (["rollout.nnodes=1", "trainer.weights.transport=collective"], "collective"),
+        (["rollout.name=vllm", "trainer.weights.transport=disk"], "disk"),
+        (["cluster.backend=ray"], "store"),
+        (["cluster.backend=ray", "rollout.name=vllm", "trainer.weights.transport=collective"], "collective"),
+        (["cluster.backend=ray", "trainer.weights.transport=disk"], "disk"),
+    ],
+)
+def test_the_plan_says_how_weights_travel(words, way):
+    config = training_config(*words)
+    assert make_plan(config, HERE).weights == way
+    assert f"weights    {describe_way(config)}" in describe_plan(config, make_plan(config, HERE))
+
+
+def test_what_is_written_on_the_way_lies_in_the_run_directory_unless_told_otherwise():
+    disk = ["rollout.nnodes=1", "trainer.weights.transport=disk", "logging.run_dir=/runs/a"]
+    assert describe_way(training_config(*disk)) == "through files in /runs/a/weights"
+    assert describe_way(training_config(*disk, "trainer.weights.directory=/nfs/a")) == "through files in /nfs/a"
+
+
+def test_a_rollout_that_stands_alone_has_no_weights_to_send():
+    assert make_plan(rollout_config(), HERE).weights is None

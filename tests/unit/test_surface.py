@@ -13,7 +13,7 @@ CONFIG = """
     FilterGroupsConfig JudgeConfig JudgeEngineConfig KLControlConfig LegacyKeyWarning LimitsConfig LoggingConfig
     MCPServerConfig Machine ModelConfig MultiTurnConfig OpenAIConfig OptimConfig Origin Plan PolicyLossConfig
     RefConfig RewardConfig RewardFunctionConfig RolloutConfig RolloutCorrectionConfig SamplingConfig ScriptedConfig
-    Section Source TrainConfig TrainerConfig diff explain key load loads make_plan to_yaml
+    Section Source TrainConfig TrainerConfig WeightsConfig diff explain key load loads make_plan to_yaml
 """
 
 ERRORS = """

@@ -37,6 +37,9 @@ def plan(arguments: Arguments) -> None:
 
 def describe_plan(config: "Config", plan: "Plan") -> str:
     """A plan in words."""
+    from treadle.config import TrainConfig
+    from treadle.config.transport import describe_way
+
     rows = [("mode", "rollout that stands alone" if plan.mode == "rollout" else plan.mode)]
     rows += [("where" if at == 0 else "", str(placement)) for at, placement in enumerate(plan.placements)]
     devices = f"{_count(plan.gpus_per_replica, 'GPU')} each" if plan.gpus_per_replica else "on CPU"
@@ -48,6 +51,8 @@ def describe_plan(config: "Config", plan: "Plan") -> str:
         section = "trainer" if plan.batches else "rollout"
         more = f"raise {section}.n_gpus_per_node or {section}.nnodes to use more"
         rows.append(("unused", f"{_count(plan.unused_gpus, 'GPU')}: {more}"))
+    if isinstance(config, TrainConfig):
+        rows.append(("weights", describe_way(config)))
     rows += _batch_rows(plan.batches) if plan.batches else [("samples", f"{config.rollout.n} per task")]
     if plan.staleness:
         rows.append(("staleness", f"{plan.staleness} policy version{'' if str(plan.staleness) == '1' else 's'}"))

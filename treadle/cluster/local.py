@@ -5,7 +5,8 @@
               (`rollout.nnodes: 0`); in processes of their own where it does not
               vllm: always in processes of its own
 
-Owns which device each part is on, and how weights travel: not at all, by hand, or through shared memory.
+Owns which device each part is on, and whether weights travel: not at all, by hand, or by the transport that
+`trainer.weights` asks for.
 """
 
 import asyncio
@@ -17,9 +18,10 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from treadle.cluster.networks import Networks, load_networks
+from treadle.cluster.networks import Networks, load_networks, trainer_devices
 from treadle.cluster.runtime import Runtime, push_timeout_s
 from treadle.config import ModelConfig, RolloutConfig, TrainConfig
+from treadle.config.transport import runs_apart
 from treadle.data.tasks import TaskSource
 from treadle.engine.apart import EngineApart
 from treadle.engine.native.engine import NativeEngine, choose_dtype
@@ -29,9 +31,9 @@ from treadle.errors import ConfigError, Mistake
 from treadle.policy.precision import DTYPES
 from treadle.policy.single import SinglePolicy
 from treadle.rollout import Parts as RolloutParts
-from treadle.weights.local import LocalTransport
 from treadle.weights.push import PushReport, Receiver, send
-from treadle.weights.sender import PolicySender
+from treadle.weights.route import Route
+from treadle.weights.sender import PolicySender, Transport
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -58,15 +60,14 @@ def check(config: TrainConfig) -> None:
 @asynccontextmanager
 async def started(config: TrainConfig, tasks: TaskSource) -> AsyncIterator[Runtime]:
     """The networks, loaded; closed again."""
-    shares = config.rollout.nnodes == 0
-    device = _engine_device(config) if shares else "cpu"  # through a GPU only where both sides are on it
     with _cores_shared(config):
         networks = await asyncio.to_thread(load_networks, config, tasks)
-        transport = LocalTransport(device=device, timeout_s=config.rollout.limits.request_timeout_s)
+        transport = _route(config, networks).open() if runs_apart(config) else None
         try:
             yield _runtime(config, networks, transport)
         finally:
-            transport.close()
+            if transport is not None:
+                await asyncio.to_thread(transport.close)
             networks.close()
 
 
@@ -82,10 +83,21 @@ def _cores_shared(config: TrainConfig) -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-def _runtime(config: TrainConfig, networks: Networks, transport: LocalTransport) -> Runtime:
-    policy, apart, dtype = networks.step.policy, _is_apart(config), choose_dtype(config.rollout, _engine_device(config))
+def _route(config: TrainConfig, networks: Networks) -> Route:
+    """Through a GPU only where both ends are on one: the same, or for a collective the policy's own."""
+    device = "cpu"
+    if config.trainer.weights.transport == "collective" and isinstance(networks.step.policy, SinglePolicy):
+        device = trainer_devices(config)[0]
+    elif config.rollout.nnodes == 0:
+        device = str(_engine_device(config))
+    return Route.of(config, replicas=len(_seats(config)), device=device)
+
+
+def _runtime(config: TrainConfig, networks: Networks, transport: Transport | None) -> Runtime:
+    policy, apart = networks.step.policy, transport is not None
+    dtype = choose_dtype(config.rollout, _engine_device(config))
     own = policy.module if isinstance(policy, SinglePolicy) and not apart and _same_format(config) else None
-    sender = PolicySender(policy, dtype=dtype, transport=transport if apart else None, shared=own is not None)
+    sender = PolicySender(policy, dtype=dtype, transport=transport, shared=own is not None)
 
     async def give(engine: Receiver, version: int) -> PushReport:
         return await send(sender, engine, version, timeout_s=push_timeout_s(config))
@@ -93,11 +105,6 @@ def _runtime(config: TrainConfig, networks: Networks, transport: LocalTransport)
     here = partial(_start_here, config, config.model if own is None else own)
     engines = partial(_start_apart, config, config.rollout.name) if apart else here
     return Runtime(networks.step, RolloutParts(engines=engines), give, _validation(config), networks.watch)
-
-
-def _is_apart(config: TrainConfig) -> bool:
-    """Whether engines are processes of their own."""
-    return config.rollout.nnodes > 0 or config.rollout.name == "vllm"
 
 
 def _same_format(config: TrainConfig) -> bool:

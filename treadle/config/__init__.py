@@ -41,7 +41,7 @@ from treadle.config.rollout import (
 from treadle.config.root import Config, TrainConfig
 from treadle.config.section import Section, key
 from treadle.config.show import diff, to_yaml
-from treadle.config.trainer import CheckpointConfig, TrainerConfig
+from treadle.config.trainer import CheckpointConfig, TrainerConfig, WeightsConfig
 
 __all__ = [
     "ActorConfig",
@@ -86,6 +86,7 @@ __all__ = [
     "Source",
     "TrainConfig",
     "TrainerConfig",
+    "WeightsConfig",
     "diff",
     "explain",
     "key",

@@ -11,6 +11,7 @@ from math import ceil
 
 from treadle.config.root import Config, TrainConfig
 from treadle.config.rules import check_rules
+from treadle.config.transport import Way, choose_way
 from treadle.errors import ConfigError, Mistake
 
 
@@ -78,6 +79,8 @@ class Plan:
     """Sessions that may be open at once."""
     batches: Batches | None
     staleness: Staleness | None
+    weights: Way | None
+    """How new weights reach the engines; None where nothing trains."""
     unused_gpus: int
 
     def nodes(self, role: str) -> tuple[Placement, ...]:
@@ -101,6 +104,7 @@ def make_plan(config: Config, machines: Sequence[Machine]) -> Plan:
         places=config.rollout.num_places(replicas),
         batches=_batches(training) if training else None,
         staleness=_staleness(training) if training else None,
+        weights=choose_way(training) if training else None,
         unused_gpus=sum(machine.num_gpus for machine in machines) - used,
     )
 

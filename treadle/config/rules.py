@@ -13,6 +13,7 @@ from treadle.config.reward import reward_models_are_whole
 from treadle.config.rollout import AGENT_LOOPS
 from treadle.config.root import Config, TrainConfig
 from treadle.config.section import Section
+from treadle.config.transport import weights_can_travel
 from treadle.config.value import Bounds
 from treadle.errors import Mistake, nearest
 
@@ -293,6 +294,7 @@ TRAINING_RULES: tuple[Callable[[TrainConfig], Clash], ...] = (
     async_modes_have_their_own_rollout,
     async_modes_choose_a_correction,
     weights_arrive_before_samples_are_too_old,
+    weights_can_travel,
     samples_can_train,
     tasks_are_given,
     mini_batches_are_equal,

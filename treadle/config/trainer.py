@@ -7,6 +7,24 @@ from treadle.config.section import Section, key
 OnWeightUpdate = Literal["continue", "recompute", "wait", "drop"]
 
 
+class WeightsConfig(Section):
+    """How new weights reach engines in other processes."""
+
+    transport: Literal["auto", "shared", "store", "collective", "disk"] = key(
+        "auto",
+        "memory shared on one machine, Ray's object store, one broadcast to all engines, or files; auto chooses shared "
+        "without Ray and store with it",
+    )
+    bucket_mb: int | None = key(None, "megabytes that travel at a time; null for 32 on CPUs and 256 on GPUs", ge=1)
+    directory: str | None = key(
+        None, "for disk: a directory of this run alone that all nodes see; null for weights/ in the run directory"
+    )
+
+    def bucket_bytes(self) -> int | None:
+        """The size of a bucket, where one is given."""
+        return None if self.bucket_mb is None else self.bucket_mb << 20
+
+
 class TrainerConfig(Section):
     """How rollout and training overlap, and for how long."""
 
@@ -30,6 +48,7 @@ class TrainerConfig(Section):
         "or start again",
     )
     parameter_sync_steps: int = key(1, "training steps between weight updates in fully_async", ge=1)
+    weights: WeightsConfig = key(WeightsConfig(), "how new weights reach the engines")
 
     rank_timeout_s: float = key(
         7200.0,

@@ -1,37 +1,42 @@
 """Weights to processes on other machines: one broadcast of each bucket to all receivers at once.
 
-Owns the meeting of sender and receivers for one version, over a store that the sender keeps: receivers sign in, the
-sender closes the list, and whoever is on it forms a group (gloo on CPUs, NCCL on GPUs). A receiver that does not sign
-in within `timeout_s` is left out; one that dies during the broadcast ends it for all, and the sender says so. Memory is
-one bucket on each side.
+Owns the sender's side: for each version a store that receivers sign in at, and rounds. A round is a group (see
+`meeting`) of those who signed in at about the same time, and one broadcast of every bucket. Whoever comes late, or was
+in a round that broke, signs in again and is served by the next round; nobody is sent for. Memory is one bucket on each
+side.
 
-Who waits for whom: the sender waits for the receivers to sign in, a receiver for the list, then all for each other at
-each bucket; each of these waits ends after `timeout_s`. A parcel of this kind can be read once by each receiver.
+Who waits for whom: the sender waits for the first receiver of a round until the version is taken back, and for the
+others `JOIN_S` after the last one came. A receiver waits for its seat, then all wait for each other at each bucket, a
+quarter of `timeout_s` at most. So a receiver that dies or hangs breaks one round, and the others have the next.
 """
 
+import logging
 import threading
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
 from datetime import timedelta
-from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
-from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
+from torch.distributed import Store, TCPStore  # type: ignore[attr-defined]
 
 from treadle.errors import EngineFailure
-from treadle.weights.parcel import DEVICE_BUCKET_BYTES, HOST_BUCKET_BYTES, Bucket, Cast, Parcel, Spec
+from treadle.weights.meeting import Circle, Seat, knock
+from treadle.weights.parcel import DEVICE_BUCKET_BYTES, HOST_BUCKET_BYTES, Cast, Parcel, Spec
 
-Group = Any
-"""A ProcessGroupGloo or a ProcessGroupNCCL; the second is not there in CPU builds of torch."""
+log = logging.getLogger(__name__)
 
-_LIST = "list"
-_SIGNED = "signed"
+ATTEMPTS = 3
+"""Rounds in which a receiver takes part before it gives up."""
+
+JOIN_S = 0.5
+"""How long a round waits for one more receiver, where fewer came than are expected."""
+
+_SIGNED, _SEAT, _END = "signed", "seat", "end"
+_LONG = timedelta(days=1)
 
 
 class CollectiveTransport:
-    """The sender's side. `host` is where receivers reach this machine; `receivers` how many processes will read."""
+    """The sender's side. `host` is where receivers reach this machine; `receivers` how many are expected to come."""
 
     def __init__(
         self,
@@ -48,40 +53,24 @@ class CollectiveTransport:
         self._timeout_s = timeout_s
         default = DEVICE_BUCKET_BYTES if self._device.type == "cuda" else HOST_BUCKET_BYTES
         self._bucket_bytes = bucket_bytes or default
-        self._running: dict[int, threading.Thread] = {}
-        self.failure: str | None = None
-        """Why the last broadcast ended early, if it did."""
+        self._offers: dict[int, _Offer] = {}
 
     def offer(self, version: int, tensors: Cast) -> Parcel:
-        """A parcel that `receivers` processes are expected to open."""
-        wait = timedelta(seconds=self._timeout_s)
-        store = TCPStore(self._host, 0, is_master=True, wait_for_workers=False, timeout=wait)
-        address = self._host, store.port
+        """A parcel of these tensors, to be opened by any number of processes that reach `host`."""
+        patience = timedelta(seconds=self._timeout_s)
+        store = TCPStore(self._host, 0, is_master=True, wait_for_workers=False, timeout=patience)
+        address = self._host, int(store.port)
         parcel = CollectiveParcel(tensors.specs(), self._bucket_bytes, address, self._timeout_s, self._device.type)
-        work = threading.Thread(target=self._broadcast, args=(store, parcel, tensors), name="weights", daemon=True)
-        self._running[version] = work
-        work.start()
+        self._offers[version] = _Offer(store, parcel, tensors, self._device, self._receivers)
         return parcel
 
-    def _broadcast(self, store: Store, parcel: "CollectiveParcel", tensors: Cast) -> None:
-        self.failure = None
-        try:
-            present = _close_list(store, self._receivers, self._timeout_s)
-            if present:
-                group = _join(store, 0, present + 1, self._device, self._timeout_s)
-                memory = _make_room(parcel, self._device)
-                for bucket in parcel.buckets:
-                    _send(group, bucket, tensors, memory[: bucket.num_bytes])
-        except RuntimeError as error:  # what torch raises for a peer that has gone, and for time that is over
-            self.failure = str(error)
-
     def retire(self, version: int) -> None:
-        work = self._running.pop(version, None)
-        if work is not None:
-            work.join()  # each of its waits has a deadline
+        offer = self._offers.pop(version, None)
+        if offer is not None:
+            offer.close()
 
     def close(self) -> None:
-        for version in list(self._running):
+        for version in list(self._offers):
             self.retire(version)
 
 
@@ -92,70 +81,112 @@ class CollectiveParcel(Parcel):
         self, specs: Sequence[Spec], bucket_bytes: int, address: tuple[str, int], timeout_s: float, kind: str
     ) -> None:
         super().__init__(specs, bucket_bytes)
-        self._address = address
-        self._timeout_s = timeout_s
+        self.address = address
+        self.timeout_s = timeout_s
         self._kind = kind
 
+    @property
+    def stall_s(self) -> float:
+        """How long a round may stand still: less than a receiver has in all, so that there is time for another."""
+        return self.timeout_s / 4
+
     def read(self) -> Iterator[tuple[str, Tensor]]:
+        """A round begins with the first bucket; those that were in an earlier round are passed over."""
         device = torch.device(self._kind, torch.cuda.current_device()) if self._kind == "cuda" else torch.device("cpu")
+        done, memory = 0, make_room(self, device)
+        for attempt in range(1, ATTEMPTS + 1):
+            try:
+                with Circle.enter(self._sign_in(), self.address, device, self.stall_s) as circle:
+                    for number, bucket in enumerate(self.buckets):
+                        circle.broadcast(memory[: bucket.num_bytes])
+                        if number == done:
+                            yield from bucket.views(memory)
+                            done += 1
+                return
+            except RuntimeError as error:  # what torch raises for a peer that has gone, and for time that is over
+                if attempt == ATTEMPTS:
+                    raise EngineFailure(f"the broadcast of the weights broke {attempt} times: {error}") from error
+
+    def _sign_in(self) -> tuple[Store, Seat]:
+        """A seat in the next round."""
+        host, port = self.address
+        knock(host, port, self.timeout_s)
+        wait = timedelta(seconds=self.timeout_s)
         try:
-            group = self._sign_in(device)
-            memory = _make_room(self, device)
-            for bucket in self.buckets:
-                _wait(group, memory[: bucket.num_bytes])
-                yield from bucket.views(memory)
+            store = TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=wait)
+            number = store.add(_SIGNED, 1)
+            store.set(f"{_SIGNED}/{number}", "")
+            store.wait([f"{_SEAT}/{number}"], wait)
+            return store, Seat.parse(store.get(f"{_SEAT}/{number}"))
         except RuntimeError as error:
-            raise EngineFailure(f"the broadcast of the weights ended early: {error}") from error
-
-    def _sign_in(self, device: torch.device) -> Group:
-        host, port = self._address
-        wait = timedelta(seconds=self._timeout_s)
-        store = TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=wait)
-        rank = store.add(_SIGNED, 1)
-        store.set(f"{_SIGNED}/{rank}", "")
-        store.wait([_LIST], wait)
-        present = int(store.get(_LIST))
-        if rank > present:
-            raise EngineFailure(f"signed in as number {rank} when the list of {present} receivers was closed")
-        return _join(store, rank, present + 1, device, self._timeout_s)
+            waited = f"no seat in a broadcast of the weights from {host}:{port} within {self.timeout_s:g} s"
+            raise EngineFailure(f"{waited}: {error}") from error
 
 
-def _close_list(store: Store, expected: int, timeout_s: float) -> int:
-    """Wait for the receivers to sign in; how many are on the list then."""
-    with suppress(RuntimeError):  # some may not come in time: the others need not wait for them any longer
-        store.wait([f"{_SIGNED}/{rank}" for rank in range(1, expected + 1)], timedelta(seconds=timeout_s))
-    present: int = min(store.add(_SIGNED, 0), expected)
-    store.set(_LIST, str(present))
-    return present
+def make_room(parcel: Parcel, device: torch.device) -> Tensor:
+    """Memory for the largest bucket."""
+    return torch.empty(parcel.largest, dtype=torch.uint8, device=device)
 
 
-def _join(store: Store, rank: int, size: int, device: torch.device, timeout_s: float) -> Group:
-    """A group of its own, apart from any that the process is in already."""
-    wait, inner = timedelta(seconds=timeout_s), PrefixStore("group", store)
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
-        options = dist.ProcessGroupNCCL.Options()
-        options._timeout = wait
-        return dist.ProcessGroupNCCL(inner, rank, size, options)
-    return dist.ProcessGroupGloo(inner, rank, size, wait)
+class _Offer:
+    """One version on offer: rounds in a thread, until it is taken back."""
 
+    def __init__(
+        self, store: Store, parcel: CollectiveParcel, tensors: Cast, device: torch.device, receivers: int
+    ) -> None:
+        self._store = store
+        self._parcel = parcel
+        self._tensors = tensors
+        self._device = device
+        self._missing = receivers
+        """Receivers that are expected and have not been served yet."""
+        self._seated = 0
+        self._ending = False
+        self._work = threading.Thread(target=self._serve, name="weights", daemon=True)
+        self._work.start()
 
-def _make_room(parcel: Parcel, device: torch.device) -> Tensor:
-    return torch.empty(max(bucket.num_bytes for bucket in parcel.buckets), dtype=torch.uint8, device=device)
+    def _serve(self) -> None:
+        numbers = range(0)
+        while not self._ending:
+            try:
+                numbers = self._admit()
+                if numbers:
+                    self._broadcast(numbers)
+                    self._missing -= len(numbers)
+            except RuntimeError as error:
+                log.warning("a broadcast of weights to %d receivers broke: %s", len(numbers), error)
 
+    def _admit(self) -> range:
+        """The numbers of those who signed in since the last round, when it is time for another."""
+        first = self._seated + 1
+        while self._seated + 1 - first < max(1, self._missing):
+            patience = _LONG if self._seated + 1 == first else timedelta(seconds=JOIN_S)
+            try:
+                self._store.wait([f"{_SIGNED}/{self._seated + 1}"], patience)
+            except RuntimeError:
+                break  # nobody else comes, for now
+            if self._store.get(f"{_SIGNED}/{self._seated + 1}") == _END.encode():
+                self._ending = True
+                break
+            self._seated += 1
+        return range(first, self._seated + 1)
 
-def _send(group: Group, bucket: Bucket, tensors: Cast, memory: Tensor) -> None:
-    with torch.no_grad():
-        bucket.fill(memory, tensors)
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
-    _wait(group, memory)
+    def _broadcast(self, numbers: range) -> None:
+        size = len(numbers) + 1
+        for rank, number in enumerate(numbers, 1):
+            self._store.set(f"{_SEAT}/{number}", str(Seat(numbers.start, rank, size)))
+        parcel, mine = self._parcel, Seat(numbers.start, 0, size)
+        memory = make_room(parcel, self._device)
+        with Circle.enter((self._store, mine), parcel.address, self._device, parcel.stall_s) as circle, torch.no_grad():
+            for bucket in parcel.buckets:
+                bucket.fill(memory, self._tensors)
+                if torch.cuda.is_available():
+                    torch.cuda.synchronize()
+                circle.broadcast(memory[: bucket.num_bytes])
 
-
-def _wait(group: Group, memory: Tensor) -> None:
-    """Broadcast from the sender, and return when it is done here."""
-    options = dist.BroadcastOptions()
-    options.rootRank = 0
-    group.broadcast([memory], options).wait()
-    if memory.device.type == "cuda":
-        torch.cuda.synchronize(memory.device)
+    def close(self) -> None:
+        """Let nobody else in, and wait for the round that runs. The thread's own store is busy waiting."""
+        host, port = self._parcel.address
+        store = TCPStore(host, port, is_master=False, wait_for_workers=False)
+        store.set(f"{_SIGNED}/{store.add(_SIGNED, 1)}", _END)
+        self._work.join()  # each of its waits ends: the first now, the others by their deadlines

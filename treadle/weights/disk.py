@@ -1,44 +1,60 @@
 """Weights through files: the way that needs nothing but a directory both sides can see.
 
-Owns one folder for each version: a safetensors file for each bucket, written whole before anybody hears of it. Slower
-than memory, and the fallback where there is no other way.
+Owns one folder for each version: a safetensors file for each bucket, written whole before anybody hears of it. What a
+killed run left in the directory goes when the next one starts. Slower than memory, and the fallback where there is no
+other way.
 """
 
 import shutil
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from treadle.errors import EngineFailure
+from treadle.errors import EngineFailure, RunError
 from treadle.weights.parcel import HOST_BUCKET_BYTES, Cast, Parcel, Spec
+
+_PREFIX = "weights-"
 
 
 class DiskTransport:
-    """The sender's side. `directory` must mean the same place to the receivers."""
+    """The sender's side. `directory` must mean the same place to the receivers, and belong to this run alone."""
 
-    def __init__(self, directory: Path, *, bucket_bytes: int = HOST_BUCKET_BYTES) -> None:
+    def __init__(self, directory: Path, *, bucket_bytes: int | None = None) -> None:
         self._directory = directory
-        self._bucket_bytes = bucket_bytes
+        self._bucket_bytes = bucket_bytes or HOST_BUCKET_BYTES
+        sweep(directory)
 
     def offer(self, version: int, tensors: Cast) -> Parcel:
         """Write everything; a parcel that reads it."""
-        folder = self._directory / f"weights-{version}"
-        shutil.rmtree(folder, ignore_errors=True)
-        folder.mkdir(parents=True)
+        folder = self._folder(version)
         parcel = DiskParcel(tensors.specs(), self._bucket_bytes, folder)
-        for number, bucket in enumerate(parcel.buckets):
-            contents = {spec.name: tensors[spec.name].cpu().contiguous() for spec in bucket.specs}
-            save_file(contents, parcel.file(number))
+        try:
+            shutil.rmtree(folder, ignore_errors=True)
+            folder.mkdir(parents=True)
+            for number, bucket in enumerate(parcel.buckets):
+                contents = {spec.name: tensors[spec.name].cpu().contiguous() for spec in bucket.specs}
+                save_file(contents, parcel.file(number))
+        except (OSError, SafetensorError) as error:
+            raise RunError(f"weights of version {version} could not be written to {folder}: {error}") from error
         return parcel
 
     def retire(self, version: int) -> None:
-        shutil.rmtree(self._directory / f"weights-{version}", ignore_errors=True)
+        shutil.rmtree(self._folder(version), ignore_errors=True)
 
     def close(self) -> None:
-        return None
+        sweep(self._directory)
+
+    def _folder(self, version: int) -> Path:
+        return self._directory / f"{_PREFIX}{version}"
+
+
+def sweep(directory: Path) -> None:
+    """Remove every version that was not taken back."""
+    for left in directory.glob(f"{_PREFIX}*"):
+        shutil.rmtree(left, ignore_errors=True)
 
 
 class DiskParcel(Parcel):
@@ -56,6 +72,6 @@ class DiskParcel(Parcel):
             try:
                 with safe_open(self.file(number), "pt") as opened:
                     tensors: dict[str, Tensor] = {spec.name: opened.get_tensor(spec.name) for spec in bucket.specs}
-            except OSError as error:
-                raise EngineFailure(f"weights on disk: {error}") from error
+            except (OSError, SafetensorError) as error:
+                raise EngineFailure(f"weights on disk, {self.file(number)}: {error}") from error
             yield from tensors.items()

@@ -75,7 +75,7 @@ class LocalParcel(Parcel):
                 raise EngineFailure(f"the sender of the weights has gone: {error}") from error
 
     def _read(self, connection: socket.socket) -> Iterator[tuple[str, Tensor]]:
-        ring = attach(connection, slot_bytes(self), SLOTS)
+        ring = attach(connection, self.largest, SLOTS)
         for number, bucket in enumerate(self.buckets):
             if _receive(connection) != number:
                 raise ConnectionError("the sender skipped a bucket")
@@ -83,10 +83,6 @@ class LocalParcel(Parcel):
             ring.settle()  # what was read from a device's slot may still be on its way
             connection.sendall(_NUMBER.pack(number))
         connection.sendall(_NUMBER.pack(_DONE))
-
-
-def slot_bytes(parcel: Parcel) -> int:
-    return max((bucket.num_bytes for bucket in parcel.buckets), default=1)
 
 
 class _Rings:
@@ -139,7 +135,7 @@ class _Offer:
 
     def _serve(self, connection: socket.socket) -> None:
         """Send everything to one reader. It may be gone, or stuck: then it has no claim any more."""
-        size = slot_bytes(self.parcel)
+        size = self.parcel.largest
         ring = self._rings.take(size)
         with connection:
             try:

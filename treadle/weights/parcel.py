@@ -101,6 +101,11 @@ class Parcel(Mapping[str, Tensor]):
     def num_bytes(self) -> int:
         return sum(spec.num_bytes for spec in self.specs)
 
+    @property
+    def largest(self) -> int:
+        """Room that every bucket fits into."""
+        return max((bucket.num_bytes for bucket in self.buckets), default=1)
+
     def __iter__(self) -> Iterator[str]:
         return (spec.name for spec in self.specs)
 

@@ -5,11 +5,11 @@
     Dispatcher ─► RemoteWorker ════ socket ════►    AgentActor     agent loops and tools
                └► RemoteScorer ════ socket ════►    ScorerActor    reward functions
     Router ─────► RemoteReplica ═══ socket ════►    ReplicaActor   an engine             ◄─┐ weights,
-    train_step ─► Ranks ────────── Ray calls ──►    RankActor      policy, reference, critic ─┘ in Ray's store
+    train_step ─► Ranks ────────── Ray calls ──►    RankActor      policy, reference, critic ─┘ see `sender`
 
-Ray decides where an actor runs, keeps it in its bundle, tells of its death and carries weights. What happens thousands
-of times a second, requests and their answers, goes over one socket for each actor, with the messages that worker
-processes speak: a Ray call costs more processor time than a whole turn may.
+Ray decides where an actor runs, keeps it in its bundle, tells of its death and, unless told otherwise, carries weights.
+What happens thousands of times a second, requests and their answers, goes over one socket for each actor, with the
+messages that worker processes speak: a Ray call costs more processor time than a whole turn may.
 """
 
 from importlib.util import find_spec

@@ -1,4 +1,4 @@
-"""The parts of a training run on a Ray cluster: ranks that train, replicas that sample, and the store between them.
+"""The parts of a training run on a Ray cluster: ranks that train, replicas that sample, and the way between them.
 
 Owns the order of starting and closing. Everything else about a run is the same as in one process.
 Ray is started from the thread of the caller's loop, which must outlive the block: see `connection`.
@@ -14,7 +14,7 @@ from treadle.cluster.ray.networks import make_step, start_ranks
 from treadle.cluster.ray.placement import Reservation
 from treadle.cluster.ray.ranks import RemoteRanks
 from treadle.cluster.ray.rollout import Report, reserved, supply_rollout
-from treadle.cluster.ray.sender import StoreSender
+from treadle.cluster.ray.sender import RankSender
 from treadle.cluster.ray.supervisor import print_recovery
 from treadle.cluster.runtime import Runtime, push_timeout_s
 from treadle.config import TrainConfig
@@ -22,6 +22,7 @@ from treadle.data.tasks import TaskSource
 from treadle.engine.native.engine import choose_dtype
 from treadle.policy.ranks import Ranks
 from treadle.weights.push import PushReport, Receiver, send
+from treadle.weights.route import Route
 
 
 @asynccontextmanager
@@ -29,15 +30,19 @@ async def started(config: TrainConfig, tasks: TaskSource, *, report: Report = pr
     """Everything that the plan of this config places, started; closed again in the opposite order."""
     async with AsyncExitStack() as parts:
         reservation = await parts.enter_async_context(reserved(config))
+        route = Route.of(config, replicas=len(reservation.replica_seats()), device="cuda:0")
+        parts.callback(route.clear)
         handles = await asyncio.to_thread(start_ranks, config, tasks, reservation)
         parts.callback(handles.close)
-        yield _runtime(config, reservation, handles, report)
+        yield _runtime(config, reservation, handles, route, report)
 
 
-def _runtime(config: TrainConfig, reservation: Reservation, handles: RemoteRanks, report: Report) -> Runtime:
+def _runtime(
+    config: TrainConfig, reservation: Reservation, handles: RemoteRanks, route: Route, report: Report
+) -> Runtime:
     ranks = Ranks(handles, config.trainer.rank_timeout_s)
     device = torch.device("cuda" if reservation.replica_seats()[0].gpus else "cpu")
-    sender = StoreSender(ranks, choose_dtype(config.rollout, device))
+    sender = RankSender(ranks, choose_dtype(config.rollout, device), route)
 
     async def give(receiver: Receiver, version: int) -> PushReport:
         return await send(sender, receiver, version, timeout_s=push_timeout_s(config))

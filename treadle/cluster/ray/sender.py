@@ -1,13 +1,16 @@
-"""Weights from the policy's ranks to Ray's store, from where every replica reads them.
+"""Weights from the policy's ranks to the replicas of a cluster.
 
-Owns the way: all ranks gather their shards, the first one casts, sums up and writes them down once. The driver never
-sees a tensor. What lies in the store stays until the next version takes its place, for replicas that come back.
+Owns the first half of the way: all ranks gather their shards, the first one casts and sums them up. From there they go
+to Ray's store, where every replica reads them, or through a transport that the first rank keeps open. The driver never
+sees a tensor. What was published stays until the next version takes its place, for replicas that come back; so it is a
+copy, and training goes on beside it.
 """
 
 import asyncio
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import ray
 import torch
@@ -17,7 +20,9 @@ from treadle.cluster.ray.tensors import InStore, Packed, StoredTensors, pack
 from treadle.engine.protocol import WeightUpdate
 from treadle.model.checksum import Tally
 from treadle.policy.ranks import Ranks
-from treadle.weights.parcel import Parcel, Spec
+from treadle.weights.parcel import Cast, Parcel, Spec, describe
+from treadle.weights.route import Route
+from treadle.weights.sender import Transport
 
 
 class StoredParcel(Parcel, InStore):
@@ -32,16 +37,18 @@ class StoredParcel(Parcel, InStore):
         yield from StoredTensors(packed).items()
 
 
-class StoreSender:
+class RankSender:
     """A `Sender` for ranks on the cluster."""
 
-    def __init__(self, ranks: Ranks, dtype: torch.dtype) -> None:
+    def __init__(self, ranks: Ranks, dtype: torch.dtype, route: Route) -> None:
         self._ranks = ranks
         self._dtype = dtype
+        self._route = route
 
     async def publish(self, version: int) -> WeightUpdate:
-        published, *_ = await asyncio.to_thread(self._ranks.run, "publishing weights", publish, self._dtype)
-        return WeightUpdate(version, published.checksum, StoredParcel(published.specs, published.held[0]))
+        order = publish, version, self._dtype, self._route
+        published, *_ = await asyncio.to_thread(self._ranks.run, "publishing weights", *order)
+        return WeightUpdate(version, published.checksum, published.parcel)
 
     async def retire(self, version: int) -> None:
         """Nothing: see the module."""
@@ -49,25 +56,60 @@ class StoreSender:
 
 @dataclass(frozen=True, slots=True)
 class Published:
-    """What the first rank wrote down."""
+    """What the first rank has on offer."""
 
     checksum: str
-    specs: tuple[Spec, ...]
-    held: tuple[Any, ...]
-    """The reference, in a tuple: bare, Ray would fetch what it refers to."""
+    parcel: Parcel
 
 
-def publish(rank: Any, dtype: torch.dtype) -> Published | None:
+class Outbox:
+    """The first rank's copy of the weights, and the transport that offers it."""
+
+    def __init__(self, transport: Transport) -> None:
+        self._transport = transport
+        self._held: dict[str, Tensor] = {}
+        self._version: int | None = None
+
+    def offer(self, version: int, tensors: Iterator[tuple[str, Tensor]]) -> Published:
+        """Take the last version back, and put these in its place: in the same memory, which is faster than new."""
+        if self._version is not None:
+            self._transport.retire(self._version)
+        tally, held = Tally(), self._held
+        for name, tensor in tensors:
+            if name not in held:
+                held[name] = torch.empty_like(tensor, device="cpu")
+            held[name].copy_(tensor)
+            tally.add(name, tensor)
+        self._version = version
+        parcel = self._transport.offer(version, Cast(held, None))
+        assert isinstance(parcel, Parcel), "it goes to other processes"
+        return Published(tally.word(), parcel)
+
+
+_outboxes: WeakKeyDictionary[Any, Outbox] = WeakKeyDictionary()
+"""By rank: a process has one, which lives as long as the process."""
+
+
+def publish(rank: Any, version: int, dtype: torch.dtype, route: Route) -> Published | None:
     """In a rank: gather all weights; the first rank keeps them. Collective."""
+    tensors = rank.policy.full_tensors(dtype)
     if rank.seat.rank:
-        for _ in rank.policy.full_tensors(dtype):
+        for _ in tensors:
             pass  # the first rank needs everybody's rows
         return None
-    tally = Tally()
-    specs: list[Spec] = []
+    if route.way == "store":
+        return _store(tensors)
+    if rank not in _outboxes:
+        _outboxes[rank] = Outbox(route.open(ray.util.get_node_ip_address()))
+    return _outboxes[rank].offer(version, tensors)
+
+
+def _store(tensors: Iterator[tuple[str, Tensor]]) -> Published:
+    """Write everything into Ray's store, once."""
+    tally, specs = Tally(), list[Spec]()
     packed: dict[str, Packed] = {}
-    for name, tensor in rank.policy.full_tensors(dtype):
+    for name, tensor in tensors:
         tally.add(name, tensor)
-        specs.append(Spec(name, tuple(tensor.shape), tensor.dtype))
+        specs += describe({name: tensor})
         packed |= pack({name: tensor})
-    return Published(tally.word(), tuple(specs), (ray.put(packed),))
+    return Published(tally.word(), StoredParcel(specs, ray.put(packed)))
