@@ -80,10 +80,12 @@ def here(tmp_path_factory):
     return checksums(run_dir)
 
 
-def test_a_run_on_ray_has_the_weights_of_a_run_in_process(tmp_path, here):
-    driver = Driver(tmp_path, 4)
+@pytest.mark.parametrize("transport", ["store", "collective", "disk"])
+def test_a_run_on_ray_has_the_weights_of_a_run_in_process(tmp_path, here, transport):
+    driver = Driver(tmp_path, 4, f"trainer.weights.transport={transport}")
     assert driver.end() == 0, driver.text()
     assert checksums(tmp_path) == here and set(here) == {1, 2, 3, 4}
+    assert not list((tmp_path / "weights").glob("*")), "what was written on the way is gone"
 
 
 def test_a_killed_rank_ends_the_run_with_the_cause_and_the_run_goes_on_from_there(tmp_path):
@@ -127,8 +129,10 @@ def test_ctrl_c_saves_and_leaves_nothing(tmp_path):
     assert (tmp_path / "checkpoints").is_dir()
 
 
-def test_a_replica_that_is_killed_during_training_comes_back_and_training_goes_on(tmp_path):
-    driver = Driver(tmp_path, 6)
+@pytest.mark.parametrize("transport", ["store", "collective", "disk"])
+def test_a_replica_that_is_killed_during_training_comes_back_and_training_goes_on(tmp_path, transport):
+    """With the weights that are current then, whichever way they came."""
+    driver = Driver(tmp_path, 6, f"trainer.weights.transport={transport}")
     driver.read_until("step 2/")
     (pid,) = driver.actors("ReplicaActor")
     os.kill(pid, signal.SIGKILL)
@@ -138,7 +142,7 @@ def test_a_replica_that_is_killed_during_training_comes_back_and_training_goes_o
 
 
 def test_ranks_and_replicas_on_nodes_of_their_own_train_fully_async(tmp_path):
-    """Two sharded ranks, one replica apart from them, samples that are a version old."""
+    """Two sharded ranks, one replica apart from them, samples that are a version old; weights by broadcast."""
     more = (
         "cluster.ray_init.num_cpus=4",
         "trainer.nnodes=2",
@@ -147,6 +151,8 @@ def test_ranks_and_replicas_on_nodes_of_their_own_train_fully_async(tmp_path):
         "rollout.agent.num_workers=2",
         "trainer.mode=fully_async",
         "algorithm.rollout_correction.rollout_is=token",
+        "trainer.weights.transport=collective",
+        "trainer.weights.bucket_mb=1",
     )
     driver = Driver(tmp_path, 3, *more)
     driver.read_until("step 1/")
