@@ -7,6 +7,7 @@ import asyncio
 import os
 import pickle
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -25,6 +26,8 @@ from treadle.weights import PolicySender, Transport, send
 from treadle.weights.collective import CollectiveTransport
 from treadle.weights.disk import DiskTransport
 from treadle.weights.local import LocalTransport
+from treadle.weights.meeting import Seat, own_address
+from treadle.weights.parcel import Cast
 
 BUCKET = 2048
 """Small, so that even a tiny model takes several."""
@@ -189,6 +192,38 @@ def test_a_receiver_killed_on_the_way_fails_alone_and_nothing_is_left(
     after.close()
 
 
+def test_a_receiver_that_hangs_does_not_keep_the_others_from_their_weights(
+    make: Make, policy: SinglePolicy, readers: tuple[Reader, Reader], tmp_path: Path
+) -> None:
+    stuck = Reader("replica-9", "stuck")
+    sender = PolicySender(policy, transport=make(tmp_path, 2, 4.0))
+
+    async def main() -> str:
+        update = await sender.publish(1)
+        stuck.open(update)
+        word = await readers[0].update_weights(update)
+        stuck.kill()
+        await sender.retire(1)
+        return word
+
+    assert asyncio.run(main()) == checksum(policy.tensors())
+
+
+def test_more_receivers_than_expected_and_latecomers_are_served(
+    make: Make, policy: SinglePolicy, readers: tuple[Reader, Reader], tmp_path: Path
+) -> None:
+    sender = PolicySender(policy, transport=make(tmp_path, 1, 10.0))
+
+    async def main() -> set[str]:
+        update = await sender.publish(1)
+        words = await asyncio.gather(*(reader.update_weights(update) for reader in readers))
+        words.append(await readers[0].update_weights(update))
+        await sender.retire(1)
+        return set(words)
+
+    assert asyncio.run(main()) == {checksum(policy.tensors())}
+
+
 def test_nobody_waits_for_ever(make: Make, policy: SinglePolicy, tmp_path: Path) -> None:
     stuck = Reader("replica-9", "stuck")
     sender = PolicySender(policy, transport=make(tmp_path, 1, 0.5))
@@ -223,3 +258,41 @@ def test_a_parcel_that_was_taken_back_cannot_be_opened(make: Make, policy: Singl
     with pytest.raises((EngineFailure, RunError)):
         for _ in update.tensors.values():
             pass
+
+
+def test_a_broadcast_reaches_other_machines(policy: SinglePolicy, readers: tuple[Reader, Reader]) -> None:
+    """By the address of an interface, whatever the name of this machine leads to."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect(("192.0.2.77", 9))  # sends nothing
+        except OSError:
+            pytest.skip("this machine has no interface but the loopback")
+        host = probe.getsockname()[0]
+    assert not host.startswith("127.")
+    transport = CollectiveTransport(host=host, receivers=1, timeout_s=10, bucket_bytes=BUCKET)
+    report = asyncio.run(send(PolicySender(policy, transport=transport), readers[0], 1, timeout_s=20))
+    assert report.checksum == checksum(policy.tensors())
+    assert own_address(Seat(1, 1, 2), (host, 9)) == host == own_address(Seat(1, 0, 2), (host, 9))
+    assert own_address(Seat(1, 1, 2), ("127.0.0.1", 9)) == "127.0.0.1"
+
+
+def test_a_file_that_was_cut_off_is_named(policy: SinglePolicy, tmp_path: Path) -> None:
+    transport = DiskTransport(tmp_path, bucket_bytes=BUCKET)
+    parcel = transport.offer(1, Cast(dict(policy.tensors()), None))
+    file = tmp_path / "weights-1" / "bucket-00001.safetensors"
+    file.write_bytes(file.read_bytes()[:-5])
+    with pytest.raises(EngineFailure, match=rf"weights on disk, {file}"):
+        list(parcel.items())
+
+
+def test_what_a_killed_sender_left_on_disk_goes_with_the_next_one(policy: SinglePolicy, tmp_path: Path) -> None:
+    DiskTransport(tmp_path).offer(1, Cast(dict(policy.tensors()), None))
+    DiskTransport(tmp_path)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_directory_that_cannot_be_written_ends_the_push_by_name(policy: SinglePolicy, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    sender = PolicySender(policy, transport=DiskTransport(tmp_path / "file"))
+    with pytest.raises(RunError, match=rf"version 1 could not be written to {tmp_path}/file/weights-1"):
+        asyncio.run(sender.publish(1))

@@ -79,11 +79,11 @@ def _join(store: Store, seat: Seat, address: tuple[str, int], device: torch.devi
         return dist.ProcessGroupNCCL(store, seat.rank, seat.size, nccl)
     options = _GLOO._Options()
     options._timeout = wait
-    options._devices = [_GLOO.create_device(hostname=_own_address(seat, address))]
+    options._devices = [_GLOO.create_device(hostname=own_address(seat, address))]
     return _GLOO(store, seat.rank, seat.size, options)
 
 
-def _own_address(seat: Seat, address: tuple[str, int]) -> str:
+def own_address(seat: Seat, address: tuple[str, int]) -> str:
     """Where the others reach this process: the sender as they did already, others by the interface that leads there.
 
     Left to itself, gloo looks its host's name up, which on many machines is the loopback.
