@@ -16,6 +16,7 @@ import statistics
 import sys
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -192,7 +193,7 @@ class Bench:
                         rollout=rollout,
                         model=self._model,
                         engine=router,
-                        seats=reservation.worker_seats(1),
+                        seat=partial(reservation.worker_seat, at),
                         name=f"agent worker {at}",
                     )
                     started.push_async_callback(worker.close)

@@ -14,8 +14,9 @@ from ray.cluster_utils import Cluster
 from ray.util.placement_group import placement_group, remove_placement_group
 
 from treadle.cluster.ray.connection import Node, connected, find_nodes
-from treadle.cluster.ray.placement import Reservation, Seat
+from treadle.cluster.ray.placement import Reservation
 from treadle.cluster.ray.pool import ReplicaPool
+from treadle.cluster.ray.seat import Seat
 from treadle.cluster.ray.supervisor import Patience, Recovery, Supervisor
 from treadle.config import ClusterConfig, Config, ModelConfig, RolloutConfig
 from treadle.config.plan import make_plan
@@ -35,7 +36,7 @@ def ray_here(num_cpus: int = 4, **options: Any) -> Iterator[tuple[Node, ...]]:
 
 
 @contextmanager
-def ray_cluster(*shapes: dict[str, float]) -> Iterator[Cluster]:
+def ray_cluster(*shapes: dict[str, Any]) -> Iterator[Cluster]:
     """A cluster of several nodes on this machine, one for each shape such as `{"num_cpus": 1}`; connected."""
     cluster = Cluster()
     try:
@@ -102,7 +103,12 @@ class Fleet:
 
 @asynccontextmanager
 async def fleet(
-    rollout: RolloutConfig, model: ModelConfig, *, patience: Patience | None = None, **options: Any
+    rollout: RolloutConfig,
+    model: ModelConfig,
+    nodes: Sequence[Node] | None = None,
+    *,
+    patience: Patience | None = None,
+    **options: Any,
 ) -> AsyncIterator[Fleet]:
     """Everything between a session and its actors."""
     recoveries: list[Recovery] = []
@@ -113,8 +119,8 @@ async def fleet(
         news.set()
 
     async with AsyncExitStack() as started:
-        reservation = await started.enter_async_context(reserved(rollout, model))
-        pool = ReplicaPool(rollout, model, reservation.replica_seats(), **options)
+        reservation = await started.enter_async_context(reserved(rollout, model, nodes))
+        pool = ReplicaPool(rollout, model, reservation.replica_seats(), move=reservation.move, **options)
         router = Router(await pool.start(), limits=rollout.limits, failures=rollout.failures, rng=random.Random(0))
         started.push_async_callback(router.close)
         supervisor = await Supervisor.attend(

@@ -11,8 +11,8 @@ pytest.importorskip("ray")
 from tests import ray_cluster
 from tests.contract import test_policy
 from tests.contract.test_policy import Load, Networks, make_spec
-from treadle.cluster.ray.placement import Seat
 from treadle.cluster.ray.ranks import RemoteRanks
+from treadle.cluster.ray.seat import Seat
 from treadle.cluster.ray.solo import SoloRank, SoloSpec
 from treadle.policy.rank import FSDPRank, NetworksSpec
 from treadle.policy.ranks import Ranks

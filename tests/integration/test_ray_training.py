@@ -139,6 +139,9 @@ def test_a_replica_that_is_killed_during_training_comes_back_and_training_goes_o
     assert driver.end() == 0, driver.text()
     assert "native-0 died" in driver.text() and "native-0.2 took its place after" in driver.text(), driver.text()
     assert set(checksums(tmp_path)) == {1, 2, 3, 4, 5, 6}
+    with JournalReader.open(tmp_path) as reader:
+        (event,) = reader.events(kind="replica")
+    assert event.fields["replica"] == "native-0" and event.fields["successor"] == "native-0.2"
 
 
 def test_ranks_and_replicas_on_nodes_of_their_own_train_fully_async(tmp_path):

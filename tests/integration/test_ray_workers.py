@@ -6,6 +6,7 @@ import random
 import signal
 import time
 from contextlib import AsyncExitStack
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -47,10 +48,13 @@ async def generate(config, model, engines, *, remote=0, count=6, body=None):
         if remote:
             reservation = await started.enter_async_context(ray_cluster.reserved(config, model))
             for at in range(remote):
-                seats = reservation.worker_seats(1)
                 workers.append(
                     await RemoteWorker.create(
-                        rollout=config, model=model, engine=router, seats=seats, name=f"agent worker {at}"
+                        rollout=config,
+                        model=model,
+                        engine=router,
+                        seat=partial(reservation.worker_seat, at),
+                        name=f"agent worker {at}",
                     )
                 )
                 started.push_async_callback(workers[-1].close)
@@ -117,7 +121,7 @@ def scored_on_ray(model, functions, body):
         config = rollout()
         reward = RewardConfig(functions=functions, num_workers=1)
         async with ray_cluster.reserved(config, model) as reservation:
-            scorer = await RemoteScorer.create(reward, reservation.worker_seats(1), config.limits)
+            scorer = await RemoteScorer.create(reward, partial(reservation.worker_seat, 0), config.limits)
             try:
                 await body(scorer)
             finally:

@@ -71,6 +71,10 @@ class Attendant(Protocol):
     async def close(self) -> None: ...
 
 
+Note = Callable[[str, Mapping[str, object]], None]
+"""Adds an event to the journal, if there is one: its kind and its fields."""
+
+
 @dataclass(frozen=True, slots=True)
 class Parts:
     """What a caller may bring instead of having it built from the config."""
@@ -84,8 +88,8 @@ class Parts:
     """Starts agent workers elsewhere, which generate through what they are given."""
     scorer: Callable[[], Awaitable[HiredScorer]] | None = None
     """Starts a scorer elsewhere."""
-    attend: Callable[[Router], Awaitable[Attendant]] | None = None
-    """Lets somebody look after the replicas behind the router, who may replace those that die."""
+    attend: Callable[[Router, Note], Awaitable[Attendant]] | None = None
+    """Lets somebody look after the replicas behind the router, who may replace those that die, and notes it."""
     on_stall: Callable[[StallReport], None] = print_stall
     api_keys: Mapping[str, str] = NOTHING
     """Keys of endpoints, by the environment variable that the config names for each."""
@@ -132,7 +136,7 @@ class RolloutService:
             started.push_async_callback(router.close)
             attendant = None
             if parts.attend is not None:
-                attendant = await parts.attend(router)
+                attendant = await parts.attend(router, partial(_note, parts.journal))
                 started.push_async_callback(attendant.close)
             recall = Recall(router, parts.journal)
             started.callback(recall.close)
@@ -314,6 +318,11 @@ def _tell_differences(renderer: Renderer, journal: Journal | None) -> None:
         journal.add_event("rendering", proof=str(proof), differences=len(proof.differences))
     if proof.differences:
         print(f"note: turn by turn, the chat template gives other ids than all at once:\n{proof}", file=sys.stderr)
+
+
+def _note(journal: Journal | None, kind: str, fields: Mapping[str, object]) -> None:
+    if journal is not None:
+        journal.add_event(kind, **fields)
 
 
 def _report_stall(parts: Parts, report: StallReport) -> None:

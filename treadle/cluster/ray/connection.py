@@ -5,9 +5,9 @@ Ray must be started from a thread that lives as long as it: the system ends the 
 here when the thread that started them is gone, which is what takes them down after a crash.
 """
 
+import itertools
 import os
 import socket
-from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -77,17 +77,25 @@ def machines_of(nodes: Sequence[Node]) -> list[Machine]:
     return [node.machine for node in nodes if node.num_cpus >= 1]
 
 
-def find_nodes() -> tuple[Node, ...]:
-    """The nodes that are alive, the head first; machines that share a name are told apart by a number."""
-    alive = sorted((node for node in ray.nodes() if node["Alive"]), key=_head_first)
-    seen: Counter[str] = Counter()
+def find_nodes(known: Sequence[Node] = ()) -> tuple[Node, ...]:
+    """The nodes that are alive, the head first; machines that share a name are told apart by a number.
+
+    Those that are known keep the name they have.
+    """
+    names = {node.id: node.machine.name for node in known}
+    taken = set(names.values())
     nodes = []
-    for node in alive:
-        name, resources = node["NodeManagerHostname"], node["Resources"]
-        seen[name] += 1
-        unique = name if seen[name] == 1 else f"{name}#{seen[name]}"
-        nodes.append(Node(node["NodeID"], Machine(unique, int(resources.get("GPU", 0))), resources.get("CPU", 0.0)))
+    for node in sorted((node for node in ray.nodes() if node["Alive"]), key=_head_first):
+        id, host, resources = node["NodeID"], node["NodeManagerHostname"], node["Resources"]
+        name = names.get(id) or next(name for name in _names_of(host) if name not in taken)
+        taken.add(name)
+        nodes.append(Node(id, Machine(name, int(resources.get("GPU", 0))), resources.get("CPU", 0.0)))
     return tuple(nodes)
+
+
+def _names_of(host: str) -> Iterator[str]:
+    yield host
+    yield from (f"{host}#{number}" for number in itertools.count(2))
 
 
 def _head_first(node: Mapping[str, Any]) -> tuple[bool, str]:

@@ -16,7 +16,7 @@ from ray.exceptions import RayError
 from treadle.cluster.ray.actors import Host, Surroundings
 from treadle.cluster.ray.faults import explain
 from treadle.cluster.ray.link import Address, Link
-from treadle.cluster.ray.placement import Seat
+from treadle.cluster.ray.seat import Seat
 from treadle.engine.channel import Ask, ChannelClosed, Peer
 from treadle.errors import ConfigError, DeadlineError, RunError
 from treadle.rollout.process import Ready

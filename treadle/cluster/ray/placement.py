@@ -8,48 +8,24 @@ Invariant: whoever waits for a place gets it, or hears within a deadline what is
 import asyncio
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any, Self
+from dataclasses import replace
+from typing import Self
 
 import ray
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
-from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
+from treadle.cluster.ray.annex import Annexes, crowded
 from treadle.cluster.ray.connection import Node
+from treadle.cluster.ray.seat import Seat, ask_gpus, pin
 from treadle.config import Plan
 from treadle.config.plan import Placement
-from treadle.errors import ConfigError, DeadlineError, Mistake
+from treadle.errors import ConfigError, DeadlineError, Mistake, RunError
 
 ROLLOUT, TRAINER, SHARED = "rollout", "trainer", "trainer + rollout"
 """The roles of a plan."""
 
 _CPUS = 1
 """What a bundle takes of its node's processors: it claims the node, and does not divide it."""
-
-
-@dataclass(frozen=True, slots=True)
-class Seat:
-    """Where one actor sits: a bundle, and the GPUs of it that are the actor's, as CUDA names them."""
-
-    group: PlacementGroup
-    bundle: int
-    node: Node
-    gpus: tuple[str, ...] = ()
-    crowd: int = 1
-    """How many actors compute on this node's processors at once, this one included."""
-
-    def options(self) -> dict[str, Any]:
-        """For Ray. The bundle holds the resources; the actor takes none of its own."""
-        pinned = PlacementGroupSchedulingStrategy(self.group, placement_group_bundle_index=self.bundle)
-        return {"num_cpus": 0, "num_gpus": 0, "scheduling_strategy": pinned, "max_restarts": 0}
-
-    def there(self) -> bool:
-        """Whether its machine is still part of the cluster."""
-        return any(node["Alive"] and node["NodeID"] == self.node.id for node in ray.nodes())
-
-    def __str__(self) -> str:
-        name = self.node.machine.name
-        return f"{name}, GPU {','.join(self.gpus)}" if self.gpus else f"{name}, CPU"
 
 
 class Reservation:
@@ -63,6 +39,7 @@ class Reservation:
         self._group = group
         self._gpus = gpus
         """Of each bundle."""
+        self._annexes = Annexes(nodes)
 
     @classmethod
     async def reserve(cls, plan: Plan, nodes: Sequence[Node], *, timeout_s: float) -> Self:
@@ -72,10 +49,10 @@ class Reservation:
     @classmethod
     def reserve_blocking(cls, plan: Plan, nodes: Sequence[Node], *, timeout_s: float) -> Self:
         """The same, for code that does not await."""
-        ids = {node.machine.name: node.id for node in nodes}
+        by_name = {node.machine.name: node for node in nodes}
         bundles = [_bundle(placement) for placement in plan.placements]
         _refuse_impossible(plan, nodes)
-        pins = [{"ray.io/node-id": ids[placement.machine]} for placement in plan.placements]
+        pins = [dict(pin(by_name[placement.machine])) for placement in plan.placements]
         group = placement_group(bundles, strategy="PACK", bundle_label_selector=pins)
         try:
             if not group.wait(timeout_s):
@@ -112,14 +89,31 @@ class Reservation:
         each = plan.replicas // len(bundles)
         return tuple(self._seat(at, placement) for at, placement in bundles for _ in range(each))
 
-    def worker_seats(self, count: int) -> tuple[Seat, ...]:
-        """For processes without a GPU, spread over the rollout's nodes."""
-        bundles = list(self._bundles(ROLLOUT, SHARED))
-        chosen = (bundles[number % len(bundles)] for number in range(count))
-        return tuple(self._seat(at, placement) for at, placement in chosen)
+    def worker_seat(self, number: int) -> Seat:
+        """For a process without a GPU: on the rollout's nodes in turn; where those have left, on any of the run's."""
+        own = [self._seat(at, placement) for at, placement in self._bundles(ROLLOUT, SHARED)]
+        start = number % len(own)
+        others = [self._seat(at, placement) for at, placement in self._bundles(TRAINER)]
+        further = [replace(seat, gpus=()) for seat in self._annexes.seats]
+        for seat in (*own[start:], *own[:start], *further, *others):
+            if seat.there():
+                return seat
+        raise RunError("every machine of the run has left the cluster")
+
+    async def move(self, seat: Seat) -> Seat:
+        """Another place such as `seat`, whose machine has left. Waits until some node has room."""
+        self._annexes.drop(seat)
+        found = await self._annexes.add(len(seat.gpus))
+        return crowded(found, (*self._replica_seats(), *self._rank_seats(), *self._annexes.seats))
+
+    @property
+    def can_move(self) -> bool:
+        """Whether replicas may sit elsewhere: those that share the policy's devices go where it goes."""
+        return not self._plan.shares_devices
 
     def release(self) -> None:
         """Give everything back. What still runs in a bundle ends."""
+        self._annexes.release()
         remove_placement_group(self._group)
 
     def _with_crowds(self, seats: tuple[Seat, ...], others: tuple[Seat, ...]) -> tuple[Seat, ...]:
@@ -180,15 +174,7 @@ def _missing(plan: Plan, nodes: Sequence[Node]) -> Iterator[str]:
 def _gpu_names(group: PlacementGroup, plan: Plan, timeout_s: float) -> tuple[tuple[str, ...], ...]:
     """The GPUs that Ray gave to each bundle."""
     asked = {
-        at: ray.remote(_own_gpus)
-        .options(
-            num_cpus=0,
-            num_gpus=len(placement.gpus),
-            scheduling_strategy=PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=at),
-        )
-        .remote()
-        for at, placement in enumerate(plan.placements)
-        if placement.gpus
+        at: ask_gpus(group, at, len(placement.gpus)) for at, placement in enumerate(plan.placements) if placement.gpus
     }
     try:
         found = ray.get(list(asked.values()), timeout=timeout_s)
@@ -196,7 +182,3 @@ def _gpu_names(group: PlacementGroup, plan: Plan, timeout_s: float) -> tuple[tup
         raise DeadlineError(f"Ray did not say within {timeout_s:g} s which GPUs it gave") from error
     names = dict(zip(asked, found, strict=True))
     return tuple(names.get(at, ()) for at in range(len(plan.placements)))
-
-
-def _own_gpus() -> tuple[str, ...]:
-    return tuple(str(name) for name in ray.get_gpu_ids())

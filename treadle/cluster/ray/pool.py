@@ -5,13 +5,13 @@ when one dies.
 """
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, replace
 
 from treadle.cluster.ray.messages import ReplicaSetup, StartEngine
-from treadle.cluster.ray.placement import Seat
 from treadle.cluster.ray.replica import RemoteReplica
 from treadle.cluster.ray.roster import Roster
+from treadle.cluster.ray.seat import Seat
 from treadle.config import ModelConfig, RolloutConfig
 from treadle.engine.protocol import Engine
 from treadle.rollout.dispatch import first_error
@@ -31,6 +31,14 @@ class Post:
         """The setup of a later life; a router wants another name for another engine."""
         return replace(self.setup, name=f"{self.setup.name}.{life}")
 
+    def moved(self, seat: Seat) -> "Post":
+        """The same post in another place."""
+        return Post(seat, replace(self.setup, crowd=seat.crowd))
+
+
+Move = Callable[[Seat], Awaitable[Seat]]
+"""Finds another place such as one whose machine has left; waits until there is one."""
+
 
 class ReplicaPool:
     """See the module. `start` is what a rollout calls for its engines; made and used on the rollout's loop."""
@@ -45,10 +53,13 @@ class ReplicaPool:
         save_s: float | None = SAVE_S,
         api_key: str | None = None,
         start: StartEngine | None = None,
+        move: Move | None = None,
     ) -> None:
         if rollout.name == "openai":
             save_s = None  # an endpoint keeps no tokens of what is interrupted
         self.roster = Roster()
+        self.move = move
+        """None: a replica is given up with its machine."""
         self.posts = tuple(
             Post(seat, ReplicaSetup(rollout, model, f"{name or rollout.name}-{at}", save_s, seat.crowd, api_key, start))
             for at, seat in enumerate(seats)

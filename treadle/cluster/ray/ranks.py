@@ -21,8 +21,8 @@ from ray.exceptions import GetTimeoutError, RayActorError, RayError
 from treadle.cluster.ray.actors import Surroundings
 from treadle.cluster.ray.faults import explain
 from treadle.cluster.ray.link import Address
-from treadle.cluster.ray.placement import Seat as Place
 from treadle.cluster.ray.rank_actor import RankActor
+from treadle.cluster.ray.seat import Seat as Place
 from treadle.cluster.ray.solo import SoloRank, SoloSpec
 from treadle.errors import DeadlineError, RunError
 from treadle.policy.local_ranks import Answer, answer_ready

@@ -18,8 +18,8 @@ from treadle.cluster.ray.actors import ReplicaActor
 from treadle.cluster.ray.faults import explain, own_error
 from treadle.cluster.ray.life import Life
 from treadle.cluster.ray.messages import Call, Generate, ReplicaSetup, Saved
-from treadle.cluster.ray.placement import Seat
 from treadle.cluster.ray.roster import Roster
+from treadle.cluster.ray.seat import Seat
 from treadle.config import RolloutConfig
 from treadle.engine.channel import ChannelClosed
 from treadle.engine.protocol import WeightUpdate

@@ -5,6 +5,8 @@ Owns who sits where. Imports no torch, so that a rollout which stands alone star
 
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
+from dataclasses import asdict
+from functools import partial
 
 from treadle.cluster.ray.connection import connected, machines_of
 from treadle.cluster.ray.placement import Reservation
@@ -14,7 +16,7 @@ from treadle.cluster.ray.supervisor import Recovery, Supervisor, print_recovery
 from treadle.cluster.ray.worker import RemoteWorker
 from treadle.config import Config, make_plan
 from treadle.engine.router import Router
-from treadle.rollout.service import Parts
+from treadle.rollout.service import Note, Parts
 from treadle.rollout.services import Generator
 
 Report = Callable[[Recovery], None]
@@ -55,18 +57,23 @@ async def reserved(config: Config) -> AsyncIterator[Reservation]:
 def supply_rollout(config: Config, reservation: Reservation, report: Report) -> Parts:
     """What this config needs of these places."""
     rollout, reward = config.rollout, config.reward
-    pool = ReplicaPool(rollout, config.model, reservation.replica_seats())
+    move = reservation.move if reservation.can_move else None
+    pool = ReplicaPool(rollout, config.model, reservation.replica_seats(), move=move)
     workers, scorer = None, None
 
-    async def attend(router: Router) -> Supervisor:
-        return await Supervisor.attend(pool, router, report=report)
+    async def attend(router: Router, note: Note) -> Supervisor:
+        def tell(recovery: Recovery) -> None:
+            report(recovery)
+            note("replica", asdict(recovery))
+
+        return await Supervisor.attend(pool, router, report=tell)
 
     async def start_workers(engine: Generator) -> Sequence[RemoteWorker]:
         return await _start_workers(config, engine, reservation)
 
     async def start_scorer() -> RemoteScorer:
-        seats = reservation.worker_seats(rollout.agent.num_workers + 1)
-        return await RemoteScorer.create(reward, seats[::-1], rollout.limits)
+        seat = partial(reservation.worker_seat, rollout.agent.num_workers)
+        return await RemoteScorer.create(reward, seat, rollout.limits)
 
     if rollout.agent.num_workers > 1:
         workers = start_workers
@@ -78,14 +85,11 @@ def supply_rollout(config: Config, reservation: Reservation, report: Report) -> 
 async def _start_workers(config: Config, engine: Generator, reservation: Reservation) -> list[RemoteWorker]:
     """`rollout.agent.num_workers` actors, spread over the rollout's nodes; or none, and an error."""
     rollout = config.rollout
-    seats = reservation.worker_seats(rollout.agent.num_workers)
     async with AsyncExitStack() as started:
         workers = []
-        for at in range(len(seats)):
-            turned, name = seats[at:] + seats[:at], f"agent worker {at}"
-            worker = await RemoteWorker.create(
-                rollout=rollout, model=config.model, engine=engine, seats=turned, name=name
-            )
+        for at in range(rollout.agent.num_workers):
+            seat, name = partial(reservation.worker_seat, at), f"agent worker {at}"
+            worker = await RemoteWorker.create(rollout=rollout, model=config.model, engine=engine, seat=seat, name=name)
             started.push_async_callback(worker.close)
             workers.append(worker)
         started.pop_all()

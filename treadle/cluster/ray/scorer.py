@@ -5,34 +5,34 @@ all. An actor that dies is replaced when the next score is asked for; the open o
 """
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable
 from typing import Any
 
 from treadle.cluster.ray.actors import ScorerActor
 from treadle.cluster.ray.life import Life
 from treadle.cluster.ray.messages import ScoreOrder, ScorerSetup
-from treadle.cluster.ray.placement import Seat
+from treadle.cluster.ray.seat import Seat
 from treadle.config import RewardConfig
 from treadle.config.rollout import LimitsConfig
 from treadle.engine.channel import ChannelClosed
-from treadle.errors import RewardFailure, RunError
+from treadle.errors import RewardFailure
 from treadle.types import Score, Task, Trajectory
 
 
 class RemoteScorer:
     """A `Scoring`. Built by `create`, on the loop that uses it."""
 
-    def __init__(self, reward: RewardConfig, seats: Sequence[Seat], limits: LimitsConfig) -> None:
+    def __init__(self, reward: RewardConfig, seat: Callable[[], Seat], limits: LimitsConfig) -> None:
         self._reward = reward
-        self._seats = seats
+        self._seat = seat
         self._limits = limits
         self._life: Life | None = None
         self._starting = asyncio.Lock()
 
     @classmethod
-    async def create(cls, reward: RewardConfig, seats: Sequence[Seat], limits: LimitsConfig) -> "RemoteScorer":
-        """A scorer whose functions are loaded, or an error. It sits in the first seat whose machine is there."""
-        scorer = cls(reward, seats, limits)
+    async def create(cls, reward: RewardConfig, seat: Callable[[], Seat], limits: LimitsConfig) -> "RemoteScorer":
+        """A scorer whose functions are loaded, or an error. `seat` says where, whenever it is started."""
+        scorer = cls(reward, seat, limits)
         await scorer._alive()
         return scorer
 
@@ -59,12 +59,9 @@ class RemoteScorer:
             return self._life
 
     async def _start(self) -> Life:
-        seat = next((seat for seat in self._seats if seat.there()), None)
-        if seat is None:
-            raise RunError("the scorer has nowhere to run: every machine of the rollout has left the cluster")
         return await Life.start(
             ScorerActor,
-            seat,
+            self._seat(),
             ScorerSetup(self._reward),
             name="the scorer",
             answer=_refuse,

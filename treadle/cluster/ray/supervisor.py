@@ -1,10 +1,13 @@
 """Brings replicas back: one that dies leaves the router, is started again, gets the current weights and rejoins.
 
-Owns who is restarted, how often, and when that is given up. Knows no tokens; requests find their own way (`replica`).
+Owns who is restarted, where, how often, and when that is given up. Knows no tokens; requests find their own way
+(`replica`).
 
     tend     one for each post: waits for its replica's end, without a deadline; woken by the socket or by Ray
     retire   waits until a replica is alive, so that requests which wait at the dead one have somewhere to go
     revive   waits for an actor and an engine (`limits.launch_timeout_s`), and for a push that is under way
+    move     waits for room on another node (`Patience.place_s`), where the old one has left; then the others go on, and
+             it waits for a node that joins, as long as the run lasts
 
 Invariant: while one post may still be filled, the run goes on; when the last one is given up, it ends with the cause.
 """
@@ -33,6 +36,8 @@ class Patience:
     """A replica that lived longer did not die of its start."""
     first_wait_s: float = 1.0
     """Before the second attempt; doubled each time."""
+    place_s: float = 30.0
+    """How long a replica may look for another node before the run goes on without it."""
 
 
 DEFAULT_PATIENCE = Patience()
@@ -45,21 +50,37 @@ class Recovery:
     replica: str
     cause: str
     successor: str | None
-    """None: it was given up, for `reason`."""
+    """None: there is none, for `reason`."""
     seconds: float
-    """From its death to its successor's first request, or to the giving up."""
+    """From its death to its successor's first request, or to this report."""
     reason: str = ""
+    place: str = ""
+    """Where the successor is, if it had to move."""
 
     def __str__(self) -> str:
         died = f"{self.replica} died: {self.cause}"
         if self.successor is None:
             return f"{died}; it could not be brought back: {self.reason}"
-        return f"{died}; {self.successor} took its place after {self.seconds:.1f} s"
+        moved = f" on {self.place}" if self.place else ""
+        return f"{died}; {self.successor} took its place{moved} after {self.seconds:.1f} s"
 
 
 def print_recovery(recovery: Recovery) -> None:
     """The default place for reports: standard error."""
     print(f"note: {recovery}", file=sys.stderr, flush=True)
+
+
+@dataclass(slots=True)
+class _Charge:
+    """One post, and how it has fared."""
+
+    post: Post
+    replica: RemoteReplica
+    lives: int = 1
+    deaths: int = 0
+    """In a row, each soon after its birth."""
+    died_at: float = 0.0
+    cause: str = ""
 
 
 class Supervisor:
@@ -105,31 +126,32 @@ class Supervisor:
         with first_error():
             async with asyncio.TaskGroup() as group:
                 for post, replica in zip(self._pool.posts, self._pool.replicas, strict=True):
-                    group.create_task(self._tend(post, replica))
+                    group.create_task(self._tend(_Charge(post, replica)))
 
-    async def _tend(self, post: Post, first: RemoteReplica) -> None:
+    async def _tend(self, charge: _Charge) -> None:
         """Keep one post filled."""
-        clock, replica, lives, deaths = asyncio.get_running_loop().time, first, 1, 0
+        clock = asyncio.get_running_loop().time
         while True:
-            born = clock()
-            await replica.life.gone()
-            if replica.closed:
+            born, dead, place = clock(), charge.replica, charge.post.seat
+            await dead.life.gone()
+            if dead.closed:
                 return
-            self._pool.roster.leave(replica)
-            died, cause = clock(), await replica.life.cause()
-            deaths = deaths + 1 if died - born < self._patience.young_s else 1
+            self._pool.roster.leave(dead)
+            charge.died_at, charge.cause = clock(), await dead.life.cause()
+            charge.deaths = charge.deaths + 1 if charge.died_at - born < self._patience.young_s else 1
             with first_error():
                 async with asyncio.TaskGroup() as group:
-                    retiring = group.create_task(self._retire(replica))
-                    successor, reason, lives = await self._revive(post, lives, deaths)
-                    if successor is None:
-                        self._give_up(reason)
+                    retiring = group.create_task(self._retire(dead))
+                    problem = await self._revive(charge)
+                    if problem is not None:
+                        self._give_up(problem)
                         retiring.cancel()
-            name = None if successor is None else successor.name
-            self._report(Recovery(replica.name, cause, name, clock() - died, reason))
-            if successor is None:
-                return await self._drop(replica)
-            replica = successor
+            if problem is not None:
+                self._report(Recovery(dead.name, charge.cause, None, clock() - charge.died_at, problem))
+                return await self._drop(dead)
+            moved = "" if charge.post.seat is place else str(charge.post.seat)
+            seconds = clock() - charge.died_at
+            self._report(Recovery(dead.name, charge.cause, charge.replica.name, seconds, place=moved))
 
     async def _retire(self, replica: RemoteReplica) -> None:
         await self._pool.roster.somebody()
@@ -141,21 +163,49 @@ class Supervisor:
             await self._router.remove(replica.name, timeout_s=0)
         await replica.close()
 
-    async def _revive(self, post: Post, lives: int, deaths: int) -> tuple[RemoteReplica | None, str, int]:
-        """A successor at work, or why there is none; and the number of lives so far."""
-        reason = f"it died {deaths} times in a row, each time within {self._patience.young_s:g} s"
-        for attempt in range(deaths, self._patience.attempts + 1):
-            if not post.seat.there():
-                return None, f"{post.seat.node.machine.name} has left the cluster", lives
-            if post.seat.gpus:
+    async def _revive(self, charge: _Charge) -> str | None:
+        """Fill a post again; or say why it stays empty."""
+        patience, attempt = self._patience, charge.deaths
+        problem = f"it died {charge.deaths} times in a row, each time within {patience.young_s:g} s"
+        while attempt <= patience.attempts:
+            if not charge.post.seat.there() and not await self._move(charge):
+                return f"{charge.post.seat.node.machine.name} has left the cluster"
+            if charge.post.seat.gpus:
                 await self._pool.roster.shelf.awake()  # else the policy has the device to itself
-            lives += 1
+            charge.lives += 1
             try:
-                return await self._start(post, lives), "", lives
+                charge.replica = await self._start(charge.post, charge.lives)
+                return None
             except TreadleError as error:
-                reason = str(error)
-            await asyncio.sleep(self._patience.first_wait_s * 2 ** (attempt - 1))
-        return None, reason, lives
+                problem = str(error)
+            if charge.post.seat.there():  # else the machine is to blame, and it moves on at once
+                await asyncio.sleep(patience.first_wait_s * 2 ** (attempt - 1))
+                attempt += 1
+        return problem
+
+    async def _move(self, charge: _Charge) -> bool:
+        """Find a post another place; False where its replica is bound to the machine that has left."""
+        move, seat = self._pool.move, charge.post.seat
+        if move is None:
+            return False
+        try:
+            async with asyncio.timeout(self._patience.place_s):
+                found = await move(seat)
+        except TimeoutError:
+            self._go_on_without(charge)
+            found = await move(seat)
+            self._open += 1
+        charge.post = charge.post.moved(found)
+        return True
+
+    def _go_on_without(self, charge: _Charge) -> None:
+        """No node has room for a replica: the others go on, until a node joins or the run ends."""
+        seat, now = charge.post.seat, asyncio.get_running_loop().time()
+        wanted = f"{len(seat.gpus)} GPUs and 1 CPU" if seat.gpus else "1 CPU"
+        problem = f"{seat.node.machine.name} has left the cluster, and no other node has {wanted} to spare"
+        self._give_up(problem)
+        left = f"{len(self._pool.roster)} of {len(self._pool.posts)} replicas go on until a node joins"
+        self._report(Recovery(charge.replica.name, charge.cause, None, now - charge.died_at, f"{problem}; {left}"))
 
     async def _start(self, post: Post, life: int) -> RemoteReplica:
         replica = await RemoteReplica.start(post.again(life), post.seat, self._pool.roster)
