@@ -19,6 +19,7 @@ from tests import ray_cluster, ray_engines
 from tests.configs import training_config
 from tests.letters import ask
 from tests.rollouts import rollout, save_model, tasks
+from treadle.cli.main import main
 from treadle.cluster.ray.connection import connected, find_nodes
 from treadle.cluster.ray.guard import descendants
 from treadle.cluster.ray.placement import Reservation
@@ -88,6 +89,18 @@ ALERT = {"health_check_initial_delay_ms": 0, "health_check_period_ms": 500, "hea
 def lose(cluster, lost) -> None:
     """Kill a node of the cluster, as a machine that loses its power."""
     cluster.remove_node(next(node for node in cluster.worker_nodes if node.node_id == lost.id), False)
+
+
+def test_a_plan_is_made_for_the_machines_of_the_cluster_that_is_named(model, capsys):
+    with ray_cluster.ray_cluster({"num_cpus": 0}, {"num_cpus": 1, "num_gpus": 3}) as cluster:
+        ray.shutdown()
+        words = [f"model.path={model.path}", "rollout.n_gpus_per_node=2", "cluster.backend=ray"]
+        with pytest.raises(SystemExit) as ended:
+            main(["plan", *words, f"cluster.address={cluster.address}"])
+        assert not ended.value.code, capsys.readouterr()
+        assert "GPU 0–1" in (told := capsys.readouterr().out) and "unused     1 GPU" in told
+        assert not ray.is_initialized()
+        ray.init(address=cluster.address, log_to_driver=False)
 
 
 def test_when_a_node_leaves_its_replica_moves_to_another_with_the_current_weights(model):

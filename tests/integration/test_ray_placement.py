@@ -89,6 +89,42 @@ def test_colocated_engines_share_the_bundle_of_the_ranks(unequal):
     asyncio.run(reserved(plan, nodes, main))
 
 
+BESIDE = (
+    "trainer.mode=fully_async", "rollout.nnodes=1", "algorithm.rollout_correction.rollout_is=token",
+    "trainer.test_freq=5", "cluster.backend=ray",
+)  # fmt: skip
+
+
+def test_validation_has_a_gpu_that_nobody_uses_and_does_without_where_others_took_it(unequal, caplog):
+    nodes = find_nodes()
+    config = training_config(*BESIDE, "trainer.n_gpus_per_node=4", "rollout.n_gpus_per_node=1",
+                             "actor._target_=treadle.config.FSDPActorConfig")  # fmt: skip
+    plan = make_plan(config, machines(nodes))
+    assert plan.validation is not None and plan.validation.gpus == (1,)
+
+    async def main(reservation) -> None:
+        (replica,) = reservation.replica_seats()
+        seat = await reservation.validation_seat(timeout_s=10)
+        assert seat.node == replica.node and {*seat.gpus, *replica.gpus} == {"0", "1"}
+        assert await reservation.validation_seat(timeout_s=0.5) is None, "there is no other"
+        assert "validation shares the engines, and training waits for it: " in caplog.text
+
+    asyncio.run(reserved(plan, nodes, main))
+
+
+def test_validation_without_gpus_sits_with_the_engines_and_is_counted_among_them(unequal):
+    nodes = find_nodes()
+    plan = make_plan(training_config(*BESIDE), machines(nodes))
+
+    async def main(reservation) -> None:
+        (replica,), (rank,) = reservation.replica_seats(), reservation.rank_seats()
+        seat = await reservation.validation_seat(timeout_s=0)
+        assert (seat.node, seat.bundle, seat.crowd) == (replica.node, replica.bundle, 2)
+        assert rank.node != replica.node and replica.crowd == 2
+
+    asyncio.run(reserved(plan, nodes, main))
+
+
 def test_a_place_that_others_hold_is_refused_in_time_and_by_name(unequal):
     nodes = find_nodes()
     taken = placement_group([{"GPU": 3.0}], bundle_label_selector=[{"ray.io/node-id": _with_gpus(nodes, 4).id}])

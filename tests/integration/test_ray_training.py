@@ -156,9 +156,14 @@ def test_ranks_and_replicas_on_nodes_of_their_own_train_fully_async(tmp_path):
         "algorithm.rollout_correction.rollout_is=token",
         "trainer.weights.transport=collective",
         "trainer.weights.bucket_mb=1",
+        "trainer.test_freq=1",
     )
     driver = Driver(tmp_path, 3, *more)
     driver.read_until("step 1/")
-    assert len(driver.actors("RankActor")) == 2 and len(driver.actors("AgentActor")) == 2
+    assert len(driver.actors("RankActor")) == 2
+    assert len(driver.actors("AgentActor")) == 4 and len(driver.actors("ReplicaActor")) == 2, "to train and to validate"
     assert driver.end() == 0, driver.text()
     assert set(checksums(tmp_path)) >= {1, 2, 3}
+    with JournalReader.open(tmp_path) as reader:
+        steps = [found.step for found in reader.metrics() if "validation/success" in found.values]
+    assert sorted(steps) == [1, 2, 3], "beside training, each on its own version"

@@ -224,3 +224,21 @@ def test_what_is_written_on_the_way_lies_in_the_run_directory_unless_told_otherw
 
 def test_a_rollout_that_stands_alone_has_no_weights_to_send():
     assert make_plan(rollout_config(), HERE).weights is None
+
+
+def validation_of(*words: str, there=HERE):
+    placement = make_plan(training_config(*ASYNC, *words), there).validation
+    return placement and placement.place()
+
+
+def test_validation_beside_training_has_an_engine_of_its_own_where_one_fits():
+    beside = ["trainer.mode=fully_async", "trainer.test_freq=5"]
+    gpus = [*beside, "trainer.n_gpus_per_node=2", "rollout.n_gpus_per_node=4", "rollout.tensor_model_parallel_size=2"]
+    assert validation_of(*beside) == "here, CPU"
+    assert validation_of("trainer.mode=sync", "trainer.test_freq=5") is None
+    assert validation_of("trainer.mode=fully_async") is None, "at the end, nobody waits for it"
+    assert validation_of(*gpus, there=machines(8)) is None, "one process per GPU, and no Ray to place it"
+    ray = [*gpus, "cluster.backend=ray"]
+    assert validation_of(*ray, there=machines(8)) == "m0, GPU 6–7"
+    assert make_plan(training_config(*ASYNC, *ray), machines(8)).unused_gpus == 0
+    assert validation_of(*ray, there=machines(7)) is None, "one GPU holds no engine of two"

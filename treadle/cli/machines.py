@@ -1,4 +1,4 @@
-"""Which machines there are to plan for: this one, or those somebody describes."""
+"""Which machines there are to plan for: this one, those of a Ray cluster, or those somebody describes."""
 
 import os
 import re
@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from treadle.errors import ConfigError, Mistake
 
 if TYPE_CHECKING:
-    from treadle.config import Machine
+    from treadle.config import ClusterConfig, Machine
 
 
 def this_machine() -> "Machine":
@@ -22,6 +22,18 @@ def this_machine() -> "Machine":
     else:
         count = len([path for path in Path("/dev").glob("nvidia*") if path.name.removeprefix("nvidia").isdigit()])
     return Machine(socket.gethostname(), count)
+
+
+def find_machines(cluster: "ClusterConfig") -> list["Machine"]:
+    """Those of the cluster whose address is given, or this one."""
+    if cluster.backend == "local" or cluster.address is None:
+        return [this_machine()]
+    from treadle.cluster.ray import require_ray
+
+    require_ray(cluster)
+    from treadle.cluster.ray import connection
+
+    return connection.find_machines(cluster)
 
 
 def described_machines(words: list[str]) -> list["Machine"]:

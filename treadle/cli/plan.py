@@ -16,6 +16,7 @@ def register(commands: Commands) -> None:
     examples:
       treadle plan calculator
       treadle plan my.yaml trainer.nnodes=8 trainer.n_gpus_per_node=8 --machines 8x8
+      treadle plan my.yaml cluster.backend=ray cluster.address=10.0.0.1:6379    for the machines of that cluster
     """
     command = add_command(commands, "plan", plan, examples)
     add_words(command)
@@ -26,11 +27,11 @@ def register(commands: Commands) -> None:
 
 def plan(arguments: Arguments) -> None:
     """Print who runs where, how batches divide and how stale samples get; starts nothing."""
-    from treadle.cli.machines import described_machines, this_machine
+    from treadle.cli.machines import described_machines, find_machines
     from treadle.config import make_plan
 
     config = load_words(arguments.words)
-    machines = described_machines(arguments.machines) if arguments.machines else [this_machine()]
+    machines = described_machines(arguments.machines) if arguments.machines else find_machines(config.cluster)
     made = make_plan(config, machines)
     print(json.dumps(asdict(made), indent=2) if arguments.json else describe_plan(config, made))
 
@@ -47,6 +48,8 @@ def describe_plan(config: "Config", plan: "Plan") -> str:
     rows.append(("engines", f"{plan.replicas} × {config.rollout.name}, {devices}{sharing}"))
     at_once = f"the engines decode {plan.replicas * config.rollout.max_num_seqs:,} sequences at once"
     rows.append(("sessions", f"{plan.places:,} open at most; {at_once}"))
+    if plan.mode not in ("sync", "rollout"):
+        rows += _validation_rows(config, plan)
     if plan.unused_gpus:
         section = "trainer" if plan.batches else "rollout"
         more = f"raise {section}.n_gpus_per_node or {section}.nnodes to use more"
@@ -57,6 +60,19 @@ def describe_plan(config: "Config", plan: "Plan") -> str:
     if plan.staleness:
         rows.append(("staleness", f"{plan.staleness} policy version{'' if str(plan.staleness) == '1' else 's'}"))
     return "\n".join(f"{name:10} {text}" for name, text in rows)
+
+
+def _validation_rows(config: "Config", plan: "Plan") -> list[tuple[str, str]]:
+    """Where validation happens that training does not wait for; or that it does."""
+    from treadle.config import TrainConfig
+    from treadle.config.plan import validates_beside
+
+    if not isinstance(config, TrainConfig) or not validates_beside(config):
+        return []
+    if plan.validation is not None:
+        return [("validation", f"beside training: 1 × {config.rollout.name}, {plan.validation.place()}")]
+    why = "on Ray an unused GPU would let it go on beside" if config.cluster.backend == "local" else "no GPU is left"
+    return [("validation", f"shares the engines, and training waits for it: {why}")]
 
 
 def _batch_rows(batches: "Batches") -> list[tuple[str, str]]:

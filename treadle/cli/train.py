@@ -2,7 +2,6 @@
 
 import asyncio
 import sys
-from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from treadle.cli.keys import read_keys
@@ -11,7 +10,7 @@ from treadle.errors import ConfigError, Mistake
 
 if TYPE_CHECKING:
     from treadle.cluster.training import TrainingResult
-    from treadle.config import Machine, TrainConfig
+    from treadle.config import TrainConfig
     from treadle.types import Trajectory
 
 STATUS_INTERRUPTED = 130
@@ -35,6 +34,7 @@ def train(arguments: Arguments) -> int:
 
     Status 0 when the run is done, 130 when interrupted.
     """
+    from treadle.cli.machines import find_machines
     from treadle.cli.plan import describe_plan
     from treadle.config import TrainConfig, make_plan
 
@@ -42,25 +42,10 @@ def train(arguments: Arguments) -> int:
     if not isinstance(config, TrainConfig):
         fix = "add `trainer: {}` to train, or use treadle rollout"
         raise ConfigError([Mistake("trainer", "this config has no trainer section: it is a rollout", fix=fix)])
-    print(describe_plan(config, make_plan(config, _machines(config))), file=sys.stderr)
+    print(describe_plan(config, make_plan(config, find_machines(config.cluster))), file=sys.stderr)
     result = _train(config)
     _print_result(result)
     return STATUS_INTERRUPTED if result.interrupted else 0
-
-
-def _machines(config: "TrainConfig") -> "Sequence[Machine]":
-    """Those of the cluster that the config names, or this one."""
-    from treadle.cli.machines import this_machine
-
-    cluster = config.cluster
-    if cluster.backend == "local" or cluster.address is None:
-        return [this_machine()]
-    from treadle.cluster.ray import require_ray
-
-    require_ray(cluster)
-    from treadle.cluster.ray.connection import find_machines
-
-    return find_machines(cluster)
 
 
 def _train(config: "TrainConfig") -> "TrainingResult":

@@ -21,6 +21,7 @@ import torch
 from treadle.cluster.networks import Networks, load_networks, trainer_devices
 from treadle.cluster.runtime import Runtime, push_timeout_s
 from treadle.config import ModelConfig, RolloutConfig, TrainConfig
+from treadle.config.plan import validates_beside
 from treadle.config.transport import runs_apart
 from treadle.data.tasks import TaskSource
 from treadle.engine.apart import EngineApart
@@ -113,7 +114,7 @@ def _same_format(config: TrainConfig) -> bool:
 
 def _validation(config: TrainConfig) -> RolloutParts | None:
     """A further engine, where training does not wait for validation; on GPUs none is left for it."""
-    if config.trainer.mode == "sync" or config.rollout.n_gpus_per_node:
+    if not validates_beside(config) or config.rollout.n_gpus_per_node:
         return None
     return RolloutParts(engines=partial(_start_apart, config, "validation", 1))
 

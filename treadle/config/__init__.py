@@ -22,9 +22,10 @@ from treadle.config.data import DataConfig
 from treadle.config.explain import explain
 from treadle.config.load import LegacyKeyWarning, load, loads
 from treadle.config.logging import LoggingConfig
+from treadle.config.machines import Machine
 from treadle.config.model import ModelConfig
 from treadle.config.origin import Origin, Source
-from treadle.config.plan import Machine, Plan, make_plan
+from treadle.config.plan import Plan, make_plan
 from treadle.config.reward import ClassifierConfig, JudgeConfig, JudgeEngineConfig, RewardConfig, RewardFunctionConfig
 from treadle.config.rollout import (
     AgentConfig,

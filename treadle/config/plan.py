@@ -6,35 +6,14 @@ Never starts, measures or changes anything. A stand-alone rollout is planned fro
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import ceil
 
+from treadle.config.machines import Machine, Placement, Room
 from treadle.config.root import Config, TrainConfig
 from treadle.config.rules import check_rules
 from treadle.config.transport import Way, choose_way
 from treadle.errors import ConfigError, Mistake
-
-
-@dataclass(frozen=True, slots=True)
-class Machine:
-    """One computer that is there to be used."""
-
-    name: str
-    num_gpus: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class Placement:
-    """One node of a role: where it is, and which GPUs it has; none means CPU."""
-
-    role: str
-    node: int
-    machine: str
-    gpus: tuple[int, ...]
-
-    def __str__(self) -> str:
-        devices = f"GPU {_ranges(self.gpus)}" if self.gpus else "CPU"
-        return f"{self.role} node {self.node}: {self.machine}, {devices}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,6 +61,8 @@ class Plan:
     weights: Way | None
     """How new weights reach the engines; None where nothing trains."""
     unused_gpus: int
+    validation: Placement | None = None
+    """An engine of its own, for validation that goes on beside training; None: it shares the others, in turn."""
 
     def nodes(self, role: str) -> tuple[Placement, ...]:
         return tuple(placement for placement in self.placements if placement.role == role)
@@ -91,22 +72,29 @@ def make_plan(config: Config, machines: Sequence[Machine]) -> Plan:
     """The plan for a config on these machines; refuses, with the numbers that clash, what does not fit."""
     if mistakes := check_rules(config):
         raise ConfigError(mistakes)
-    placements = _place(config, machines)
+    room = Room(machines)
+    placements = _place(config, room)
     training = config if isinstance(config, TrainConfig) else None
     replicas = _replicas(config)
-    used = sum(len(placement.gpus) for placement in placements)
+    validation = _place_validation(training, placements, room) if training else None
     return Plan(
         mode=training.trainer.mode if training else "rollout",
         placements=placements,
         shares_devices=training is not None and config.rollout.nnodes == 0,
         replicas=replicas,
-        gpus_per_replica=config.rollout.tensor_model_parallel_size if _engine_gpus(config) else 0,
+        gpus_per_replica=_replica_gpus(config),
         places=config.rollout.num_places(replicas),
         batches=_batches(training) if training else None,
         staleness=_staleness(training) if training else None,
         weights=choose_way(training) if training else None,
-        unused_gpus=sum(machine.num_gpus for machine in machines) - used,
+        unused_gpus=room.unused_gpus,
+        validation=validation,
     )
+
+
+def validates_beside(config: TrainConfig) -> bool:
+    """Whether there is validation that training need not wait for, if it has an engine of its own."""
+    return config.trainer.mode != "sync" and config.trainer.test_freq > 0 and bool(config.data.val_files)
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,25 +117,29 @@ def _wanted(config: Config) -> Iterator[_Wanted]:
         yield _Wanted("rollout", rollout.nnodes or 1, rollout.n_gpus_per_node, "rollout.n_gpus_per_node")
 
 
-def _place(config: Config, machines: Sequence[Machine]) -> tuple[Placement, ...]:
-    """Give each node a machine, the largest nodes first. Two nodes share a machine only where there is no other."""
-    free = [list(range(machine.num_gpus)) for machine in machines]
-    load = [0] * len(machines)
+def _place(config: Config, room: Room) -> tuple[Placement, ...]:
+    """Give each node a machine, the largest nodes first."""
     placed: dict[str, list[Placement]] = {want.role: [] for want in _wanted(config)}
     mistakes: list[Mistake] = []
     for want in sorted(_wanted(config), key=lambda want: -want.gpus):
         for node in range(want.nodes):
-            room = [at for at, gpus in enumerate(free) if len(gpus) >= want.gpus]
-            if not room:
-                mistakes.append(_too_few(config, want, machines))
+            placement = room.take(want.role, node, want.gpus)
+            if placement is None:
+                mistakes.append(_too_few(config, want, room.machines))
                 break
-            at = min(room, key=lambda at: (load[at], len(free[at])))
-            load[at] += 1
-            gpus, free[at] = tuple(free[at][: want.gpus]), free[at][want.gpus :]
-            placed[want.role].append(Placement(want.role, node, machines[at].name, gpus))
+            placed[want.role].append(placement)
     if mistakes:
         raise ConfigError(mistakes)
     return tuple(placement for nodes in placed.values() for placement in nodes)
+
+
+def _place_validation(config: TrainConfig, placements: Sequence[Placement], room: Room) -> Placement | None:
+    """GPUs that nobody wants, where Ray can put an engine on them; on a CPU, beside the last engines."""
+    if not validates_beside(config):
+        return None
+    if not _engine_gpus(config):
+        return replace(placements[-1], role="validation", node=0)
+    return room.take("validation", 0, _replica_gpus(config)) if config.cluster.backend == "ray" else None
 
 
 def _too_few(config: Config, want: _Wanted, machines: Sequence[Machine]) -> Mistake:
@@ -179,6 +171,10 @@ def _engine_gpus(config: Config) -> int:
     if isinstance(config, TrainConfig) and rollout.nnodes == 0:
         return config.trainer.nnodes * config.trainer.n_gpus_per_node
     return max(1, rollout.nnodes) * rollout.n_gpus_per_node
+
+
+def _replica_gpus(config: Config) -> int:
+    return config.rollout.tensor_model_parallel_size if _engine_gpus(config) else 0
 
 
 def _replicas(config: Config) -> int:
@@ -217,8 +213,3 @@ def _staleness(config: TrainConfig) -> Staleness:
     if trainer.mode == "one_step_off":
         return Staleness(1, 1)
     return Staleness(0, trainer.max_staleness)
-
-
-def _ranges(numbers: Sequence[int]) -> str:
-    first, last = numbers[0], numbers[-1]
-    return str(first) if first == last else f"{first}–{last}"

@@ -26,8 +26,8 @@ class Annexes:
         return tuple(self._seats)
 
     async def add(self, num_gpus: int, node: Node | None = None) -> Seat:
-        """A place with a CPU and this many GPUs, on the node or on any that has room; waits until there is one."""
-        bundle = {"CPU": 1.0, "GPU": float(num_gpus)} if num_gpus else {"CPU": 1.0}
+        """A place with this many GPUs, or with a CPU, on the node or on any that has room; waits until there is one."""
+        bundle = {"GPU": float(num_gpus)} if num_gpus else {"CPU": 1.0}
         pins = None if node is None else [dict(pin(node))]
         group = placement_group([bundle], bundle_label_selector=pins)
         try:

@@ -21,8 +21,12 @@ from treadle.config import TrainConfig
 from treadle.data.tasks import TaskSource
 from treadle.engine.native.engine import choose_dtype
 from treadle.policy.ranks import Ranks
+from treadle.rollout import Parts as RolloutParts
 from treadle.weights.push import PushReport, Receiver, send
 from treadle.weights.route import Route
+
+_SPARE_TIMEOUT_S = 10.0
+"""How long Ray may take to give GPUs that nobody seems to use."""
 
 
 @asynccontextmanager
@@ -34,11 +38,23 @@ async def started(config: TrainConfig, tasks: TaskSource, *, report: Report = pr
         parts.callback(route.clear)
         handles = await asyncio.to_thread(start_ranks, config, tasks, reservation)
         parts.callback(handles.close)
-        yield _runtime(config, reservation, handles, route, report)
+        validation = await _validation(config, reservation, report)
+        yield _runtime(config, reservation, handles, route, report, validation)
+
+
+async def _validation(config: TrainConfig, reservation: Reservation, report: Report) -> RolloutParts | None:
+    """A further replica with weights of its own, where the plan has one."""
+    seat = await reservation.validation_seat(timeout_s=_SPARE_TIMEOUT_S)
+    return None if seat is None else supply_rollout(config, reservation, report, seats=[seat], name="validation")
 
 
 def _runtime(
-    config: TrainConfig, reservation: Reservation, handles: RemoteRanks, route: Route, report: Report
+    config: TrainConfig,
+    reservation: Reservation,
+    handles: RemoteRanks,
+    route: Route,
+    report: Report,
+    validation: RolloutParts | None,
 ) -> Runtime:
     ranks = Ranks(handles, config.trainer.rank_timeout_s)
     device = torch.device("cuda" if reservation.replica_seats()[0].gpus else "cpu")
@@ -54,5 +70,6 @@ def _runtime(
         step=make_step(config, ranks),
         rollout=supply_rollout(config, reservation, report),
         push=give,
+        validation=validation,
         watch=watch,
     )

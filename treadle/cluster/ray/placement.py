@@ -6,6 +6,7 @@ Invariant: whoever waits for a place gets it, or hears within a deadline what is
 """
 
 import asyncio
+import logging
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -18,8 +19,10 @@ from treadle.cluster.ray.annex import Annexes, crowded
 from treadle.cluster.ray.connection import Node
 from treadle.cluster.ray.seat import Seat, ask_gpus, pin
 from treadle.config import Plan
-from treadle.config.plan import Placement
+from treadle.config.machines import Placement
 from treadle.errors import ConfigError, DeadlineError, Mistake, RunError
+
+log = logging.getLogger(__name__)
 
 ROLLOUT, TRAINER, SHARED = "rollout", "trainer", "trainer + rollout"
 """The roles of a plan."""
@@ -69,7 +72,31 @@ class Reservation:
 
     def replica_seats(self) -> tuple[Seat, ...]:
         """One for each engine; on CPU several may share a node."""
-        return self._with_crowds(self._replica_seats(), self._rank_seats())
+        return self._with_crowds(self._replica_seats(), (*self._rank_seats(), *self._beside()))
+
+    async def validation_seat(self, *, timeout_s: float) -> Seat | None:
+        """For the engine that validates beside training, if the plan has one. Its GPUs are a wish, not a condition."""
+        placement = self._plan.validation
+        if placement is None:
+            return None
+        if not placement.gpus:
+            (seat,) = self._with_crowds(self._beside(), (*self._rank_seats(), *self._replica_seats()))
+            return seat
+        try:
+            async with asyncio.timeout(timeout_s):
+                return await self._annexes.add(len(placement.gpus), self._nodes[placement.machine])
+        except TimeoutError:
+            problem = f"{placement.place()} was not free within {timeout_s:g} s"
+            log.warning("validation shares the engines, and training waits for it: %s", problem)
+            return None
+
+    def _beside(self) -> tuple[Seat, ...]:
+        """A seat for validation on processors, in the bundle of the engines there."""
+        placement = self._plan.validation
+        if placement is None or placement.gpus:
+            return ()
+        found = [at for at, item in self._bundles(ROLLOUT) if item.machine == placement.machine]
+        return (self._seat(found[-1], placement),)
 
     def _rank_seats(self) -> tuple[Seat, ...]:
         return tuple(

@@ -12,6 +12,7 @@ from treadle.cluster.ray.connection import connected, machines_of
 from treadle.cluster.ray.placement import Reservation
 from treadle.cluster.ray.pool import ReplicaPool
 from treadle.cluster.ray.scorer import RemoteScorer
+from treadle.cluster.ray.seat import Seat
 from treadle.cluster.ray.supervisor import Recovery, Supervisor, print_recovery
 from treadle.cluster.ray.worker import RemoteWorker
 from treadle.config import Config, make_plan
@@ -54,11 +55,13 @@ async def reserved(config: Config) -> AsyncIterator[Reservation]:
             reservation.release()
 
 
-def supply_rollout(config: Config, reservation: Reservation, report: Report) -> Parts:
-    """What this config needs of these places."""
+def supply_rollout(
+    config: Config, reservation: Reservation, report: Report, *, seats: Sequence[Seat] = (), name: str | None = None
+) -> Parts:
+    """What this config needs of these places; with replicas in `seats`, or where the plan has them."""
     rollout, reward = config.rollout, config.reward
     move = reservation.move if reservation.can_move else None
-    pool = ReplicaPool(rollout, config.model, reservation.replica_seats(), move=move)
+    pool = ReplicaPool(rollout, config.model, seats or reservation.replica_seats(), name=name, move=move)
     workers, scorer = None, None
 
     async def attend(router: Router, note: Note) -> Supervisor:

@@ -201,7 +201,7 @@ class Supervisor:
     def _go_on_without(self, charge: _Charge) -> None:
         """No node has room for a replica: the others go on, until a node joins or the run ends."""
         seat, now = charge.post.seat, asyncio.get_running_loop().time()
-        wanted = f"{len(seat.gpus)} GPUs and 1 CPU" if seat.gpus else "1 CPU"
+        wanted = f"{len(seat.gpus)} GPU" if seat.gpus else "1 CPU"
         problem = f"{seat.node.machine.name} has left the cluster, and no other node has {wanted} to spare"
         self._give_up(problem)
         left = f"{len(self._pool.roster)} of {len(self._pool.posts)} replicas go on until a node joins"
