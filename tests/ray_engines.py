@@ -111,3 +111,8 @@ def answer(request: Request, rng: random.Random) -> str:
     """A script: one call of a tool, then the answer."""
     spoken = sum(message["role"] == "assistant" for message in request.messages)
     return '<tool_call>{"name": "add", "arguments": {"a": 1, "b": 2}}</tool_call>' if spoken == 0 else "It is 3."
+
+
+def rate(request: Request, rng: random.Random) -> str:
+    """A judge's answer."""
+    return "Score: 2"

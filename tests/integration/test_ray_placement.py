@@ -125,6 +125,53 @@ def test_validation_without_gpus_sits_with_the_engines_and_is_counted_among_them
     asyncio.run(reserved(plan, nodes, main))
 
 
+JUDGED = """
+model: {path: somewhere}
+data: {train_files: [tasks.jsonl], train_batch_size: 64}
+rollout: {n: 8}
+reward:
+  classifiers: {helpful: {path: there, device: cuda}, harmless: {path: there, device: cuda}}
+trainer: {}
+cluster: {backend: ray}
+"""
+
+
+@pytest.mark.parametrize("trained", [4, 2, 1])
+def test_the_scorer_sits_with_the_gpus_of_its_reward_models(unequal, trained):
+    nodes = find_nodes()
+    config = training_config(
+        f"trainer.n_gpus_per_node={trained}", "actor._target_=treadle.config.FSDPActorConfig", text=JUDGED
+    )
+    plan = make_plan(config, machines(nodes))
+
+    async def main(reservation) -> None:
+        seat, held = reservation.scorer_seat(3), reservation.reward_gpus()
+        assert seat.node.machine.name == plan.rewards.placement.machine
+        assert [gpu.name for gpus in held.values() for gpu in gpus] == list(seat.gpus)
+        assert [gpu.number for gpus in held.values() for gpu in gpus] == [0, 1]
+        ranks = {(rank.node.id, gpu) for rank in reservation.rank_seats() for gpu in rank.gpus}
+        assert not ranks & {(seat.node.id, gpu) for gpu in seat.gpus}, "nobody else has them"
+        told = await asyncio.to_thread(ask_witnesses, [seat])
+        assert told == [(seat.node.id, ",".join(seat.gpus))]
+
+    asyncio.run(reserved(plan, nodes, main))
+
+
+def test_reward_models_share_the_engines_gpus_where_no_other_is_left(unequal):
+    nodes = find_nodes()
+    words = ["trainer.n_gpus_per_node=2", "trainer.nnodes=3", "actor._target_=treadle.config.FSDPActorConfig"]
+    plan = make_plan(training_config(*words, "rollout.n=9", text=JUDGED), machines(nodes))
+    assert plan.rewards is not None and plan.rewards.shared_with == "trainer + rollout"
+
+    async def main(reservation) -> None:
+        seat = reservation.scorer_seat(0)
+        assert [(seat.node.id, gpu) for gpu in seat.gpus] == [
+            (rank.node.id, gpu) for rank in reservation.rank_seats()[:2] for gpu in rank.gpus
+        ]
+
+    asyncio.run(reserved(plan, nodes, main))
+
+
 def test_a_place_that_others_hold_is_refused_in_time_and_by_name(unequal):
     nodes = find_nodes()
     taken = placement_group([{"GPU": 3.0}], bundle_label_selector=[{"ray.io/node-id": _with_gpus(nodes, 4).id}])

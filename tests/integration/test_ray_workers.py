@@ -15,10 +15,11 @@ pytest.importorskip("ray")
 
 from tests import ray_cluster
 from tests.rollouts import CALL, FINAL, engine, renderer, rollout, save_model, say, task, tasks
+from treadle.cluster.ray.messages import ScorerSetup
 from treadle.cluster.ray.scorer import RemoteScorer
 from treadle.cluster.ray.worker import RemoteWorker
-from treadle.config import AgentLoopConfig, FailureConfig
-from treadle.config.reward import RewardConfig, RewardFunctionConfig
+from treadle.config import AgentLoopConfig, FailureConfig, ScriptedConfig
+from treadle.config.reward import JudgeConfig, JudgeEngineConfig, RewardConfig, RewardFunctionConfig
 from treadle.engine.router import Router
 from treadle.errors import ConfigError, RewardFailure
 from treadle.rollout.dispatch import Dispatcher, Order
@@ -121,7 +122,7 @@ def scored_on_ray(model, functions, body):
         config = rollout()
         reward = RewardConfig(functions=functions, num_workers=1)
         async with ray_cluster.reserved(config, model) as reservation:
-            scorer = await RemoteScorer.create(reward, partial(reservation.worker_seat, 0), config.limits)
+            scorer = await RemoteScorer.create(ScorerSetup(reward), partial(reservation.worker_seat, 0), config.limits)
             try:
                 await body(scorer)
             finally:
@@ -143,6 +144,27 @@ def test_scores_come_from_the_actor_and_its_death_is_survived(cluster, model):
         assert (await scorer.score(task(ground_truth="four"), trajectory("five"))).value == 2.0
 
     scored_on_ray(model, functions, body)
+
+
+def test_judges_work_in_the_actor_and_speak_with_the_policy_through_the_driver(cluster, model):
+    """A scripted judge has its engine there; a judge that is the policy asks the driver's."""
+    scripted = JudgeEngineConfig(name="scripted", scripted=ScriptedConfig(script="tests.ray_engines:rate"))
+    engines = {"own": scripted, "policy": JudgeEngineConfig(name="policy")}
+    judges = {name: JudgeConfig(prompt="Rate {{ response }}", engine=made) for name, made in engines.items()}
+
+    async def main() -> None:
+        config = rollout()
+        setup = ScorerSetup(RewardConfig(judges=judges), model)
+        async with ray_cluster.reserved(config, model) as reservation:
+            policy = engine(say("Score: 5"))
+            scorer = await RemoteScorer.create(setup, partial(reservation.scorer_seat, 0), config.limits, policy)
+            try:
+                score = await scorer.score(task(), trajectory("four"))
+                assert score.parts == {"own": 2.0, "policy": 5.0}
+            finally:
+                await scorer.close()
+
+    asyncio.run(main())
 
 
 def test_a_reward_function_that_breaks_is_a_failure_of_its_own_kind(cluster, model):

@@ -93,7 +93,7 @@ def test_a_process_scores_as_a_thread_does_survives_its_death_and_leaves_nothing
 
 
 def test_a_batch_that_takes_too_long_ends_with_its_process(directory):
-    process = ClassifierProcess(config(directory, timeout_s=0.001))
+    process = ClassifierProcess(config(directory, timeout_s=0.001), "cpu")
     before = list_children(os.getpid())
     process.load()
     with pytest.raises(ScoreFailure) as caught:
@@ -104,7 +104,7 @@ def test_a_batch_that_takes_too_long_ends_with_its_process(directory):
 
 
 def test_a_process_that_dies_says_how(directory):
-    process = ClassifierProcess(config(directory))
+    process = ClassifierProcess(config(directory), "cpu")
     before = list_children(os.getpid())
     process.load()
     (pid,) = list_children(os.getpid()) - before

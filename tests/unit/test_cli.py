@@ -269,6 +269,14 @@ def test_plan_looks_at_the_visible_devices(run, here, monkeypatch):
         assert run("plan", "train.yaml", "trainer.n_gpus_per_node=1")[0] == 2
 
 
+def test_plan_says_where_reward_models_compute(run, here):
+    words = ["plan", "train.yaml", "trainer.n_gpus_per_node=2", "reward.classifiers.helpful.path=there"]
+    words += ["reward.classifiers.helpful.device=cuda"]
+    assert "rewards    helpful: node0, GPU 2\n" in run(*words, "--machines", "1x4")[1]
+    shared = "rewards    helpful: node0, GPU 0, shared with trainer + rollout\n"
+    assert shared in run(*words, "--machines", "1x2")[1]
+
+
 def test_plan_says_where_validation_happens(run, here):
     words = ["plan", "train.yaml", "trainer.mode=fully_async", "algorithm.rollout_correction.rollout_is=token"]
     words += ["rollout.nnodes=1", "trainer.test_freq=5", "data.val_files=[held_out.jsonl]"]

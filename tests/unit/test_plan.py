@@ -242,3 +242,61 @@ def test_validation_beside_training_has_an_engine_of_its_own_where_one_fits():
     assert validation_of(*ray, there=machines(8)) == "m0, GPU 6–7"
     assert make_plan(training_config(*ASYNC, *ray), machines(8)).unused_gpus == 0
     assert validation_of(*ray, there=machines(7)) is None, "one GPU holds no engine of two"
+
+
+JUDGED = """
+model: {path: somewhere}
+data: {train_files: [tasks.jsonl], train_batch_size: 64}
+rollout: {n: 8}
+reward:
+  classifiers: {helpful: {path: there, device: cuda}}
+  judges: {fair: {path: there, prompt: Rate, engine: {name: vllm, n_gpus: 2, tensor_model_parallel_size: 2}}}
+trainer: {}
+"""
+
+
+def judged(*words: str) -> TrainConfig:
+    return training_config(*words, text=JUDGED)
+
+
+def test_reward_models_have_gpus_of_their_own_where_some_are_free():
+    plan = make_plan(judged("trainer.n_gpus_per_node=4"), machines(8))
+    assert plan.rewards.gpus == {"helpful": (4,), "fair": (5, 6)} and plan.rewards.shared_with is None
+    assert [item.role for item in plan.held()] == ["trainer + rollout", "reward"]
+    assert plan.unused_gpus == 1
+
+
+def test_reward_models_share_the_engines_gpus_where_none_is_free():
+    plan = make_plan(judged("trainer.n_gpus_per_node=4"), machines(4))
+    assert plan.rewards.gpus == {"helpful": (0,), "fair": (1, 2)}
+    assert plan.rewards.shared_with == "trainer + rollout" and plan.held() == plan.placements
+    apart = judged(*ASYNC, "trainer.n_gpus_per_node=1", "rollout.n_gpus_per_node=3")
+    assert make_plan(apart, machines(4)).rewards.shared_with == "rollout", "a trainer alone needs its GPU more"
+
+
+def test_no_gpu_is_asked_for_more_memory_than_it_has():
+    found = refusal(judged("trainer.n_gpus_per_node=2"), machines(2))
+    assert found.key == "reward.judges.fair.engine.n_gpus"
+    assert found.problem == "'fair' shares GPU 0 with trainer + rollout: 1.10 of its memory is asked for"
+    assert make_plan(judged("trainer.n_gpus_per_node=2", "rollout.gpu_memory_utilization=0.4"), machines(2)).rewards
+
+
+def test_a_reward_model_that_no_machine_holds_is_refused():
+    found = refusal(judged("trainer.n_gpus_per_node=1"), machines(1))
+    assert found.problem.startswith("2 GPUs of one machine wanted for the reward model 'fair'")
+    assert refusal(judged("reward.judges={}"), HERE).key == "reward.classifiers.helpful.device"
+
+
+def test_a_gpu_that_the_config_names_is_left_to_it_but_on_ray():
+    named = ["reward.judges={}", "reward.classifiers.helpful.device=cuda:1", "trainer.n_gpus_per_node=1"]
+    assert make_plan(judged(*named), machines(2)).rewards.gpus == {"helpful": (1,)}
+    assert refusal(judged(*named), machines(1)).problem == "no machine has that GPU"
+    assert refusal(judged(*named, "cluster.backend=ray"), machines(2)).fix == "write cuda"
+
+
+def test_validation_shares_the_engines_where_its_reward_models_would_not_fit():
+    words = [*ASYNC, "trainer.mode=fully_async", "trainer.test_freq=5", "data.val_files=[held_out.jsonl]"]
+    words += ["reward.judges={}", "trainer.n_gpus_per_node=1", "rollout.n_gpus_per_node=1", "cluster.backend=ray"]
+    assert make_plan(judged(*words), machines(8)).validation is not None
+    full = "reward.classifiers.helpful.gpu_memory_utilization=0.6"
+    assert make_plan(judged(*words, full), machines(8)).validation is None

@@ -15,6 +15,7 @@ from tests.reward_models import make_task, make_trajectory, save_causal, save_cl
 from tests.rollouts import save_model
 from treadle.config import OpenAIConfig
 from treadle.config.reward import ClassifierConfig, RewardConfig, RewardFunctionConfig
+from treadle.engine.protocol import Gpu
 from treadle.errors import ConfigError, DeadlineError, RunError
 from treadle.reward.classifier.batches import Batches
 from treadle.reward.classifier.classifier import Classifier
@@ -23,6 +24,7 @@ from treadle.reward.classifier.transcript import Transcript
 from treadle.reward.failure import Fault, ScoreFailure
 from treadle.reward.rate import RateLimit
 from treadle.reward.scorer import Scorer
+from treadle.reward.surroundings import Surroundings
 from treadle.types import Score, Trajectory
 
 ANSWERS = ("42", "", "I do not know.", "It is forty-two, " * 9, "6 * 7 is 42")
@@ -159,6 +161,13 @@ def test_what_is_no_classifier_of_one_label_is_refused_before_the_first_score(tm
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here")
 def test_a_gpu_that_is_not_there_is_refused(directory):
     assert "0 GPUs are visible" in refused(directory, device="cuda:1")
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here")
+def test_a_classifier_is_loaded_on_the_gpu_that_a_plan_gave_it(directory):
+    reward = RewardConfig(classifiers={"helpful": make_config(directory)})
+    with pytest.raises(ConfigError, match="0 GPUs are visible"):
+        asyncio.run(Scorer.create(reward, Surroundings(gpus={"helpful": (Gpu(1, "5"),)})))
 
 
 def test_a_tokenizer_without_a_chat_template_needs_a_prompt(tmp_path):

@@ -15,11 +15,12 @@ from tests.virtual_time import run
 from treadle.config import ModelConfig, RolloutConfig
 from treadle.config.reward import JudgeConfig, JudgeEngineConfig, RewardConfig, RewardFunctionConfig
 from treadle.data.renderer import Renderer
-from treadle.engine.protocol import Engine
+from treadle.engine.protocol import Engine, Gpu
 from treadle.errors import Boundary, ConfigError, EngineFailure, RequestRefused
 from treadle.reward.failure import Fault, ScoreFailure
 from treadle.reward.scorer import Scorer
 from treadle.reward.surroundings import Surroundings
+from treadle.rollout.engines import start_engines
 from treadle.types import Completion, Request, Score, StopReason, Trajectory
 
 Script = Callable[[Request, Random], Any]
@@ -38,7 +39,7 @@ def around(script: Script | None = None, model: str = "", **fields: Any) -> Surr
     """A rollout that lends the golden renderer and scripted engines."""
 
     async def start(
-        rollout: RolloutConfig, model: ModelConfig, renderer: Renderer, api_key: str | None
+        rollout: RolloutConfig, model: ModelConfig, renderer: Renderer, api_key: str | None, gpus: Sequence[Gpu]
     ) -> Sequence[Engine]:
         return [scripted(script, **fields)]
 
@@ -274,3 +275,18 @@ def test_a_judges_engines_end_with_the_scorer():
 
     with pytest.raises(EngineFailure, match="closed"):
         run(ask())
+
+
+def test_a_judge_has_an_engine_for_each_share_of_the_gpus_that_a_plan_gave_it():
+    gpus = tuple(Gpu(at, name) for at, name in enumerate("5678"))
+    asked: list[Sequence[Gpu]] = []
+
+    async def start(*arguments: Any) -> Sequence[Engine]:
+        asked.append(arguments[-1])
+        return await start_engines(RolloutConfig(name="scripted", tensor_model_parallel_size=2), *arguments[1:])
+
+    lent = Surroundings(ModelConfig(path=""), renderer(), None, start, gpus={"fair": gpus})
+    engines = run(start(None, ModelConfig(path=""), renderer(), None, gpus))
+    assert [engine.name for engine in engines] == ["scripted-0", "scripted-1"]
+    fail(make_judge(), lent)  # an echo is no score
+    assert asked[-1] == gpus

@@ -1,9 +1,6 @@
 """Which machines there are to plan for: this one, those of a Ray cluster, or those somebody describes."""
 
-import os
 import re
-import socket
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from treadle.errors import ConfigError, Mistake
@@ -12,21 +9,11 @@ if TYPE_CHECKING:
     from treadle.config import ClusterConfig, Machine
 
 
-def this_machine() -> "Machine":
-    """This computer and the GPUs a process started here would see. Looks without importing torch."""
-    from treadle.config import Machine
-
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if visible is not None:
-        count = len([name for name in visible.split(",") if name.strip() and name.strip() != "-1"])
-    else:
-        count = len([path for path in Path("/dev").glob("nvidia*") if path.name.removeprefix("nvidia").isdigit()])
-    return Machine(socket.gethostname(), count)
-
-
 def find_machines(cluster: "ClusterConfig") -> list["Machine"]:
     """Those of the cluster whose address is given, or this one."""
     if cluster.backend == "local" or cluster.address is None:
+        from treadle.cluster.machine import this_machine
+
         return [this_machine()]
     from treadle.cluster.ray import require_ray
 

@@ -1,7 +1,7 @@
 """`treadle plan`: what a config would do, before it does it."""
 
 import json
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import TYPE_CHECKING
 
 from treadle.cli.parser import Arguments, Commands, add_command, add_words, load_words
@@ -9,6 +9,7 @@ from treadle.cli.parser import Arguments, Commands, add_command, add_words, load
 if TYPE_CHECKING:
     from treadle.config import Config, Plan
     from treadle.config.plan import Batches
+    from treadle.config.reward_places import RewardPlaces
 
 
 def register(commands: Commands) -> None:
@@ -50,6 +51,8 @@ def describe_plan(config: "Config", plan: "Plan") -> str:
     rows.append(("sessions", f"{plan.places:,} open at most; {at_once}"))
     if plan.mode not in ("sync", "rollout"):
         rows += _validation_rows(config, plan)
+    if plan.rewards is not None:
+        rows += _reward_rows(plan.rewards)
     if plan.unused_gpus:
         section = "trainer" if plan.batches else "rollout"
         more = f"raise {section}.n_gpus_per_node or {section}.nnodes to use more"
@@ -62,6 +65,12 @@ def describe_plan(config: "Config", plan: "Plan") -> str:
     return "\n".join(f"{name:10} {text}" for name, text in rows)
 
 
+def _reward_rows(rewards: "RewardPlaces") -> list[tuple[str, str]]:
+    shared = f", shared with {rewards.shared_with}" if rewards.shared_with else ""
+    texts = [f"{name}: {replace(rewards.placement, gpus=gpus).place()}{shared}" for name, gpus in rewards.gpus.items()]
+    return [("rewards" if at == 0 else "", text) for at, text in enumerate(texts)]
+
+
 def _validation_rows(config: "Config", plan: "Plan") -> list[tuple[str, str]]:
     """Where validation happens that training does not wait for; or that it does."""
     from treadle.config import TrainConfig
@@ -71,7 +80,11 @@ def _validation_rows(config: "Config", plan: "Plan") -> list[tuple[str, str]]:
         return []
     if plan.validation is not None:
         return [("validation", f"beside training: 1 × {config.rollout.name}, {plan.validation.place()}")]
-    why = "on Ray an unused GPU would let it go on beside" if config.cluster.backend == "local" else "no GPU is left"
+    why = (
+        "on Ray an unused GPU would let it go on beside"
+        if config.cluster.backend == "local"
+        else "no GPU is left for it"
+    )
     return [("validation", f"shares the engines, and training waits for it: {why}")]
 
 

@@ -64,7 +64,9 @@ def _supplied(config: "Config") -> AbstractContextManager["Parts"]:
     from treadle.rollout import Parts
 
     if config.cluster.backend == "local":
-        return nullcontext(Parts())
+        from treadle.cluster.machine import reward_gpus
+
+        return nullcontext(Parts(gpus=reward_gpus(config)))
     from treadle.cluster.ray import require_ray
 
     require_ray(config.cluster)

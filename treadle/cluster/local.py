@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from treadle.cluster.machine import reward_gpus
 from treadle.cluster.networks import Networks, load_networks, trainer_devices
 from treadle.cluster.runtime import Runtime, push_timeout_s
 from treadle.config import ModelConfig, RolloutConfig, TrainConfig
@@ -105,7 +106,8 @@ def _runtime(config: TrainConfig, networks: Networks, transport: Transport | Non
 
     here = partial(_start_here, config, config.model if own is None else own)
     engines = partial(_start_apart, config, config.rollout.name) if apart else here
-    return Runtime(networks.step, RolloutParts(engines=engines), give, _validation(config), networks.watch)
+    rollout = RolloutParts(engines=engines, gpus=reward_gpus(config))
+    return Runtime(networks.step, rollout, give, _validation(config), networks.watch)
 
 
 def _same_format(config: TrainConfig) -> bool:
@@ -116,7 +118,7 @@ def _validation(config: TrainConfig) -> RolloutParts | None:
     """A further engine, where training does not wait for validation; on GPUs none is left for it."""
     if not validates_beside(config) or config.rollout.n_gpus_per_node:
         return None
-    return RolloutParts(engines=partial(_start_apart, config, "validation", 1))
+    return RolloutParts(engines=partial(_start_apart, config, "validation", 1), gpus=reward_gpus(config))
 
 
 async def _start_here(config: TrainConfig, source: "ModelConfig | PreTrainedModel") -> list[NativeEngine]:

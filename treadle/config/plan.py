@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from math import ceil
 
 from treadle.config.machines import Machine, Placement, Room
+from treadle.config.reward_places import RewardPlaces, place_rewards, wishes
 from treadle.config.root import Config, TrainConfig
 from treadle.config.rules import check_rules
 from treadle.config.transport import Way, choose_way
@@ -63,9 +64,16 @@ class Plan:
     unused_gpus: int
     validation: Placement | None = None
     """An engine of its own, for validation that goes on beside training; None: it shares the others, in turn."""
+    rewards: RewardPlaces | None = None
+    """GPUs of reward models; None where they use none."""
 
     def nodes(self, role: str) -> tuple[Placement, ...]:
         return tuple(placement for placement in self.placements if placement.role == role)
+
+    def held(self) -> tuple[Placement, ...]:
+        """Every node of every role that has something to itself."""
+        rewards = self.rewards
+        return self.placements if rewards is None or rewards.shared_with else (*self.placements, rewards.placement)
 
 
 def make_plan(config: Config, machines: Sequence[Machine]) -> Plan:
@@ -76,6 +84,7 @@ def make_plan(config: Config, machines: Sequence[Machine]) -> Plan:
     placements = _place(config, room)
     training = config if isinstance(config, TrainConfig) else None
     replicas = _replicas(config)
+    rewards = place_rewards(config, placements, room)
     validation = _place_validation(training, placements, room) if training else None
     return Plan(
         mode=training.trainer.mode if training else "rollout",
@@ -89,6 +98,7 @@ def make_plan(config: Config, machines: Sequence[Machine]) -> Plan:
         weights=choose_way(training) if training else None,
         unused_gpus=room.unused_gpus,
         validation=validation,
+        rewards=rewards,
     )
 
 
@@ -135,8 +145,8 @@ def _place(config: Config, room: Room) -> tuple[Placement, ...]:
 
 def _place_validation(config: TrainConfig, placements: Sequence[Placement], room: Room) -> Placement | None:
     """GPUs that nobody wants, where Ray can put an engine on them; on a CPU, beside the last engines."""
-    if not validates_beside(config):
-        return None
+    if not validates_beside(config) or any(wish.share > 0.5 for wish in wishes(config)):
+        return None  # it has reward models of its own, on the same GPUs
     if not _engine_gpus(config):
         return replace(placements[-1], role="validation", node=0)
     return room.take("validation", 0, _replica_gpus(config)) if config.cluster.backend == "ray" else None

@@ -19,6 +19,14 @@ Decode = Callable[[Sequence[int]], str]
 
 
 @dataclass(frozen=True, slots=True)
+class Gpu:
+    """A GPU as this process counts it, and as CUDA_VISIBLE_DEVICES names it to another."""
+
+    number: int
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
 class WeightUpdate:
     """New weights on their way to an engine, and what the engine must confirm."""
 

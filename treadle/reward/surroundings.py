@@ -11,11 +11,11 @@ from typing import Protocol
 from treadle.config.model import ModelConfig
 from treadle.config.rollout import RolloutConfig
 from treadle.data.renderer import Renderer
-from treadle.engine.protocol import Engine
+from treadle.engine.protocol import Engine, Gpu
 from treadle.types import Completion, Request
 
-StartEngines = Callable[[RolloutConfig, ModelConfig, Renderer, str | None], Awaitable[Sequence[Engine]]]
-"""Starts every replica of a section. The last argument is the key of an endpoint."""
+StartEngines = Callable[[RolloutConfig, ModelConfig, Renderer, str | None, Sequence[Gpu]], Awaitable[Sequence[Engine]]]
+"""Starts every replica of a section. The last arguments are the key of an endpoint, and the GPUs to use, if chosen."""
 
 
 class Generator(Protocol):
@@ -37,6 +37,8 @@ class Surroundings:
     start_engines: StartEngines | None = None
     api_keys: Mapping[str, str] = field(default_factory=dict)
     """Keys of endpoints, by the environment variable that holds them."""
+    gpus: Mapping[str, Sequence[Gpu]] = field(default_factory=dict)
+    """Those of each model that a plan gave some."""
 
 
 ALONE = Surroundings()

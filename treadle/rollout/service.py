@@ -17,7 +17,7 @@ from typing import Protocol, Self
 from treadle.config import ModelConfig, RewardConfig, RolloutConfig
 from treadle.config.trainer import OnWeightUpdate
 from treadle.data.renderer import Renderer
-from treadle.engine.protocol import Engine, WeightUpdate
+from treadle.engine.protocol import Engine, Gpu, WeightUpdate
 from treadle.engine.router import Router
 from treadle.journal import Journal
 from treadle.observe import StallReport, StallWatch, Wait
@@ -86,13 +86,15 @@ class Parts:
     observers: Sequence[Observer] = ()
     workers: Callable[[Generator], Awaitable[Sequence[HiredWorker]]] | None = None
     """Starts agent workers elsewhere, which generate through what they are given."""
-    scorer: Callable[[], Awaitable[HiredScorer]] | None = None
-    """Starts a scorer elsewhere."""
+    scorer: Callable[[Surroundings], Awaitable[HiredScorer]] | None = None
+    """Starts a scorer elsewhere, with what it may use of this rollout."""
     attend: Callable[[Router, Note], Awaitable[Attendant]] | None = None
     """Lets somebody look after the replicas behind the router, who may replace those that die, and notes it."""
     on_stall: Callable[[StallReport], None] = print_stall
     api_keys: Mapping[str, str] = NOTHING
     """Keys of endpoints, by the environment variable that the config names for each."""
+    gpus: Mapping[str, Sequence[Gpu]] = NOTHING
+    """Those of reward models, by the name of each."""
 
 
 class RolloutService:
@@ -144,7 +146,7 @@ class RolloutService:
             scorer = None
             if reward is not None and reward.weights():
                 surroundings = _surround(rollout, model, renderer, router, parts)
-                scorer = await (parts.scorer() if parts.scorer else Scorer.create(reward, surroundings))
+                scorer = await (parts.scorer or partial(Scorer.create, reward))(surroundings)
                 started.push_async_callback(scorer.close)
             forget = partial(_forget, router, recall)
             dispatcher = Dispatcher(
@@ -277,7 +279,7 @@ def _surround(
     rollout: RolloutConfig, model: ModelConfig, renderer: Renderer, router: Router, parts: Parts
 ) -> Surroundings:
     """What reward models may use of this rollout."""
-    return Surroundings(model, renderer, router, start_engines, parts.api_keys)
+    return Surroundings(model, renderer, router, start_engines, parts.api_keys, parts.gpus)
 
 
 async def _start_workers(

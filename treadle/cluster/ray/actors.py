@@ -25,8 +25,9 @@ from treadle.engine.channel import Peer
 from treadle.engine.protocol import Engine, WeightUpdate
 from treadle.errors import ConfigError, Failure, RewardFailure, TreadleError
 from treadle.reward.scorer import Scorer
+from treadle.reward.surroundings import Surroundings as Lent
 from treadle.rollout.dispatch import first_error
-from treadle.rollout.engines import _start as start_engine
+from treadle.rollout.engines import start_engine, start_engines
 from treadle.rollout.process import Ready, Setup
 from treadle.rollout.process_main import UpstreamEngine
 from treadle.rollout.worker import AgentLoopWorker
@@ -174,21 +175,33 @@ class AgentActor(Host):
 
 
 class ScorerActor(Host):
-    """Reward functions, with the sandboxed processes that untrusted ones run in."""
+    """Reward functions, with the sandboxed processes that untrusted ones run in, and reward models."""
 
     async def serve(self, timeout_s: float) -> None:
         async with self._met(timeout_s) as link:
             setup: ScorerSetup = await link.receive()
-            scorer = await _started(Scorer.create(setup.reward), link)
+            policy = UpstreamEngine()
+            scorer = await _started(_start_scorer(setup, policy), link)
             if scorer is None:
                 return
 
             async def score(order: ScoreOrder) -> Score:
                 return await scorer.score(order.task, order.trajectory)
 
-            async with scorer:
-                link.send(Ready())
-                await Peer(link, score, RewardFailure).serve()
+            policy.peer = Peer(link, score, RewardFailure)
+            with guarded(descendants(os.getpid()) if setup.gpus else []):  # they hold memory that a successor needs
+                async with scorer:
+                    link.send(Ready())
+                    await policy.peer.serve()
+
+
+async def _start_scorer(setup: ScorerSetup, policy: UpstreamEngine) -> Scorer:
+    reward, model = setup.reward, setup.model
+    if not reward.judges or model is None:
+        return await Scorer.create(reward, Lent(api_keys=setup.api_keys, gpus=setup.gpus))
+    renderer = await asyncio.to_thread(Renderer.create, model)
+    lent = Lent(model, renderer, policy, start_engines, setup.api_keys, setup.gpus)
+    return await Scorer.create(reward, lent)
 
 
 async def _started(starting: Awaitable[T], link: Link) -> T | None:

@@ -1,12 +1,12 @@
 """What the driver and its actors say to each other, besides what worker processes say too."""
 
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from treadle.config import ModelConfig, RewardConfig, RolloutConfig
-from treadle.engine.protocol import Engine
-from treadle.types import Completion, Request, Task, Trajectory
+from treadle.engine.protocol import Engine, Gpu
+from treadle.types import NOTHING, Completion, Request, Task, Trajectory
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +57,11 @@ class ScorerSetup:
     """What a scorer's actor is told first."""
 
     reward: RewardConfig
+    model: ModelConfig | None = None
+    """The policy's, for judges that speak with it."""
+    api_keys: Mapping[str, str] = NOTHING
+    gpus: Mapping[str, tuple[Gpu, ...]] = NOTHING
+    """Those of each reward model that has some, as the actor counts them."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,7 +20,10 @@ from treadle.cluster.ray.connection import Node
 from treadle.cluster.ray.seat import Seat, ask_gpus, pin
 from treadle.config import Plan
 from treadle.config.machines import Placement
+from treadle.config.reward_places import REWARD
+from treadle.engine.protocol import Gpu
 from treadle.errors import ConfigError, DeadlineError, Mistake, RunError
+from treadle.types import NOTHING
 
 log = logging.getLogger(__name__)
 
@@ -53,9 +56,9 @@ class Reservation:
     def reserve_blocking(cls, plan: Plan, nodes: Sequence[Node], *, timeout_s: float) -> Self:
         """The same, for code that does not await."""
         by_name = {node.machine.name: node for node in nodes}
-        bundles = [_bundle(placement) for placement in plan.placements]
+        bundles = [_bundle(placement) for placement in plan.held()]
         _refuse_impossible(plan, nodes)
-        pins = [dict(pin(by_name[placement.machine])) for placement in plan.placements]
+        pins = [dict(pin(by_name[placement.machine])) for placement in plan.held()]
         group = placement_group(bundles, strategy="PACK", bundle_label_selector=pins)
         try:
             if not group.wait(timeout_s):
@@ -127,6 +130,28 @@ class Reservation:
                 return seat
         raise RunError("every machine of the run has left the cluster")
 
+    def scorer_seat(self, number: int) -> Seat:
+        """For the scorer: with the GPUs of its reward models, or like a worker where these use none."""
+        rewards = self._plan.rewards
+        if rewards is None:
+            return self.worker_seat(number)
+        place = rewards.placement
+        for at, held in self._bundles(rewards.shared_with or REWARD):
+            if held.machine == place.machine and set(place.gpus) <= set(held.gpus):
+                seat = self._seat(at, held, tuple(self._gpus[at][held.gpus.index(gpu)] for gpu in place.gpus))
+                if seat.there():
+                    return seat
+        raise RunError(f"{place.machine}, which had the reward models, has left the cluster")
+
+    def reward_gpus(self) -> Mapping[str, tuple[Gpu, ...]]:
+        """Those of each reward model, as the scorer counts them."""
+        rewards = self._plan.rewards
+        if rewards is None:
+            return NOTHING
+        names, numbers = self.scorer_seat(0).gpus, rewards.placement.gpus
+        at = {gpu: Gpu(index, names[index]) for index, gpu in enumerate(numbers)}
+        return {model: tuple(at[gpu] for gpu in gpus) for model, gpus in rewards.gpus.items()}
+
     async def move(self, seat: Seat) -> Seat:
         """Another place such as `seat`, whose machine has left. Waits until some node has room."""
         self._annexes.drop(seat)
@@ -153,7 +178,7 @@ class Reservation:
         return Seat(self._group, bundle, self._nodes[placement.machine], gpus)
 
     def _bundles(self, *roles: str) -> Iterator[tuple[int, Placement]]:
-        return ((at, placement) for at, placement in enumerate(self._plan.placements) if placement.role in roles)
+        return ((at, placement) for at, placement in enumerate(self._plan.held()) if placement.role in roles)
 
 
 def _bundle(placement: Placement) -> dict[str, float]:
@@ -168,7 +193,7 @@ def _split(gpus: tuple[str, ...], size: int) -> Iterator[tuple[str, ...]]:
 
 def _refuse_impossible(plan: Plan, nodes: Sequence[Node]) -> None:
     """What no waiting can bring: more roles on a machine than it has processors for."""
-    wanted = Counter(placement.machine for placement in plan.placements)
+    wanted = Counter(placement.machine for placement in plan.held())
     cpus = {node.machine.name: node.num_cpus for node in nodes}
     mistakes = [
         Mistake(
@@ -187,7 +212,7 @@ def _missing(plan: Plan, nodes: Sequence[Node]) -> Iterator[str]:
     """Each placement whose machine has less to give than it needs, with both numbers."""
     free: Mapping[str, Mapping[str, float]] = ray._private.state.available_resources_per_node()
     ids = {node.machine.name: node.id for node in nodes}
-    for placement in plan.placements:
+    for placement in plan.held():
         resources = free.get(ids[placement.machine])
         if resources is None:
             yield f"{placement.role} node {placement.node}: {placement.machine} has left the cluster"
@@ -200,12 +225,10 @@ def _missing(plan: Plan, nodes: Sequence[Node]) -> Iterator[str]:
 
 def _gpu_names(group: PlacementGroup, plan: Plan, timeout_s: float) -> tuple[tuple[str, ...], ...]:
     """The GPUs that Ray gave to each bundle."""
-    asked = {
-        at: ask_gpus(group, at, len(placement.gpus)) for at, placement in enumerate(plan.placements) if placement.gpus
-    }
+    asked = {at: ask_gpus(group, at, len(placement.gpus)) for at, placement in enumerate(plan.held()) if placement.gpus}
     try:
         found = ray.get(list(asked.values()), timeout=timeout_s)
     except ray.exceptions.GetTimeoutError as error:
         raise DeadlineError(f"Ray did not say within {timeout_s:g} s which GPUs it gave") from error
     names = dict(zip(asked, found, strict=True))
-    return tuple(names.get(at, ()) for at in range(len(plan.placements)))
+    return tuple(names.get(at, ()) for at in range(len(plan.held())))

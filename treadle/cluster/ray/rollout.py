@@ -9,6 +9,7 @@ from dataclasses import asdict
 from functools import partial
 
 from treadle.cluster.ray.connection import connected, machines_of
+from treadle.cluster.ray.messages import ScorerSetup
 from treadle.cluster.ray.placement import Reservation
 from treadle.cluster.ray.pool import ReplicaPool
 from treadle.cluster.ray.scorer import RemoteScorer
@@ -16,7 +17,9 @@ from treadle.cluster.ray.seat import Seat
 from treadle.cluster.ray.supervisor import Recovery, Supervisor, print_recovery
 from treadle.cluster.ray.worker import RemoteWorker
 from treadle.config import Config, make_plan
+from treadle.config.reward_places import wishes
 from treadle.engine.router import Router
+from treadle.reward.surroundings import Surroundings
 from treadle.rollout.service import Note, Parts
 from treadle.rollout.services import Generator
 
@@ -74,14 +77,16 @@ def supply_rollout(
     async def start_workers(engine: Generator) -> Sequence[RemoteWorker]:
         return await _start_workers(config, engine, reservation)
 
-    async def start_scorer() -> RemoteScorer:
-        seat = partial(reservation.worker_seat, rollout.agent.num_workers)
-        return await RemoteScorer.create(reward, seat, rollout.limits)
+    async def start_scorer(lent: Surroundings) -> RemoteScorer:
+        setup = ScorerSetup(reward, config.model, lent.api_keys, reservation.reward_gpus())
+        seat = partial(reservation.scorer_seat, rollout.agent.num_workers)
+        return await RemoteScorer.create(setup, seat, rollout.limits, lent.policy)
 
     if rollout.agent.num_workers > 1:
         workers = start_workers
-    if reward.functions and reward.num_workers and set(reward.weights()) == set(reward.functions):
-        scorer = start_scorer  # judges and classifiers lean on the manager's own engines
+    only_functions = set(reward.weights()) == set(reward.functions)
+    if any(wishes(config)) or (reward.functions and reward.num_workers and only_functions):
+        scorer = start_scorer  # models without GPUs stay with the manager
     return Parts(engines=pool.start, attend=attend, workers=workers, scorer=scorer)
 
 

@@ -15,31 +15,40 @@ from treadle.cluster.ray.seat import Seat
 from treadle.config import RewardConfig
 from treadle.config.rollout import LimitsConfig
 from treadle.engine.channel import ChannelClosed
-from treadle.errors import RewardFailure
+from treadle.errors import Failure, RewardFailure
+from treadle.rollout.services import Generator
 from treadle.types import Score, Task, Trajectory
 
 
 class RemoteScorer:
     """A `Scoring`. Built by `create`, on the loop that uses it."""
 
-    def __init__(self, reward: RewardConfig, seat: Callable[[], Seat], limits: LimitsConfig) -> None:
-        self._reward = reward
+    def __init__(
+        self, setup: ScorerSetup, seat: Callable[[], Seat], limits: LimitsConfig, policy: Generator | None
+    ) -> None:
+        self._setup = setup
         self._seat = seat
         self._limits = limits
+        self._policy = policy
         self._life: Life | None = None
         self._starting = asyncio.Lock()
 
     @classmethod
-    async def create(cls, reward: RewardConfig, seat: Callable[[], Seat], limits: LimitsConfig) -> "RemoteScorer":
-        """A scorer whose functions are loaded, or an error. `seat` says where, whenever it is started."""
-        scorer = cls(reward, seat, limits)
+    async def create(
+        cls, setup: ScorerSetup, seat: Callable[[], Seat], limits: LimitsConfig, policy: Generator | None = None
+    ) -> "RemoteScorer":
+        """A scorer whose functions and models are loaded, or an error. `seat` says where, whenever it is started.
+
+        `policy` answers judges that speak with the weights in training.
+        """
+        scorer = cls(setup, seat, limits, policy)
         await scorer._alive()
         return scorer
 
     async def score(self, task: Task, trajectory: Trajectory) -> Score:
         """The score of a finished trajectory. Raises RewardFailure where there is none."""
         last: RewardFailure | None = None
-        for _ in range(self._reward.retries + 1):
+        for _ in range(self._setup.reward.retries + 1):
             life = await self._alive()
             try:
                 score: Score = await life.peer.ask(ScoreOrder(task, trajectory))
@@ -62,11 +71,11 @@ class RemoteScorer:
         return await Life.start(
             ScorerActor,
             self._seat(),
-            ScorerSetup(self._reward),
+            self._setup,
             name="the scorer",
-            answer=_refuse,
-            expected=RewardFailure,
-            timeout_s=self._limits.launch_timeout_s,
+            answer=_refuse if self._policy is None else self._policy.generate,
+            expected=Failure,
+            timeout_s=_launch_timeout_s(self._setup.reward, self._limits),
         )
 
     async def close(self) -> None:
@@ -74,6 +83,13 @@ class RemoteScorer:
         if self._life is not None:
             await self._life.end()
             self._life = None
+
+
+def _launch_timeout_s(reward: RewardConfig, limits: LimitsConfig) -> float:
+    """Models are loaded one after the other, each within its own deadline."""
+    models = [judge.engine.launch_timeout_s for judge in reward.judges.values()]
+    models += [classifier.launch_timeout_s for classifier in reward.classifiers.values()]
+    return limits.launch_timeout_s + sum(models)
 
 
 async def _refuse(question: Any) -> Any:

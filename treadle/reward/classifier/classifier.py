@@ -72,7 +72,9 @@ async def start_head(name: str, classifier: ClassifierConfig, reward: RewardConf
         head: Head = ClassifierEndpoint.create(classifier, key, reward.retries)
         start: Awaitable[object] = head.score(HELLO)
     else:
-        batches = Batches(f"classifier {name}", _choose_backend(classifier), classifier.max_num_batched_tokens)
+        gpus = surroundings.gpus.get(name, ())
+        device = f"cuda:{gpus[0].number}" if gpus else classifier.device
+        batches = Batches(f"classifier {name}", _choose_backend(classifier, device), classifier.max_num_batched_tokens)
         grace_s = GRACE_S if classifier.placement == "process" else 0.0
         head, start = batches, batches.start(classifier.launch_timeout_s + grace_s)
     try:
@@ -85,9 +87,9 @@ async def start_head(name: str, classifier: ClassifierConfig, reward: RewardConf
     return head
 
 
-def _choose_backend(classifier: ClassifierConfig) -> Backend:
+def _choose_backend(classifier: ClassifierConfig, device: str) -> Backend:
     if classifier.placement == "process":
-        return ClassifierProcess(classifier)
+        return ClassifierProcess(classifier, device)
     from treadle.reward.classifier.network import Network  # torch comes with it
 
-    return Network(classifier.path, device=classifier.device, dtype=classifier.dtype)
+    return Network(classifier.path, device=device, dtype=classifier.dtype)

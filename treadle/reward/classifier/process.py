@@ -38,8 +38,9 @@ LAST_WORDS = 400
 class ClassifierProcess:
     """A backend of `Batches`."""
 
-    def __init__(self, classifier: ClassifierConfig) -> None:
+    def __init__(self, classifier: ClassifierConfig, device: str) -> None:
         self._classifier = classifier
+        self._device = device
         self._interrupted = False
         self._process: subprocess.Popen[bytes] | None = None
         self._channel: socket.socket | None = None
@@ -53,7 +54,7 @@ class ClassifierProcess:
         classifier = self._classifier
         setup = {
             "path": classifier.path,
-            "device": classifier.device,
+            "device": self._device,
             "dtype": classifier.dtype,
             "memory_mb": classifier.memory_mb,
             "gpu_memory_utilization": classifier.gpu_memory_utilization,
