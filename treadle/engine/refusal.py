@@ -8,7 +8,7 @@ from treadle.types import Request
 
 
 def refuse_unfit(request: Request, engine: str, *, room: int, num_words: int, max_stops: int | None = None) -> None:
-    """Raise RequestRefused for what does not fit `room` tokens, is no word of `num_words`, or has too many stops."""
+    """Raise RequestRefused for what fits neither `room` tokens nor `num_words` words, or has too many stops."""
     ids, sampling = request.ids, request.sampling
     problem = None
     if not 0 < len(ids) < room:
