@@ -10,8 +10,9 @@ import pickle
 import socket
 import struct
 from collections.abc import Awaitable, Callable
+from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Any, Protocol, Self
 
 _HEADER = struct.Struct("!I")
 
@@ -46,8 +47,21 @@ class Channel:
         except (asyncio.IncompleteReadError, ConnectionError) as error:
             raise ChannelClosed from error
 
+    async def each(self, handle: Callable[[Any], None]) -> None:
+        """Hand over every message that comes; ChannelClosed when there will be none."""
+        while True:
+            handle(await self.receive())
+
     def close(self) -> None:
         self._writer.close()
+
+
+class Wire(Protocol):
+    """What a `Peer` needs of a channel."""
+
+    def send(self, message: Any) -> None: ...
+
+    async def each(self, handle: Callable[[Any], None]) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +69,13 @@ class Ask:
     """A question with its number."""
 
     number: int
+    body: Any
+
+
+@dataclass(frozen=True, slots=True)
+class Tell:
+    """Something that has no answer."""
+
     body: Any
 
 
@@ -77,7 +98,7 @@ class Withdraw:
 class Peer:
     """Asks over a channel, and answers what the other end asks."""
 
-    def __init__(self, channel: Channel, answer: Callable[[Any], Awaitable[Any]], expected: type[Exception]) -> None:
+    def __init__(self, channel: Wire, answer: Callable[[Any], Awaitable[Any]], expected: type[Exception]) -> None:
         self._channel = channel
         self._answer = answer
         self._expected = expected
@@ -104,6 +125,10 @@ class Peer:
         finally:
             del self._asked[number]
 
+    def tell(self, body: Any) -> None:
+        """Say something that nobody waits for; ChannelClosed if the other end has gone."""
+        self._channel.send(Tell(body))
+
     def _withdraw(self, number: int) -> None:
         try:
             self._channel.send(Withdraw(number))
@@ -114,8 +139,7 @@ class Peer:
         """Answer until the other end goes; then every open question fails with ChannelClosed."""
         try:
             async with asyncio.TaskGroup() as work:
-                while True:
-                    self._handle(await self._channel.receive(), work)
+                await self._channel.each(lambda message: self._handle(message, work))
         except* ChannelClosed:
             pass
         finally:
@@ -124,9 +148,11 @@ class Peer:
                 if not future.done():
                     future.set_exception(ChannelClosed())
 
-    def _handle(self, message: Ask | Answer | Withdraw, work: asyncio.TaskGroup) -> None:
+    def _handle(self, message: Ask | Answer | Tell | Withdraw, work: asyncio.TaskGroup) -> None:
         if isinstance(message, Ask):
             self._answering[message.number] = work.create_task(self._reply(message))
+        elif isinstance(message, Tell):
+            work.create_task(self._hear(message.body))
         elif isinstance(message, Withdraw):
             if task := self._answering.get(message.number):
                 task.cancel()
@@ -141,6 +167,10 @@ class Peer:
             future.set_exception(answer.body)
         else:
             future.set_result(answer.body)
+
+    async def _hear(self, body: Any) -> None:
+        with suppress(self._expected):  # nobody waits for it
+            await self._answer(body)
 
     async def _reply(self, ask: Ask) -> None:
         try:

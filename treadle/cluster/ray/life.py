@@ -6,7 +6,6 @@ Waits: `start` for the actor's answer, until a deadline; `gone` for its end, wit
 """
 
 import asyncio
-import itertools
 from collections.abc import Awaitable, Callable
 from typing import Any
 
@@ -17,7 +16,7 @@ from treadle.cluster.ray.actors import Host, Surroundings
 from treadle.cluster.ray.faults import explain
 from treadle.cluster.ray.link import Address, Link
 from treadle.cluster.ray.seat import Seat
-from treadle.engine.channel import Ask, ChannelClosed, Peer
+from treadle.engine.channel import ChannelClosed, Peer
 from treadle.errors import ConfigError, DeadlineError, RunError
 from treadle.rollout.process import Ready
 
@@ -36,7 +35,6 @@ class Life:
         self.pid = address.pid
         self._actor = actor
         self._link = link
-        self._asides = itertools.count(-1, -1)  # a peer counts upwards; answers to these go nowhere
         self._verdict: asyncio.Future[None] = asyncio.wrap_future(serving.future())
         self._verdict.add_done_callback(lambda _: link.close())
         self._served = asyncio.ensure_future(peer.serve())
@@ -70,10 +68,6 @@ class Life:
                 raise RunError(f"{name} on {seat} died while it started: {explain(error)}") from error
             raise
         return cls(actor, serving, link, Peer(link, answer, expected), address, name)
-
-    def tell(self, body: Any) -> None:
-        """Say something that nobody waits for."""
-        self._link.send(Ask(next(self._asides), body))
 
     def call(self, method: str, *args: Any) -> Any:
         """A call that goes by Ray, for what Ray carries better; awaited by the caller."""

@@ -13,16 +13,29 @@ import pickle
 import secrets
 import socket
 import struct
+from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from operator import attrgetter
-from typing import Any, Self
+from typing import Any, Self, cast
 
-from treadle.cluster.ray.messages import Generate
-from treadle.engine.channel import Answer, Ask, Channel, ChannelClosed
+from treadle.cluster.ray.messages import Call, Generate
+from treadle.engine.channel import Answer, Ask, ChannelClosed, Tell
 from treadle.errors import DeadlineError
 from treadle.rollout.worker import Job
-from treadle.types import Completion, Outcome, Request, Row, SamplingParams, Task, Timing, Trajectory, Turn
+from treadle.types import (
+    Completion,
+    Outcome,
+    Request,
+    Row,
+    SamplingParams,
+    Task,
+    Timing,
+    ToolCall,
+    ToolResult,
+    Trajectory,
+    Turn,
+)
 
 _HEADER = struct.Struct("!I")
 _KEY_BYTES = 32
@@ -83,13 +96,16 @@ async def _shows(visitor: socket.socket, key: bytes) -> bool:
 
 def _by_fields(record: type) -> Callable[[Any], tuple[type, tuple[Any, ...]]]:
     """Pickle a record as a call with its fields: two thirds of the time that dataclasses take by themselves."""
-    values = attrgetter(*(field.name for field in fields(record)))
+    names = [field.name for field in fields(record)]
+    values = attrgetter(*names)
+    if len(names) == 1:
+        return lambda item: (record, (values(item),))
     return lambda item: (record, values(item))
 
 
 _RECORDS = (
-    *(Ask, Answer, Generate, Request, SamplingParams, Completion),
-    *(Job, Task, Trajectory, Row, Turn, Outcome, Timing),
+    *(Ask, Answer, Tell, Call, Generate, Request, SamplingParams, Completion),
+    *(Job, Task, Trajectory, Row, Turn, ToolCall, ToolResult, Outcome, Timing),
 )
 _TABLE: Mapping[type, Callable[[Any], tuple[type, tuple[Any, ...]]]] = {item: _by_fields(item) for item in _RECORDS}
 
@@ -102,36 +118,104 @@ def _dump(message: Any) -> bytes:
     return body.getvalue()
 
 
-class Link(Channel):
-    """A channel that writes once in a turn of the loop, however much is sent in it."""
+class Link(asyncio.Protocol):
+    """A channel that reads and writes once in a turn of the loop, however much there is.
 
-    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        super().__init__(reader, writer)
+    Messages are handed on as they arrive, with no task between the socket and whoever reads: that is most of what a
+    message costs where few are under way.
+    """
+
+    _transport: asyncio.Transport
+
+    def __init__(self) -> None:
         self._loop = asyncio.get_running_loop()
         self._outgoing: list[bytes] = []
-        end: socket.socket = writer.get_extra_info("socket")
-        end.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self._incoming = bytearray()
+        self._messages: deque[Any] = deque()
+        self._handle: Callable[[Any], None] = self._messages.append
+        self._news: asyncio.Future[None] | None = None
+        """What whoever reads waits for: a message, or the end."""
+        self._end: Exception | None = None
+
+    @classmethod
+    async def open(cls, end: socket.socket) -> Self:
+        """Take over a connected socket."""
+        _, link = await asyncio.get_running_loop().create_connection(cls, sock=end)
+        return link
 
     @classmethod
     async def connect(cls, address: Address) -> Self:
         """The driver's end. The caller's deadline applies."""
-        reader, writer = await asyncio.open_connection(address.host, address.port)
-        writer.write(address.key)
-        return cls(reader, writer)
+        _, link = await asyncio.get_running_loop().create_connection(cls, address.host, address.port)
+        link._transport.write(address.key)
+        return link
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = cast(asyncio.Transport, transport)  # Ray's loop has classes of its own
+        end: socket.socket = transport.get_extra_info("socket")
+        end.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+
+    def data_received(self, data: bytes) -> None:
+        self._incoming += data
+        at, have = 0, len(self._incoming)
+        while have - at >= _HEADER.size:
+            (size,) = _HEADER.unpack_from(self._incoming, at)
+            if have - at < _HEADER.size + size:
+                break
+            at += _HEADER.size
+            with memoryview(self._incoming) as whole, whole[at : at + size] as body:
+                message = pickle.loads(body)
+            at += size
+            self._handle(message)
+        del self._incoming[:at]
+        if self._messages:
+            self._wake()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._end = ChannelClosed() if exc is None or isinstance(exc, OSError) else exc
+        self._wake()
+
+    async def receive(self) -> Any:
+        """The next message; ChannelClosed when there will be none."""
+        while not self._messages:
+            await self._wait()
+        return self._messages.popleft()
+
+    async def each(self, handle: Callable[[Any], None]) -> None:
+        """Hand over every message as it comes; ChannelClosed when there will be none."""
+        while self._messages:
+            handle(self._messages.popleft())
+        self._handle = handle
+        try:
+            while True:
+                await self._wait()
+        finally:
+            self._handle = self._messages.append
 
     def send(self, message: Any) -> None:
-        if self._writer.is_closing():
+        if self._transport.is_closing():
             raise ChannelClosed
         body = _dump(message)
         if not self._outgoing:
             self._loop.call_soon(self._flush)
         self._outgoing += (_HEADER.pack(len(body)), body)
 
-    def _flush(self) -> None:
-        outgoing, self._outgoing = self._outgoing, []
-        if not self._writer.is_closing():
-            self._writer.write(b"".join(outgoing))
-
     def close(self) -> None:
         self._flush()
-        super().close()
+        self._transport.close()
+
+    async def _wait(self) -> None:
+        """Until there is news. What has ended brings none any more."""
+        if self._end is not None:
+            raise self._end
+        self._news = self._loop.create_future()
+        await self._news
+
+    def _wake(self) -> None:
+        if self._news is not None and not self._news.done():
+            self._news.set_result(None)
+
+    def _flush(self) -> None:
+        outgoing, self._outgoing = self._outgoing, []
+        if outgoing and not self._transport.is_closing():
+            self._transport.write(b"".join(outgoing))

@@ -147,7 +147,7 @@ class RemoteReplica:
     def forget(self, session: str) -> None:
         """A session is over: what the engine keeps for it may go."""
         if not self.life.over:
-            self.life.tell(Call("forget", (session,)))
+            self.life.peer.tell(Call("forget", (session,)))
 
     async def _call(self, method: str, *arguments: Any) -> Any:
         try:
