@@ -26,6 +26,33 @@ def test_questions_are_answered_in_both_directions() -> None:
     assert asyncio.run(main()) == ("A", "B")
 
 
+def test_what_is_told_is_heard_and_a_failure_of_it_is_nobodys() -> None:
+    heard: list[str] = []
+
+    async def hear(word: str) -> None:
+        heard.append(word)
+        if word == "bad":
+            raise ValueError("nobody waits for this")
+
+    async def main() -> str:
+        ours, theirs = socket.socketpair()
+        ends = [
+            Peer(await Channel.open(end), answering, ValueError) for end, answering in ((ours, answer), (theirs, hear))
+        ]
+        serving = [asyncio.ensure_future(peer.serve()) for peer in ends]
+        for word in ("good", "bad"):
+            ends[0].tell(word)
+        await ends[0].ask("more")
+        told = await ends[1].ask("a")
+        for end in ends:
+            end._channel.close()
+        await asyncio.gather(*serving)
+        return told
+
+    assert asyncio.run(main()) == "A"
+    assert heard == ["good", "bad", "more"]
+
+
 @pytest.mark.parametrize("asked", [True, False])
 def test_a_question_fails_when_the_other_end_goes_and_so_does_every_later_one(asked: bool) -> None:
     async def main() -> None:
