@@ -1,6 +1,7 @@
 """Bytes per second of each way that weights travel, beside a plain copy in the same run.
 
-    python bench/weight_push.py --megabytes 512 --device cpu
+    python bench/weight_push.py --device cpu                     # 128 MB in tensors of 2 MB
+    python bench/weight_push.py --ray                            # Ray's object store as well
 
 A receiver in a process of its own reads every tensor into memory of its own, as an engine does; nothing is summed up,
 so that the transport alone is timed. The checksum that a real push adds on both sides is timed apart.
@@ -10,9 +11,11 @@ import argparse
 import multiprocessing
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
+from statistics import median
 
 import torch
 from torch import Tensor
@@ -21,13 +24,14 @@ from treadle.model.checksum import checksum
 from treadle.weights.collective import CollectiveTransport
 from treadle.weights.disk import DiskTransport
 from treadle.weights.local import LocalTransport
-from treadle.weights.parcel import HOST_BUCKET_BYTES, Cast
+from treadle.weights.parcel import Cast, describe
 from treadle.weights.sender import Transport
 
 
-def make_tensors(megabytes: int, device: str) -> dict[str, Tensor]:
-    """Layers of 16 MB, in bfloat16."""
-    return {f"layer.{at}": torch.randn(2048, 4096, device=device).bfloat16() for at in range(max(1, megabytes // 16))}
+def make_tensors(megabytes: int, each: int, device: str) -> dict[str, Tensor]:
+    """Tensors of `each` megabytes, in bfloat16."""
+    count = max(1, megabytes // each)
+    return {f"layer.{at}": torch.randn(each << 8, 2048, device=device).bfloat16() for at in range(count)}
 
 
 def receive(connection: Connection, device: str) -> None:
@@ -35,76 +39,126 @@ def receive(connection: Connection, device: str) -> None:
     torch.set_num_threads(1)
     held: dict[str, Tensor] = {}
     while (parcel := connection.recv()) is not None:
-        for name, tensor in parcel.items():
-            if name not in held:
-                held[name] = torch.empty_like(tensor, device=device)
-            held[name].copy_(tensor)
-        if device != "cpu":
-            torch.cuda.synchronize()
+        read(parcel, held, device)
         connection.send("done")
 
 
-def measure(transport: Transport, tensors: Mapping[str, Tensor], connection: Connection, repeats: int) -> float:
-    """The best of some pushes, after one that warms up."""
-    best = float("inf")
+def read(parcel: Mapping[str, Tensor], held: dict[str, Tensor], device: str) -> None:
+    for name, tensor in parcel.items():
+        if name not in held:
+            held[name] = torch.empty_like(tensor, device=device)
+        held[name].copy_(tensor)
+    if device != "cpu":
+        torch.cuda.synchronize()
+
+
+@dataclass(frozen=True, slots=True)
+class Times:
+    """Seconds of pushes, and of plain copies between them: whatever else the machine does, both feel it."""
+
+    pushes: Sequence[float]
+    copies: Sequence[float]
+
+    def report(self, name: str, size: int) -> None:
+        best, ratio = min(self.pushes), min(self.pushes) / min(self.copies)
+        usual = median(self.pushes) / median(self.copies)
+        speed = f"{best * 1e3:8.1f} ms {size / best / 1e9:6.2f} GB/s"
+        print(f"{name:32} {speed}   {ratio:5.2f} x the copy at best, {usual:5.2f} x by the median", flush=True)
+
+
+def measure(push: Callable[[int], None], tensors: Mapping[str, Tensor], repeats: int) -> Times:
+    """Pushes and plain copies in turn, after one of each that warms up."""
+    targets = {name: torch.empty_like(tensor) for name, tensor in tensors.items()}
+    pushes, copies = [], []
     for version in range(repeats + 1):
         began = time.perf_counter()
+        push(version)
+        pushed = time.perf_counter()
+        read(tensors, targets, next(iter(tensors.values())).device.type)
+        pushes.append(pushed - began)
+        copies.append(time.perf_counter() - pushed)
+    return Times(pushes[1:], copies[1:])
+
+
+def push_by(transport: Transport, tensors: Mapping[str, Tensor], connection: Connection) -> Callable[[int], None]:
+    """One push through a transport, to the receiver at the other end of `connection`."""
+
+    def push(version: int) -> None:
         connection.send(transport.offer(version, Cast(tensors, None)))
         assert connection.recv() == "done"
         transport.retire(version)
-        best = min(best, time.perf_counter() - began if version else best)
-    return best
+
+    return push
 
 
-def measure_copy(tensors: Mapping[str, Tensor], repeats: int) -> float:
-    """One plain copy of everything into memory that is there already."""
-    targets = {name: torch.empty_like(tensor) for name, tensor in tensors.items()}
-    best = float("inf")
-    for turn in range(repeats + 1):
-        began = time.perf_counter()
-        for name, tensor in tensors.items():
-            targets[name].copy_(tensor)
-        if next(iter(tensors.values())).is_cuda:
-            torch.cuda.synchronize()
-        best = min(best, time.perf_counter() - began if turn else best)
-    return best
+class StoreReader:
+    """The receiver as an actor of Ray."""
+
+    def __init__(self, device: str) -> None:
+        torch.set_num_threads(1)
+        self._held: dict[str, Tensor] = {}
+        self._device = device
+
+    def read(self, parcel: Mapping[str, Tensor]) -> None:
+        read(parcel, self._held, self._device)
+
+
+def measure_store(tensors: Mapping[str, Tensor], device: str, repeats: int) -> Times:
+    """The same through Ray's object store, with a cluster of this machine."""
+    import ray
+
+    from treadle.cluster.ray.sender import StoredParcel
+    from treadle.cluster.ray.tensors import pack
+
+    size = sum(tensor.nbytes for tensor in tensors.values())
+    room = 3 * size + (80 << 20)
+    ray.init("local", num_cpus=2, object_store_memory=room, include_dashboard=False, log_to_driver=False)
+    reader = ray.remote(StoreReader).options(num_gpus=0).remote(device)
+
+    def push(version: int) -> None:
+        ray.get(reader.read.remote(StoredParcel(describe(tensors), ray.put(pack(tensors)))))
+
+    try:
+        return measure(push, tensors, repeats)
+    finally:
+        ray.shutdown()
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--megabytes", type=int, default=512)
-    parser.add_argument("--bucket", type=int, default=HOST_BUCKET_BYTES >> 20, help="megabytes that travel at a time")
+    parser.add_argument("--megabytes", type=int, default=128)
+    parser.add_argument("--each", type=int, default=2, help="megabytes of one tensor")
+    parser.add_argument("--bucket", type=int, help="megabytes that travel at a time; each way has its own default")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--repeats", type=int, default=30)
+    parser.add_argument("--ray", action="store_true", help="measure Ray's object store, too")
     options = parser.parse_args()
     torch.set_num_threads(1)
-    tensors, bucket = make_tensors(options.megabytes, options.device), options.bucket << 20
+    tensors = make_tensors(options.megabytes, options.each, options.device)
+    bucket = options.bucket << 20 if options.bucket else None
     size = sum(tensor.nbytes for tensor in tensors.values())
-    copy_s = measure_copy(tensors, options.repeats)
-    print(
-        f"{size / 1e9:.2f} GB on {options.device}; a plain copy: {copy_s * 1e3:.1f} ms, {size / copy_s / 1e9:.1f} GB/s"
-    )
+    print(f"{size / 1e9:.2f} GB in {len(tensors)} tensors on {options.device}")
     began = time.perf_counter()
     checksum(tensors)
-    print(f"checksum of one side: {(time.perf_counter() - began) * 1e3:.1f} ms")
+    print(f"{'checksum of one side':32} {(time.perf_counter() - began) * 1e3:8.1f} ms")
     spawned = multiprocessing.get_context("spawn")
     ours, theirs = spawned.Pipe()
     receiver = spawned.Process(target=receive, args=(theirs, options.device))
     receiver.start()
     with tempfile.TemporaryDirectory() as folder:
         transports: dict[str, Transport] = {
-            "local (shared memory)": LocalTransport(bucket_bytes=bucket),
+            "shared (host memory)": LocalTransport(bucket_bytes=bucket),
             "collective (gloo, one machine)": CollectiveTransport(host="127.0.0.1", receivers=1, bucket_bytes=bucket),
             "disk (safetensors)": DiskTransport(Path(folder), bucket_bytes=bucket),
         }
         if options.device != "cpu":
-            transports = {"local (CUDA IPC)": LocalTransport(device=options.device, bucket_bytes=bucket)} | transports
+            transports = {"shared (CUDA IPC)": LocalTransport(device=options.device, bucket_bytes=bucket)} | transports
         for name, transport in transports.items():
-            seconds = measure(transport, tensors, ours, options.repeats)
-            ratio = f"{seconds / copy_s:6.2f} x the copy"
-            print(f"{name:32} {seconds * 1e3:9.1f} ms {size / seconds / 1e9:8.2f} GB/s {ratio}", flush=True)
+            measure(push_by(transport, tensors, ours), tensors, options.repeats).report(name, size)
     ours.send(None)
     receiver.join()
+    if options.ray:
+        measure_store(tensors, options.device, options.repeats).report("store (Ray, one machine)", size)
 
 
 if __name__ == "__main__":

@@ -15,7 +15,9 @@ class WeightsConfig(Section):
         "memory shared on one machine, Ray's object store, one broadcast to all engines, or files; auto chooses shared "
         "without Ray and store with it",
     )
-    bucket_mb: int | None = key(None, "megabytes that travel at a time; null for 32 on CPUs and 256 on GPUs", ge=1)
+    bucket_mb: int | None = key(
+        None, "megabytes that travel at a time; null for 256 on GPUs, else 4 (shared), 16 or 32", ge=1
+    )
     directory: str | None = key(
         None, "for disk: a directory of this run alone that all nodes see; null for weights/ in the run directory"
     )

@@ -42,9 +42,10 @@ def weights_directory(config: TrainConfig) -> str:
 
 
 def uses_nccl(config: TrainConfig) -> bool:
-    """Whether both ends of a collective are on GPUs."""
+    """Whether both ends of a collective are on GPUs. Without Ray, the weights of many ranks leave from the host."""
     trainer, rollout = config.trainer, config.rollout
-    return bool(trainer.n_gpus_per_node and rollout.n_gpus_per_node)
+    gathered_on_gpu = config.cluster.backend == "ray" or trainer.num_ranks() == 1
+    return bool(trainer.n_gpus_per_node and rollout.n_gpus_per_node and gathered_on_gpu)
 
 
 def describe_way(config: TrainConfig) -> str:

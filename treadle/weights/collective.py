@@ -21,7 +21,7 @@ from torch.distributed import Store, TCPStore  # type: ignore[attr-defined]
 
 from treadle.errors import EngineFailure
 from treadle.weights.meeting import Circle, Seat, knock
-from treadle.weights.parcel import DEVICE_BUCKET_BYTES, HOST_BUCKET_BYTES, Cast, Parcel, Spec
+from treadle.weights.parcel import DEVICE_BUCKET_BYTES, Cast, Parcel, Spec
 
 log = logging.getLogger(__name__)
 
@@ -30,6 +30,8 @@ ATTEMPTS = 3
 
 JOIN_S = 0.5
 """How long a round waits for one more receiver, where fewer came than are expected."""
+
+HOST_BUCKET_BYTES = 16 << 20
 
 _SIGNED, _SEAT, _END = "signed", "seat", "end"
 _LONG = timedelta(days=1)

@@ -14,7 +14,9 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from treadle.errors import EngineFailure, RunError
-from treadle.weights.parcel import HOST_BUCKET_BYTES, Cast, Parcel, Spec
+from treadle.weights.parcel import Cast, Parcel, Spec
+
+FILE_BYTES = 32 << 20
 
 _PREFIX = "weights-"
 
@@ -24,7 +26,7 @@ class DiskTransport:
 
     def __init__(self, directory: Path, *, bucket_bytes: int | None = None) -> None:
         self._directory = directory
-        self._bucket_bytes = bucket_bytes or HOST_BUCKET_BYTES
+        self._bucket_bytes = bucket_bytes or FILE_BYTES
         sweep(directory)
 
     def offer(self, version: int, tensors: Cast) -> Parcel:

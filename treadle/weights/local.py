@@ -19,10 +19,13 @@ import torch
 from torch import Tensor
 
 from treadle.errors import EngineFailure
-from treadle.weights.parcel import DEVICE_BUCKET_BYTES, HOST_BUCKET_BYTES, Cast, Parcel, Spec
+from treadle.weights.parcel import DEVICE_BUCKET_BYTES, Cast, Parcel, Spec
 from treadle.weights.ring import DeviceRing, HostRing, Ring, attach
 
 SLOTS = 2
+HOST_BUCKET_BYTES = 4 << 20
+"""Small, so that what one process wrote is still in the cache when the other reads it: 32 MB take twice as long."""
+
 _NUMBER = struct.Struct("<q")
 _DONE = -1
 

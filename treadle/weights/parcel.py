@@ -13,9 +13,8 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-HOST_BUCKET_BYTES = 32 << 20
 DEVICE_BUCKET_BYTES = 256 << 20
-"""How much travels at a time: what caches like, and what hides the hand-over. A larger tensor travels alone."""
+"""How much travels at a time on a GPU: what hides the hand-over. A larger tensor travels alone."""
 
 _ALIGN = 64
 
