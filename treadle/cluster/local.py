@@ -26,6 +26,7 @@ from treadle.config.plan import validates_beside
 from treadle.config.transport import runs_apart
 from treadle.data.tasks import TaskSource
 from treadle.engine.apart import EngineApart
+from treadle.engine.gpus import visible_gpus
 from treadle.engine.native.engine import NativeEngine, choose_dtype
 from treadle.engine.protocol import Engine
 from treadle.engine.vllm.engine import VLLMEngine, require_vllm
@@ -134,8 +135,10 @@ async def _start_apart(config: TrainConfig, name: str, count: int | None = None)
 
 
 async def _start_vllm(config: TrainConfig, name: str, gpus: Sequence[int], num_threads: int | None) -> Engine:
-    environment = {"CUDA_VISIBLE_DEVICES": ",".join(map(str, gpus))} if gpus else {"OMP_NUM_THREADS": str(num_threads)}
-    device = "cuda" if gpus else "cpu"
+    here, device = visible_gpus(), "cuda" if gpus else "cpu"
+    environment = {"OMP_NUM_THREADS": str(num_threads)}
+    if gpus:
+        environment = {"CUDA_VISIBLE_DEVICES": ",".join(here[gpu].name for gpu in gpus)}
     return await VLLMEngine.create(config.rollout, config.model, name=name, device=device, environment=environment)
 
 

@@ -14,8 +14,10 @@ from treadle.data.renderer import Renderer
 from treadle.engine.protocol import Engine, Gpu
 from treadle.types import Completion, Request
 
-StartEngines = Callable[[RolloutConfig, ModelConfig, Renderer, str | None, Sequence[Gpu]], Awaitable[Sequence[Engine]]]
-"""Starts every replica of a section. The last arguments are the key of an endpoint, and the GPUs to use, if chosen."""
+StartEngines = Callable[
+    [RolloutConfig, ModelConfig, Renderer, str | None, Sequence[Gpu] | None], Awaitable[Sequence[Engine]]
+]
+"""Starts every replica of a section. The last arguments are the key of an endpoint, and the GPUs, if somebody chose."""
 
 
 class Generator(Protocol):

@@ -5,18 +5,32 @@ from collections.abc import Sequence
 
 from treadle.config import ModelConfig, RolloutConfig
 from treadle.data.renderer import Renderer
+from treadle.engine.gpus import visible_gpus
 from treadle.engine.openai import OpenAIEngine
 from treadle.engine.protocol import Engine, Gpu
 from treadle.engine.scripted import ScriptedEngine
-from treadle.errors import DeadlineError
+from treadle.errors import ConfigError, DeadlineError, Mistake
 from treadle.types import NOTHING
 
 
+def _first_gpus(rollout: RolloutConfig) -> tuple[Gpu, ...]:
+    wanted, here = rollout.n_gpus_per_node if rollout.uses_gpus() else 0, visible_gpus()
+    if wanted > len(here):
+        problem = f"{wanted}, but a process here sees {len(here)} GPUs"
+        origin, fix = rollout.origin("n_gpus_per_node"), "lower it, or look at CUDA_VISIBLE_DEVICES"
+        raise ConfigError([Mistake("rollout.n_gpus_per_node", problem, wanted, origin, fix)])
+    return here[:wanted]
+
+
 async def start_engines(
-    rollout: RolloutConfig, model: ModelConfig, renderer: Renderer, api_key: str | None, gpus: Sequence[Gpu] = ()
+    rollout: RolloutConfig,
+    model: ModelConfig,
+    renderer: Renderer,
+    api_key: str | None,
+    gpus: Sequence[Gpu] | None = None,
 ) -> list[Engine]:
-    """Every replica, started; or an error within the launch deadline. With `gpus`, as many as these hold."""
-    size = rollout.tensor_model_parallel_size
+    """Every replica, started; or an error within the launch deadline. On the first GPUs here, where nobody chose."""
+    size, gpus = rollout.tensor_model_parallel_size, _first_gpus(rollout) if gpus is None else gpus
     seats = [gpus[at : at + size] for at in range(0, len(gpus), size)]
     seats = seats or [()] * (max(1, rollout.nnodes) * rollout.replicas_per_node)
     limit = rollout.limits.launch_timeout_s
@@ -38,7 +52,7 @@ async def start_engine(
     name: str,
     gpus: Sequence[Gpu] = (),
 ) -> Engine:
-    """One replica; on these GPUs, where somebody chose."""
+    """One replica; on the processor where there are no GPUs."""
     if rollout.name == "scripted":
         return ScriptedEngine.create(
             rollout.scripted, name=name, encode=renderer.encode, decode=renderer.decode, seed=rollout.seed
@@ -48,11 +62,11 @@ async def start_engine(
     if rollout.name == "native":
         from treadle.engine.native.engine import NativeEngine  # the only one that needs torch
 
-        device = f"cuda:{gpus[0].number}" if gpus else "cuda" if rollout.n_gpus_per_node else "cpu"
+        device = f"cuda:{gpus[0].number}" if gpus else "cpu"
         return await NativeEngine.create(rollout, model, name=name, device=device)
     from treadle.engine.vllm.engine import VLLMEngine, require_vllm
 
     require_vllm(rollout)
-    device = "cuda" if rollout.n_gpus_per_node else "cpu"
+    device = "cuda" if gpus else "cpu"
     visible = {"CUDA_VISIBLE_DEVICES": ",".join(gpu.name for gpu in gpus)} if gpus else NOTHING
     return await VLLMEngine.create(rollout, model, name=name, device=device, environment=visible)

@@ -22,6 +22,7 @@ from treadle.cluster.ray.station import Station
 from treadle.cluster.ray.tensors import Packed, StoredTensors
 from treadle.data.renderer import Renderer
 from treadle.engine.channel import Peer
+from treadle.engine.gpus import visible_gpus
 from treadle.engine.protocol import Engine, WeightUpdate
 from treadle.errors import ConfigError, Failure, RewardFailure, TreadleError
 from treadle.reward.scorer import Scorer
@@ -145,7 +146,7 @@ async def _start_engine(setup: ReplicaSetup) -> Engine:
             torch.set_num_threads(max(1, (os.cpu_count() or 1) // setup.crowd))
         return await NativeEngine.create(rollout, model, name=setup.name, device=device)
     renderer = await asyncio.to_thread(Renderer.create, model)
-    return await start_engine(rollout, model, renderer, setup.api_key, setup.name)
+    return await start_engine(rollout, model, renderer, setup.api_key, setup.name, visible_gpus())
 
 
 class SlimUpstream(UpstreamEngine):

@@ -79,7 +79,7 @@ async def start_voice(
     model = judge.model() if judge.path is not None else surroundings.model
     assert model is not None, "speech was prepared with it"
     api_key = surroundings.api_keys.get(engine.openai.api_key_env)
-    gpus = surroundings.gpus.get(name, ())
+    gpus = surroundings.gpus.get(name)
     with _told_of_judge():
         try:
             replicas = await surroundings.start_engines(rollout, model, speech.renderer, api_key, gpus)

@@ -1,0 +1,64 @@
+"""Which GPUs a process sees, and which of them a rollout that stands alone takes."""
+
+import asyncio
+
+import pytest
+
+from tests.rollouts import renderer
+from treadle.config import ModelConfig, RolloutConfig
+from treadle.engine.gpus import visible_gpus
+from treadle.engine.protocol import Gpu
+from treadle.errors import ConfigError
+from treadle.rollout.engines import start_engines
+
+
+@pytest.mark.parametrize(
+    ("visible", "names"),
+    [("", []), ("-1", []), ("2,3", ["2", "3"]), (" 0 , GPU-8f ", ["0", "GPU-8f"])],
+)
+def test_gpus_are_those_that_the_environment_leaves(monkeypatch, visible, names):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    assert [gpu.name for gpu in visible_gpus()] == names
+    assert [gpu.number for gpu in visible_gpus()] == list(range(len(names)))
+
+
+def start(monkeypatch, *, visible: str, **keys) -> list[str]:
+    """The device of each engine that is started."""
+    devices: list[str] = []
+
+    async def create(rollout, model, *, name, device):
+        devices.append(device)
+
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    monkeypatch.setattr("treadle.engine.native.engine.NativeEngine.create", create)
+    asyncio.run(start_engines(RolloutConfig(**keys), ModelConfig(path="unused"), renderer(), None))
+    return devices
+
+
+def test_a_rollout_that_stands_alone_has_an_engine_on_each_of_its_gpus(monkeypatch):
+    assert start(monkeypatch, visible="4,5,6", n_gpus_per_node=2) == ["cuda:0", "cuda:1"]
+    assert start(monkeypatch, visible="4,5,6", n_gpus_per_node=0, replicas_per_node=2) == ["cpu", "cpu"]
+
+
+def test_gpus_that_are_not_there_are_a_mistake_of_their_key(monkeypatch):
+    with pytest.raises(ConfigError) as caught:
+        start(monkeypatch, visible="0", n_gpus_per_node=2)
+    (mistake,) = caught.value.mistakes
+    assert (mistake.key, mistake.problem) == ("rollout.n_gpus_per_node", "2, but a process here sees 1 GPUs")
+
+
+def test_vllm_on_this_machine_gets_gpus_by_the_names_that_count_there(monkeypatch):
+    from treadle.cluster.local import _start_vllm
+
+    seen: list[dict[str, str]] = []
+
+    async def create(rollout, model, *, name, device, environment):
+        seen.append({"device": device, **environment})
+
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5,6")
+    monkeypatch.setattr("treadle.engine.vllm.engine.VLLMEngine.create", create)
+    from tests.configs import training_config
+
+    asyncio.run(_start_vllm(training_config(), "vllm-0", (1, 2), None))
+    assert seen == [{"device": "cuda", "CUDA_VISIBLE_DEVICES": "5,6"}]
+    assert visible_gpus()[1] == Gpu(1, "5")
