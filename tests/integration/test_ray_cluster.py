@@ -179,10 +179,7 @@ async def _lose_the_last_node(cluster, model) -> None:
 
 
 DRIVER = """
-import asyncio, signal, sys
-
-signal.signal(signal.SIGINT, signal.default_int_handler)  # whoever starts tests in the background has it ignored
-
+import asyncio, sys
 from tests import ray_cluster, ray_engines
 from tests.rollouts import rollout
 from treadle.cluster.ray.connection import connected
