@@ -2,7 +2,6 @@
 
 import subprocess
 import sys
-import time
 from typing import Any
 
 import pytest
@@ -59,19 +58,6 @@ def test_the_tables_are_not_imported_for_a_config_of_ours() -> None:
         "assert not [name for name in sys.modules if 'legacy.rules' in name or 'legacy.reading' in name]"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
-
-
-def test_looking_for_old_keys_costs_under_a_millisecond() -> None:
-    layer = words(*(f"rollout.engine_kwargs.vllm.x{at}={at}" for at in range(20)), "model.path=m", "trainer.nnodes=1")
-    legacy.is_legacy(layer)
-    best = min(_seconds(lambda: legacy.translate([layer])) for _ in range(20))
-    assert best < 1e-3
-
-
-def _seconds(run: Any) -> float:
-    start = time.perf_counter()
-    run()
-    return time.perf_counter() - start
 
 
 @pytest.mark.parametrize(

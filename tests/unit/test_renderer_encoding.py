@@ -3,7 +3,6 @@
 import re
 import subprocess
 import sys
-import time
 from collections.abc import Sequence
 from pathlib import Path
 from types import MappingProxyType
@@ -160,10 +159,8 @@ def test_a_renderer_loads_the_tokenizer_itself(tmp_path: Path) -> None:
     ],
 )
 def test_a_missing_model_fails_at_once(path: str, problem: str, fix: str) -> None:
-    started = time.perf_counter()
     with pytest.raises(ConfigError) as caught:
         load_tokenizer(ModelConfig(path=path))
-    assert time.perf_counter() - started < 1
     (mistake,) = caught.value.mistakes
     assert mistake.key == "model.path" and mistake.value == path and "ModelConfig.path" in str(mistake.origin)
     assert problem in mistake.problem and fix in (mistake.fix or "")

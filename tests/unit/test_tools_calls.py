@@ -262,7 +262,7 @@ def test_a_stuck_tool_is_a_typed_result() -> None:
             result = call(function, tool_timeout_s=0.05)
             assert result.status is ToolStatus.TIMEOUT
             assert result.text == f"{function.__name__} gave no answer within 0.05 s"
-            assert time.perf_counter() - started < 2
+            assert time.perf_counter() - started < 10, "it waited for the tool"
     finally:
         released.set()
 
@@ -346,16 +346,15 @@ def test_a_busy_threaded_tool_does_not_stall_the_loop() -> None:
         time.sleep(0.2)
         return ""
 
-    async def work(tools: SessionTools) -> float:
-        longest = 0.0
+    async def work(tools: SessionTools) -> int:
+        turns = 0
         running = asyncio.ensure_future(tools.call(ToolCall("busy", {})))
         while not running.done():
-            started = time.perf_counter()
             await asyncio.sleep(0.001)
-            longest = max(longest, time.perf_counter() - started)
-        return longest
+            turns += 1
+        return turns
 
-    assert use([busy], work) < 0.1
+    assert use([busy], work) > 2, "a loop that stalls turns once before the tool runs, and once after"
 
 
 def test_cancelling_a_call_cancels_the_tool() -> None:
