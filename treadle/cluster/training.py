@@ -29,6 +29,7 @@ from treadle.observe.trackers import Trackers
 from treadle.policy.sharded import check_sharded
 from treadle.rollout import AgentLoopManager
 from treadle.rollout import Parts as RolloutParts
+from treadle.rollout.dispatch import first_error
 from treadle.trainer.evaluate import Validation
 from treadle.trainer.lineage import Lineage
 from treadle.trainer.parts import Parts, Validator, View, train_in_thread
@@ -122,8 +123,13 @@ async def _assembled(
         parts.callback(lineage.close)
         runtime = await parts.enter_async_context(_runtime(config, tasks))
         start = partial(_start_rollout, config, journal if logging.journal else None, api_keys, parts)
-        rollout = await start(runtime.rollout)
-        validation = await start(runtime.validation) if runtime.validation and validation_tasks else None
+        wanted = [runtime.rollout]
+        if runtime.validation and validation_tasks:
+            wanted.append(runtime.validation)
+        with first_error():
+            async with asyncio.TaskGroup() as starting:
+                rollouts = [starting.create_task(start(supplied)) for supplied in wanted]
+        rollout, *validation = [started.result() for started in rollouts]
         yield Run(
             config,
             Parts(
@@ -138,7 +144,7 @@ async def _assembled(
                 view=view,
                 lineage=lineage,
                 train=partial(train_in_thread, runtime.step),
-                validator=None if validation is None else Validator(validation, partial(runtime.push, validation)),
+                validator=next((Validator(own, partial(runtime.push, own)) for own in validation), None),
                 watch=runtime.watch,
             ),
         )
