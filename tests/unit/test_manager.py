@@ -19,6 +19,7 @@ from treadle.rollout.agent_loop import AgentLoopBase
 from treadle.rollout.manager import AgentLoopManager
 from treadle.rollout.service import Kind, Parts
 from treadle.rollout.session import Session
+from treadle.rollout.thread import LoopThread
 from treadle.types import Batch, Status, Trajectory
 
 MODEL = ModelConfig(path="unused")
@@ -356,3 +357,25 @@ def test_an_interrupt_while_waiting_cancels_the_work():
             wait_until_idle(made)
     finally:
         signal.signal(signal.SIGALRM, before)
+
+
+def test_what_is_cancelled_when_the_thread_stops_cleans_up_first():
+    cleaned: list[str] = []
+
+    async def slow_to_end() -> None:
+        try:
+            await asyncio.sleep(60)
+        finally:
+            await asyncio.sleep(0.02)
+            cleaned.append("up")
+
+    async def main() -> None:
+        thread = LoopThread("test")
+        work = asyncio.ensure_future(thread.run(slow_to_end()))
+        await asyncio.sleep(0.02)
+        work.cancel()
+        await asyncio.wait({work})
+        thread.stop(10)
+
+    asyncio.run(main())
+    assert cleaned == ["up"]

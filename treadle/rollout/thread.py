@@ -28,8 +28,18 @@ class LoopThread:
         try:
             self._loop.run_forever()
         finally:
+            self._end_work()
             self._loop.run_until_complete(self._loop.shutdown_asyncgens())
             self._loop.close()
+
+    def _end_work(self) -> None:
+        """Let what was cancelled just before clean up; whoever stops the thread says how long it may take."""
+        left = asyncio.all_tasks(self._loop)
+        for task in left:
+            if not task.cancelling():  # a second time would interrupt its cleaning up
+                task.cancel()
+        if left:
+            self._loop.run_until_complete(asyncio.gather(*left, return_exceptions=True))
 
     def submit(self, work: Coroutine[Any, Any, T]) -> Future[T]:
         """Start `work` on the loop, in a copy of the caller's context. Cancelling the future cancels the work."""
