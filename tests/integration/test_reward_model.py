@@ -118,9 +118,9 @@ def test_a_process_that_dies_says_how(directory):
 
 
 def test_memory_is_bounded(tmp_path):
-    large = save_classifier(tmp_path, vocab_size=4_000_000)
+    large = save_classifier(tmp_path, vocab_size=6_000_000)
     with pytest.raises(RunError, match=r"did not start: it ran out of memory \(memory_mb\)"):
-        asyncio.run(score(RewardConfig(classifiers={"c": config(large, memory_mb=256)})))
+        asyncio.run(score(RewardConfig(classifiers={"c": config(large, memory_mb=512)})))
 
 
 def test_a_wrong_model_is_a_mistake(tmp_path):

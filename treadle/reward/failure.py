@@ -83,7 +83,7 @@ def blame_function(function: str) -> Iterator[None]:
 def is_out_of_memory(error: BaseException) -> bool:
     """A full GPU has an error of its own, a full CPU has words; C code that lost its MemoryError has only these."""
     if isinstance(error, SystemError):
-        return "without exception set" in str(error)
+        return "without" in str(error) and "exception" in str(error)
     return (
         isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError" or "allocate memory" in str(error)
     )
