@@ -47,6 +47,19 @@ LIMIT_S = 300.0
 """For a start to make steps, and for one that ends to be gone."""
 
 
+def tiny_run(steps: int) -> tuple[str, ...]:
+    """Words for a run of a few small steps and nothing else."""
+    return (
+        f"trainer.total_training_steps={steps}",
+        "data.train_batch_size=2",
+        "data.val_files=[]",
+        "trainer.test_freq=-1",
+        "trainer.val_before_train=false",
+        "actor.ppo_mini_batch_size=2",
+        "rollout.n=2",
+    )
+
+
 def score(response: str, ground_truth: Any) -> float:
     """The calculator's reward; as a function of our own it runs in a process of its own."""
     return match_numbers(response, ground_truth)

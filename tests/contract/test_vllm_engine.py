@@ -6,17 +6,16 @@ One server serves the whole module: each test attaches a client of its own. Need
 import asyncio
 import os
 import signal
-import threading
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator
-from concurrent.futures import Future
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
 
 import httpx
 import pytest
+
+from tests.loop import Loop
 
 if find_spec("vllm") is None:
     pytest.skip("vLLM is not installed in this environment", allow_module_level=True)
@@ -75,24 +74,6 @@ class Weights:
 
     def tensors(self) -> dict[str, torch.Tensor]:
         return {name: parameter.detach() for name, parameter in self.module.named_parameters()}
-
-
-class Loop:
-    """An event loop in a thread, so that one server can outlive the tests that use it."""
-
-    def __init__(self) -> None:
-        self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._loop.run_forever)
-        self._thread.start()
-
-    def run(self, work: Coroutine[Any, Any, Any]) -> Any:
-        future: Future[Any] = asyncio.run_coroutine_threadsafe(work, self._loop)
-        return future.result(300)
-
-    def close(self) -> None:
-        self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join()
-        self._loop.close()
 
 
 @pytest.fixture(scope="module")

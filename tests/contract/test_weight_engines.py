@@ -7,7 +7,6 @@ import asyncio
 import os
 import random
 import signal
-import threading
 import time
 from collections.abc import Callable, Coroutine, Iterator
 from dataclasses import replace
@@ -21,6 +20,7 @@ import torch
 from torch import Tensor
 
 from tests.halting import Halting
+from tests.loop import Loop
 from treadle.cluster.local import start_native_engine
 from treadle.config import FailureConfig, LimitsConfig, ModelConfig, RolloutConfig
 from treadle.engine.apart import EngineApart
@@ -101,23 +101,6 @@ class Victim(EngineApart):
 
     async def update_weights(self, update: WeightUpdate) -> str:
         return await super().update_weights(replace(update, tensors=Halting(update.tensors, self.flag)))
-
-
-class Loop:
-    """An event loop in a thread, so that one engine can outlive the tests that use it."""
-
-    def __init__(self) -> None:
-        self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._loop.run_forever)
-        self._thread.start()
-
-    def run(self, work: Coroutine[Any, Any, Any]) -> Any:
-        return asyncio.run_coroutine_threadsafe(work, self._loop).result(300)
-
-    def close(self) -> None:
-        self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join()
-        self._loop.close()
 
 
 @pytest.fixture(scope="module")

@@ -6,19 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from tests.chaos import Start, command, run_python
+from tests.chaos import Start, command, run_python, tiny_run
 from treadle.journal import Event, JournalReader
 
 STEPS = 4
-TINY = (
-    f"trainer.total_training_steps={STEPS}",
-    "data.train_batch_size=2",
-    "data.val_files=[]",
-    "trainer.test_freq=-1",
-    "trainer.val_before_train=false",
-    "actor.ppo_mini_batch_size=2",
-    "rollout.n=2",
-)
+TINY = tiny_run(STEPS)
 APART = ("rollout.nnodes=1", "algorithm.rollout_correction.rollout_is=token")
 UNCORRECTED = ("rollout.nnodes=1", "algorithm.rollout_correction.rollout_is=none")
 FILTERED = ("algorithm.filter_groups.enable=true",)

@@ -88,7 +88,7 @@ def test_the_sessions_of_a_killed_worker_are_issued_again(cluster, model):
 
     async def kill_one(workers) -> None:
         await asyncio.sleep(0.4)
-        os.kill(workers[0]._life.pid, signal.SIGKILL)
+        os.kill(workers[0]._lives._life.pid, signal.SIGKILL)
         died.append(time.monotonic())
 
     batch = asyncio.run(generate(config, model, slow, remote=2, count=8, body=kill_one))
@@ -140,7 +140,7 @@ def test_scores_come_from_the_actor_and_its_death_is_survived(cluster, model):
     async def body(scorer: RemoteScorer) -> None:
         score = await scorer.score(task(ground_truth="four"), trajectory("four"))
         assert score.parts == {"answer": 1.0, "mine": 4.0} and score.value == 3.0
-        os.kill(scorer._life.pid, signal.SIGKILL)
+        os.kill(scorer._lives._life.pid, signal.SIGKILL)
         assert (await scorer.score(task(ground_truth="four"), trajectory("five"))).value == 2.0
 
     scored_on_ray(model, functions, body)

@@ -4,19 +4,11 @@ from pathlib import Path
 
 import pytest
 
-from tests.chaos import Start
+from tests.chaos import Start, tiny_run
 from treadle.journal import JournalReader
 
 STEPS = 3
-TINY = (
-    f"trainer.total_training_steps={STEPS}",
-    "data.train_batch_size=2",
-    "data.val_files=[]",
-    "trainer.test_freq=-1",
-    "trainer.val_before_train=false",
-    "actor.ppo_mini_batch_size=2",
-    "rollout.n=2",
-)
+TINY = tiny_run(STEPS)
 
 
 def train(run_dir: Path, *words: str) -> dict[int, str]:

@@ -33,26 +33,49 @@ class Life(Protocol):
     async def end(self) -> None: ...
 
 
+class Succession:
+    """One life after another: when one is over, the next begins as soon as it is needed."""
+
+    def __init__(self, start: Callable[[], Awaitable[Life]]) -> None:
+        self._start = start
+        self._life: Life | None = None
+        self._starting = asyncio.Lock()
+
+    async def present(self) -> Life:
+        """The life that goes on, begun if it has to be; an error where none begins."""
+        if self._life is not None and not self._life.over:
+            return self._life
+        async with self._starting:
+            if self._life is None or self._life.over:
+                await self.end()
+                self._life = await self._start()
+            return self._life
+
+    async def end(self) -> None:
+        """End the life that goes on, if there is one."""
+        if self._life is not None:
+            await self._life.end()
+            self._life = None
+
+
 class DistantWorker:
     """A `HiredWorker`. One that dies is replaced when the next job comes."""
 
     def __init__(self, name: str, start: Callable[[], Awaitable[Life]]) -> None:
         self._name = name
-        self._start = start
-        self._life: Life | None = None
+        self._lives = Succession(start)
         self._running: dict[int, tuple[Job, float]] = {}
-        self._starting = asyncio.Lock()
 
     @classmethod
     async def started(cls, name: str, start: Callable[[], Awaitable[Life]]) -> Self:
         """A worker that has answered, or an error."""
         worker = cls(name, start)
-        await worker._alive()
+        await worker._lives.present()
         return worker
 
     async def run(self, job: Job) -> Trajectory | Dropped:
         """Make one attempt over there. If the worker dies, that attempt has failed."""
-        life = await self._alive()
+        life = await self._lives.present()
         self._running[id(job)] = job, asyncio.get_running_loop().time()
         try:
             result: Trajectory | Dropped = await life.peer.ask(job)
@@ -68,17 +91,6 @@ class DistantWorker:
         for job, since in self._running.values():
             yield Wait(job.task.uid, job.sample, "agent loop", since, self._name, "sent to the worker")
 
-    async def _alive(self) -> Life:
-        if self._life is not None and not self._life.over:
-            return self._life
-        async with self._starting:
-            if self._life is None or self._life.over:
-                await self.close()
-                self._life = await self._start()
-            return self._life
-
     async def close(self) -> None:
         """End the process or actor."""
-        if self._life is not None:
-            await self._life.end()
-            self._life = None
+        await self._lives.end()

@@ -4,7 +4,6 @@ Owns the scores that are open. One actor hosts the one scorer, with its worker p
 all. An actor that dies is replaced when the next score is asked for; the open ones fail, each as a RewardFailure.
 """
 
-import asyncio
 from collections.abc import Callable
 from typing import Any
 
@@ -16,6 +15,7 @@ from treadle.config import RewardConfig
 from treadle.config.rollout import LimitsConfig
 from treadle.engine.channel import ChannelClosed
 from treadle.errors import Failure, RewardFailure
+from treadle.rollout.distant import Succession
 from treadle.rollout.services import Generator
 from treadle.types import Score, Task, Trajectory
 
@@ -30,8 +30,7 @@ class RemoteScorer:
         self._seat = seat
         self._limits = limits
         self._policy = policy
-        self._life: Life | None = None
-        self._starting = asyncio.Lock()
+        self._lives = Succession(self._start)
 
     @classmethod
     async def create(
@@ -42,14 +41,14 @@ class RemoteScorer:
         `policy` answers judges that speak with the weights in training.
         """
         scorer = cls(setup, seat, limits, policy)
-        await scorer._alive()
+        await scorer._lives.present()
         return scorer
 
     async def score(self, task: Task, trajectory: Trajectory) -> Score:
         """The score of a finished trajectory. Raises RewardFailure where there is none."""
         last: RewardFailure | None = None
         for _ in range(self._setup.reward.retries + 1):
-            life = await self._alive()
+            life = await self._lives.present()
             try:
                 score: Score = await life.peer.ask(ScoreOrder(task, trajectory))
                 return score
@@ -57,15 +56,6 @@ class RemoteScorer:
                 last = RewardFailure(f"crash: the scorer died: {await life.cause()}")
         assert last is not None, "every attempt returns or fails"
         raise last
-
-    async def _alive(self) -> Life:
-        if self._life is not None and not self._life.over:
-            return self._life
-        async with self._starting:
-            if self._life is None or self._life.over:
-                await self.close()
-                self._life = await self._start()
-            return self._life
 
     async def _start(self) -> Life:
         return await Life.start(
@@ -80,9 +70,7 @@ class RemoteScorer:
 
     async def close(self) -> None:
         """End the actor, and with it its processes."""
-        if self._life is not None:
-            await self._life.end()
-            self._life = None
+        await self._lives.end()
 
 
 def _launch_timeout_s(reward: RewardConfig, limits: LimitsConfig) -> float:

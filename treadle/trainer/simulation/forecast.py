@@ -5,7 +5,6 @@ Owns the definitions, so that every table and benchmark means the same:
   may (`rollout.max_num_seqs`), plus reading every context in once.
 - training_s: what the trainer needs for the tokens of one step.
 - bound_s: the larger of the two; where the same GPUs do both in turn, their sum. Nothing can be faster on this split.
-- ideal_s: the same work spread over all GPUs with none ever idle. Nothing can be faster on this many GPUs.
 """
 
 from collections.abc import Mapping, Sequence
@@ -124,20 +123,9 @@ class Forecast:
         return max(self.generation_s, self.training_s)
 
     @property
-    def ideal_s(self) -> float:
-        setup = self.setup
-        work = self.generation_s * setup.rollout_gpus + self.training_s * setup.train_gpus
-        return work / setup.gpus
-
-    @property
     def of_bound(self) -> float:
         """How near the step came to the bound of its split; 1 is there."""
         return self.bound_s / self.step_s
-
-    @property
-    def of_ideal(self) -> float:
-        """How near it came to what this many GPUs could do at best."""
-        return self.ideal_s / self.step_s
 
     @property
     def training(self) -> float:
