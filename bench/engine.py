@@ -1,6 +1,6 @@
-"""Tokens per second of the embedded engine, logprobs on, every request at once.
+"""Tokens per second of an engine, the embedded one or vLLM, logprobs on, every request at once.
 
-    python bench/engine.py --model DIR --device cuda --concurrent 256 512 1024 [--peer FILE]
+    python bench/engine.py --model DIR --device cuda --concurrent 256 512 1024 [--engine vllm] [--peer FILE]
 
 Three kinds of work: `even` samples every request to its last token; `short` asks for few tokens, so that admission
 counts; `mixed` has twice as many requests as rows, with lengths, temperatures, top-p, top-k and stop tokens of all
@@ -21,6 +21,8 @@ import torch
 from treadle.config import ModelConfig, RolloutConfig
 from treadle.data.renderer import Renderer
 from treadle.engine.native.engine import NativeEngine
+from treadle.engine.protocol import Engine, Forgetter
+from treadle.engine.vllm.engine import VLLMEngine
 from treadle.model.causal import load_causal_model
 from treadle.types import Completion, Request, SamplingParams
 
@@ -62,14 +64,18 @@ def mixed(renderer: Renderer, count: int, tokens: int, run: int) -> list[Request
 WORK: dict[str, Work] = {"even": even, "short": short, "mixed": mixed}
 
 
-async def complete(engine: NativeEngine, request: Request) -> Completion:
+ENGINES: dict[str, type[NativeEngine] | type[VLLMEngine]] = {"native": NativeEngine, "vllm": VLLMEngine}
+
+
+async def complete(engine: Engine, request: Request) -> Completion:
     """A session of one turn."""
     completion = await engine.generate(request)
-    engine.forget(request.session)
+    if isinstance(engine, Forgetter):
+        engine.forget(request.session)
     return completion
 
 
-async def generate(engine: NativeEngine, made: list[Request]) -> list[Completion]:
+async def generate(engine: Engine, made: list[Request]) -> list[Completion]:
     return list(await asyncio.gather(*(complete(engine, request) for request in made)))
 
 
@@ -83,7 +89,7 @@ async def bench(model: ModelConfig, kind: str, count: int, options: argparse.Nam
         enforce_eager=options.eager,
         max_num_batched_tokens=16384,
     )
-    engine = await NativeEngine.create(rollout, model, device=options.device)
+    engine = await ENGINES[options.engine].create(rollout, model, device=options.device)
     best = 0.0
     try:
         for run in range(options.repeats + 1):
@@ -134,6 +140,7 @@ def read_peers(file: Path | None) -> list[tuple[str, int, float]]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="treadle/tiny-calculator")
+    parser.add_argument("--engine", default="native", choices=ENGINES)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--concurrent", type=int, nargs="+", default=[64, 256])
     parser.add_argument("--work", nargs="+", choices=WORK, default=["even"])

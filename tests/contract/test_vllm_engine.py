@@ -272,10 +272,16 @@ def test_agents_that_speak_http_reach_the_same_weights(loop: Loop, calculator: V
         assert url == await calculator.serve_openai("policy")
         async with httpx.AsyncClient(trust_env=False, timeout=60) as client:
             question = {"role": "user", "content": "(41-36)+61="}
-            reply = await client.post(
-                f"{url}/chat/completions", json={"model": "policy", "messages": [question], "max_tokens": 8}
+            asked = {"model": "policy", "messages": [question], "max_tokens": 8, "logprobs": True}
+            beside = Request("beside", 0, (5, 6, 7), SamplingParams(8))
+            reply, ours = await asyncio.gather(
+                client.post(f"{url}/chat/completions", json=asked), calculator.generate(beside)
             )
-        assert reply.status_code == 200 and reply.json()["choices"][0]["message"]["content"]
+        assert reply.status_code == 200
+        choice = reply.json()["choices"][0]
+        assert choice["message"]["content"]
+        assert all(token["logprob"] <= 0 for token in choice["logprobs"]["content"])
+        assert len(ours.logprobs) == len(ours.ids)
 
     loop.run(body())
 
@@ -289,6 +295,33 @@ def test_without_a_tokenizer_the_http_door_says_what_to_set(stage: Stage) -> Non
 
 
 @pytest.mark.filterwarnings("ignore")  # vLLM's own, when it is imported
+def test_logprobs_that_travel_together_reach_their_requests() -> None:
+    import numpy
+    from vllm.v1.engine import EngineCoreOutput
+    from vllm.v1.outputs import LogprobsLists
+
+    from treadle.engine.vllm.scheduling import Rows, Unpacking, pack
+
+    values = numpy.arange(6, dtype=numpy.float32)[:, None]
+    step = LogprobsLists(values.astype(numpy.int32), values, numpy.arange(6), [0, 2, 3, 4, 5])
+    tokens = [2, 1, 1, 1, 1]
+    names = ["treadle-a", "chatcmpl-b", "treadle-c", "treadle-d", "treadle-e"]
+    outputs = [
+        EngineCoreOutput(name, [7] * count, new_logprobs=Rows(step).slice_request(at, count))
+        for at, (name, count) in enumerate(zip(names, tokens, strict=True))
+    ]
+    pack(outputs, step)
+    assert [output.request_id for output in outputs if output.new_logprobs] == ["treadle-a", "chatcmpl-b"]
+    held: dict[str, list[float]] = {name: [] for name in names}
+    reading = Unpacking(held.get)
+    reading.read(outputs[:3])
+    del held["treadle-d"]  # aborted before the rest of the step is read
+    reading.read(outputs[3:])
+    assert held == {"treadle-a": [0.0, 1.0], "chatcmpl-b": [], "treadle-c": [3.0], "treadle-e": [5.0]}
+    assert outputs[1].new_logprobs.logprobs.tolist() == [[2.0]]
+
+
+@pytest.mark.filterwarnings("ignore")
 def test_what_is_held_is_put_back_together_from_fused_parameters() -> None:
     from treadle.engine.vllm.receiver import Kind, _read_back
 

@@ -28,6 +28,7 @@ from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 
 from treadle.config.model import ModelConfig
 from treadle.config.rollout import RolloutConfig
+from treadle.engine.vllm import scheduling
 from treadle.engine.vllm.serving import Piece
 from treadle.engine.vllm.wire import Order
 from treadle.errors import ConfigError, EngineFailure, Mistake, nearest
@@ -49,6 +50,9 @@ _KEYED = "treadle.engine.vllm.keyed:KeyedSampling"
 _EXTENSION = "treadle.engine.vllm.receiver.WorkerExtension"
 _CPU_SHARE = 0.25
 """The most of a machine's memory that the KV cache takes on a CPU, where the processes beside it need some too."""
+
+_GRAPHED = 512
+"""The largest batch that vLLM captures by itself; larger ones would be launched kernel by kernel."""
 
 
 class VLLMSampler:
@@ -72,7 +76,9 @@ class VLLMSampler:
         if keyed:
             changes = {"logits_processors": [_KEYED], "logprobs_mode": "processed_logits"}
             config = AsyncEngineArgs(**arguments | changes).create_engine_config()
+        scheduling.install(config.scheduler_config)
         llm = AsyncLLM.from_vllm_config(config, disable_log_stats=arguments["disable_log_stats"])
+        scheduling.listen(llm.output_processor)
         await llm.init_weight_transfer_engine(WeightTransferInitRequest(init_info={}))
         await llm.collective_rpc("treadle_watch", args=(os.getpid(),))
         return cls(llm, keyed=keyed, room=rollout.sequence_length())
@@ -86,7 +92,9 @@ class VLLMSampler:
         tokens = min(order.max_tokens - len(kept), self._room - len(ids))
         try:
             return await self._llm.add_request(
-                str(next(self._names)), tokens_input(ids), self._parameters(order, tokens, len(kept))
+                f"{scheduling.PREFIX}{next(self._names)}",
+                tokens_input(ids),
+                self._parameters(order, tokens, len(kept)),
             )
         except (EngineDeadError, ValueError) as error:
             raise _failure(error) from error
@@ -210,6 +218,8 @@ def engine_arguments(rollout: RolloutConfig, model: ModelConfig, directory: str)
     }
     if on_cpu:
         arguments["kv_cache_memory_bytes"] = _cpu_cache_bytes(rollout, directory, dtype)
+    elif rollout.max_num_seqs > _GRAPHED and "compilation_config" not in extra:
+        arguments["max_cudagraph_capture_size"] = rollout.max_num_seqs
     return arguments | dict(extra)
 
 
