@@ -5,6 +5,7 @@ One server serves the whole module: each test attaches a client of its own. Need
 
 import asyncio
 import os
+import pickle
 import signal
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
@@ -323,7 +324,7 @@ def test_logprobs_that_travel_together_reach_their_requests() -> None:
 
 @pytest.mark.filterwarnings("ignore")
 def test_what_is_held_is_put_back_together_from_fused_parameters() -> None:
-    from treadle.engine.vllm.receiver import Kind, _read_back
+    from treadle.engine.vllm.receiver import Kind, _locate
 
     attention = torch.nn.ModuleDict({"qkv_proj": torch.nn.Linear(4, 10)})
     model = torch.nn.ModuleDict({"attn": attention, "words": torch.nn.Embedding(16, 4)})
@@ -332,12 +333,27 @@ def test_what_is_held_is_put_back_together_from_fused_parameters() -> None:
         pieces = model.get_parameter(f"attn.qkv_proj.{part}").detach().clone().split([6, 2, 2])
         sent |= {f"attn.{name}_proj.{part}": piece for name, piece in zip("qkv", pieces, strict=True)}
     kinds = {name: Kind(tuple(tensor.shape), tensor.dtype) for name, tensor in sent.items()}
-    assert _read_back(model, kinds) == checksum(sent)
+    assert checksum(_locate(model, kinds)) == checksum(sent)
     with torch.no_grad():
         model.get_parameter("attn.qkv_proj.weight")[7, 1] += 1
-    assert _read_back(model, kinds) not in (checksum(sent), "")
+    assert checksum(_locate(model, kinds)) != checksum(sent)
     attention["qkv_proj"] = torch.nn.Linear(4, 5)  # as one of two workers has it
-    assert _read_back(model, kinds) == ""
+    assert not _locate(model, kinds)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_known_places_are_written_and_other_names_refused() -> None:
+    from treadle.engine.vllm.receiver import Receiver, UpdateInfo
+
+    receiver = Receiver.__new__(Receiver)  # vLLM's worker makes the real ones
+    fused = torch.zeros(5, 2)
+    receiver.places = {"q": fused[:3], "k": fused[3:]}
+    new = {"q": torch.ones(3, 2), "k": torch.full((2, 2), 2.0)}
+    receiver.receive_weights(UpdateInfo(parcel=pickle.dumps(new)))
+    assert fused.tolist() == [[1.0, 1.0]] * 3 + [[2.0, 2.0]] * 2
+    with pytest.raises(ValueError, match="other names"):
+        receiver.receive_weights(UpdateInfo(parcel=pickle.dumps({"q": new["q"]})))
+    assert not receiver.places  # the next update goes through vLLM's loader
 
 
 @pytest.mark.filterwarnings("ignore")

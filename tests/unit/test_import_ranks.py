@@ -63,6 +63,8 @@ def place(path: Path) -> str:
 
 def folder(path: Path) -> str:
     parts = path.relative_to(PACKAGE).parts
+    if parts == ("__main__.py",):
+        return "cli"
     return parts[0] if len(parts) > 1 else ROOT
 
 

@@ -181,7 +181,7 @@ class _Offer:
         memory = make_room(parcel, self._device)
         with Circle.enter((self._store, mine), parcel.address, self._device, parcel.stall_s) as circle, torch.no_grad():
             for bucket in parcel.buckets:
-                bucket.fill(memory, self._tensors)
+                bucket.fill(memory, self._tensors.sources)
                 if torch.cuda.is_available():
                     torch.cuda.synchronize()
                 circle.broadcast(memory[: bucket.num_bytes])

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from treadle.errors import EngineFailure
 from treadle.weights.parcel import DEVICE_BUCKET_BYTES, Cast, Parcel, Spec
-from treadle.weights.ring import DeviceRing, HostRing, Ring, attach
+from treadle.weights.ring import NAME_BYTES, DeviceRing, HostRing, Ring, attach
 
 SLOTS = 2
 HOST_BUCKET_BYTES = 4 << 20
@@ -89,24 +89,28 @@ class LocalParcel(Parcel):
 
 
 class _Rings:
-    """Rings that were made, for the next reader: memory that was used before is much faster than new."""
+    """Rings that were made, for the next time: each reader gets its own again, if there is one."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._free: dict[int, list[Ring]] = {}
+        self._free: list[tuple[int, bytes, Ring]] = []
         self._lock = threading.Lock()
 
-    def take(self, size: int) -> Ring:
+    def take(self, size: int, reader: bytes) -> Ring:
         with self._lock:
-            if self._free.get(size):
-                return self._free[size].pop()
+            fitting = [entry for entry in self._free if entry[0] == size]
+            own = [entry for entry in fitting if entry[1] == reader]
+            if fitting:
+                entry = (own or fitting)[0]
+                self._free.remove(entry)
+                return entry[2]
         if self._device.type == "cuda":
             return DeviceRing.create(size, SLOTS, self._device)
         return HostRing.create(size, SLOTS)
 
-    def give_back(self, size: int, ring: Ring) -> None:
+    def give_back(self, size: int, reader: bytes, ring: Ring) -> None:
         with self._lock:
-            self._free.setdefault(size, []).append(ring)
+            self._free.append((size, reader, ring))
 
 
 class _Offer:
@@ -139,22 +143,23 @@ class _Offer:
     def _serve(self, connection: socket.socket) -> None:
         """Send everything to one reader. It may be gone, or stuck: then it has no claim any more."""
         size = self.parcel.largest
-        ring = self._rings.take(size)
         with connection:
             try:
+                reader = connection.recv(NAME_BYTES, socket.MSG_WAITALL)
+                ring = self._rings.take(size, reader)
+                ring.send(connection, reader)
                 self._stream(connection, ring)
             except OSError:
                 return  # and the ring with it, which a stuck reader may still look at
-        self._rings.give_back(size, ring)
+        self._rings.give_back(size, reader, ring)
 
     def _stream(self, connection: socket.socket, ring: Ring) -> None:
-        ring.send(connection)
         buckets = self.parcel.buckets
         with torch.no_grad():
             for number, bucket in enumerate(buckets):
                 if number >= SLOTS:
                     _receive(connection)
-                bucket.fill(ring.slots[number % SLOTS], self._tensors)
+                bucket.fill(ring.slots[number % SLOTS], self._tensors.sources)
                 ring.settle()
                 connection.sendall(_NUMBER.pack(number))
         while _receive(connection) != _DONE:

@@ -5,10 +5,12 @@ bounds memory. Refuses to know how bytes travel. Invariant: `items` gives every 
 is valid until the next one is taken, so whoever keeps it copies it.
 """
 
+import math
 from abc import abstractmethod
 from collections.abc import ItemsView, Iterator, Mapping, Sequence, ValuesView
 from dataclasses import dataclass
 from functools import cached_property
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,8 +21,7 @@ DEVICE_BUCKET_BYTES = 256 << 20
 _ALIGN = 64
 
 
-@dataclass(frozen=True, slots=True)
-class Spec:
+class Spec(NamedTuple):
     """One tensor, without its values."""
 
     name: str
@@ -28,8 +29,13 @@ class Spec:
     dtype: torch.dtype
 
     @property
+    def size(self) -> int:
+        """How many numbers it has."""
+        return math.prod(self.shape)
+
+    @property
     def num_bytes(self) -> int:
-        return torch.Size(self.shape).numel() * self.dtype.itemsize
+        return self.size * self.dtype.itemsize
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,13 +48,15 @@ class Bucket:
 
     def views(self, memory: Tensor) -> Iterator[tuple[str, Tensor]]:
         """The tensors that lie in `memory`, which holds bytes."""
+        mine = memory[: self.num_bytes]
+        flat = {dtype: mine.view(dtype) for dtype in {spec.dtype for spec in self.specs}}
         for spec, offset in zip(self.specs, self.offsets, strict=True):
-            yield spec.name, memory[offset : offset + spec.num_bytes].view(spec.dtype).view(spec.shape)
+            yield spec.name, flat[spec.dtype].narrow(0, offset // spec.dtype.itemsize, spec.size).view(spec.shape)
 
     def fill(self, memory: Tensor, tensors: Mapping[str, Tensor]) -> None:
-        """Put the tensors of this bucket into `memory`."""
-        for name, view in self.views(memory):
-            view.copy_(tensors[name], non_blocking=True)
+        """Put the tensors of this bucket into `memory`, in the bucket's number format. One call: they are many."""
+        views = [view for _, view in self.views(memory)]
+        torch._foreach_copy_(views, [tensors[spec.name] for spec in self.specs], non_blocking=True)
 
 
 def describe(tensors: Mapping[str, Tensor]) -> tuple[Spec, ...]:
@@ -154,22 +162,23 @@ class Cast(Mapping[str, Tensor]):
     """Tensors in another number format, made when they are looked at; whole numbers stay as they are."""
 
     def __init__(self, tensors: Mapping[str, Tensor], dtype: torch.dtype | None) -> None:
-        self._tensors = tensors
+        self.sources = {name: tensor.detach() for name, tensor in tensors.items()}
+        """The tensors as they are, for whoever copies into the other format at once."""
         self._dtype = dtype
 
     def specs(self) -> tuple[Spec, ...]:
         """What the tensors will be, without making them."""
-        return tuple(Spec(name, tuple(tensor.shape), self._target(tensor)) for name, tensor in self._tensors.items())
+        return tuple(Spec(name, tuple(tensor.shape), self._target(tensor)) for name, tensor in self.sources.items())
 
     def _target(self, tensor: Tensor) -> torch.dtype:
         return self._dtype if self._dtype is not None and tensor.is_floating_point() else tensor.dtype
 
     def __getitem__(self, name: str) -> Tensor:
-        tensor = self._tensors[name].detach()
+        tensor = self.sources[name]
         return tensor.to(self._target(tensor))
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._tensors)
+        return iter(self.sources)
 
     def __len__(self) -> int:
-        return len(self._tensors)
+        return len(self.sources)

@@ -2,6 +2,9 @@
 
 Owns the memory and how the other side gets at it: a file descriptor that no name leads to, so that nothing stays behind
 when a process is killed, or a CUDA IPC handle. Knows nothing of weights.
+
+Getting at it takes milliseconds on a GPU. So whoever attaches says who it is, gets the same ring each time, and keeps
+it: at most one, until another comes.
 """
 
 import mmap
@@ -13,7 +16,10 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+NAME_BYTES = 16
 _HANDLE_BYTES = 1 << 16
+_ME = os.urandom(NAME_BYTES)
+"""This process, to the rings it attaches to."""
 
 
 class Ring(Protocol):
@@ -21,8 +27,8 @@ class Ring(Protocol):
 
     slots: tuple[Tensor, ...]
 
-    def send(self, connection: socket.socket) -> None:
-        """Let whoever is at the other end of `connection` attach to the slots."""
+    def send(self, connection: socket.socket, reader: bytes) -> None:
+        """Let `reader`, at the other end of `connection`, attach to the slots."""
         ...
 
     def settle(self) -> None:
@@ -34,6 +40,7 @@ class HostRing:
     """Slots in memory of the machine."""
 
     def __init__(self, descriptor: int, size: int, count: int) -> None:
+        self._name = os.urandom(NAME_BYTES)
         self._descriptor = descriptor
         self._memory = mmap.mmap(descriptor, size * count)
         whole = torch.frombuffer(self._memory, dtype=torch.uint8)
@@ -45,8 +52,8 @@ class HostRing:
         os.ftruncate(descriptor, size * count)
         return cls(descriptor, size, count)
 
-    def send(self, connection: socket.socket) -> None:
-        socket.send_fds(connection, [b"host"], [self._descriptor])
+    def send(self, connection: socket.socket, reader: bytes) -> None:
+        socket.send_fds(connection, [self._name], [self._descriptor])
 
     def settle(self) -> None:
         if torch.cuda.is_available():
@@ -60,6 +67,8 @@ class DeviceRing:
     """Slots on a GPU that both processes see."""
 
     def __init__(self, memory: Tensor, size: int) -> None:
+        self._reader = b""
+        self._message = b""
         self._memory = memory
         self.slots = tuple(memory[start : start + size] for start in range(0, len(memory), size))
 
@@ -67,26 +76,45 @@ class DeviceRing:
     def create(cls, size: int, count: int, device: torch.device) -> "DeviceRing":
         return cls(torch.empty(size * count, dtype=torch.uint8, device=device), size)
 
-    def send(self, connection: socket.socket) -> None:
+    def send(self, connection: socket.socket, reader: bytes) -> None:
+        if reader != self._reader:  # a handle is for one process: torch counts who holds it
+            self._reader, self._message = reader, self._share()
+        connection.sendall(self._message)
+
+    def _share(self) -> bytes:
         from torch.multiprocessing.reductions import reduce_tensor
 
         rebuild, arguments = reduce_tensor(self._memory)  # type: ignore[no-untyped-call]
-        identity = _identity(self._memory.device)
-        connection.sendall(pickle.dumps((identity, rebuild, arguments)))
+        return pickle.dumps((_identity(self._memory.device), rebuild, arguments))
 
     def settle(self) -> None:
         torch.cuda.synchronize(self._memory.device)
 
 
+class _Attached:
+    """The ring that this process got last."""
+
+    message: bytes = b""
+    ring: Ring | None = None
+
+
 def attach(connection: socket.socket, size: int, count: int) -> Ring:
-    """The slots that the other end of `connection` sent."""
+    """The slots that the other end of `connection` sends."""
+    connection.sendall(_ME)
     message, descriptors, _, _ = socket.recv_fds(connection, _HANDLE_BYTES, 1)
-    if descriptors:
-        return HostRing(descriptors[0], size, count)
     if not message:
         raise ConnectionError("the sender has gone")
-    identity, rebuild, arguments = pickle.loads(message)
-    return DeviceRing(rebuild(*_here(arguments, identity)), size)
+    if message == _Attached.message and _Attached.ring is not None:
+        for descriptor in descriptors:
+            os.close(descriptor)
+        return _Attached.ring
+    if descriptors:
+        ring: Ring = HostRing(descriptors[0], size, count)
+    else:
+        identity, rebuild, arguments = pickle.loads(message)
+        ring = DeviceRing(rebuild(*_here(arguments, identity)), size)
+    _Attached.message, _Attached.ring = message, ring
+    return ring
 
 
 def _here(arguments: tuple[Any, ...], identity: str) -> tuple[Any, ...]:

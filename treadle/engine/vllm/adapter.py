@@ -3,7 +3,7 @@
 Owns the way from our config to vLLM's arguments, from an order to its sampling parameters, and from its outputs to
 pieces. Runs in the server process; importing it imports vLLM. Tested with 0.24 (CUDA) and 0.32 (CPU).
 
-    0.24   the worker prepares layers for an update and hands the loader to the receiver; 0.32 leaves both to it
+    0.24   the worker prepares layers for an update, if told to, and hands out the loader; 0.32 leaves both to us
     0.24   its second model runner serves some architectures; in 0.32 it serves all, where there is Triton
     0.24   `wake_up` returns nothing; in 0.32 it says whether everything is awake
 
@@ -12,6 +12,7 @@ model runner at a temperature other than 0 and 1 they are taken after top-k and 
 """
 
 import dataclasses
+import inspect
 import itertools
 import os
 from collections.abc import Mapping, Sequence
@@ -65,6 +66,8 @@ class VLLMSampler:
         self._room = room
         self._names = itertools.count()
         self._doorway: str | None = None
+        self._in_place = False
+        """Whether the workers know where the next weights are to be written."""
 
     @classmethod
     async def start(cls, rollout: RolloutConfig, model: ModelConfig, directory: str) -> "VLLMSampler":
@@ -136,12 +139,13 @@ class VLLMSampler:
 
     async def load(self, parcel: bytes) -> str:
         """The checksum all workers agree on: of the parameters where they can be read back, else of what arrived."""
+        in_place, self._in_place = self._in_place, False
         try:
             asleep = await self._llm.is_sleeping()
             if asleep:
                 await self._llm.wake_up(["weights"])
-            await self._llm.pause_generation(mode="abort", clear_cache=True)
-            await self._llm.start_weight_update()
+            await self._pause()
+            await self._start_update(in_place)
             await self._llm.update_weights(WeightTransferUpdateRequest(update_info={"parcel": parcel}))
             await self._llm.finish_weight_update()
             found = await self._llm.collective_rpc("treadle_settle")
@@ -150,10 +154,19 @@ class VLLMSampler:
             await self._llm.resume_generation()
         except Exception as error:
             raise _failure(error) from error
-        words: set[str] = {held or arrived for arrived, held in found}
+        words = {word for word, _ in found}
         if len(words) > 1:
             raise EngineFailure(f"vLLM's workers hold different weights: {', '.join(sorted(words))}")
-        return words.pop()
+        self._in_place = all(ready for _, ready in found)
+        return str(words.pop())
+
+    async def _pause(self) -> None:
+        """What `pause_generation` does, but for the 20 ms it waits in the end: nothing of ours is being sampled."""
+        await self._llm.engine_core.pause_scheduler_async(mode="abort", clear_cache=True)
+
+    async def _start_update(self, in_place: bool) -> None:
+        asks = "is_checkpoint_format" in inspect.signature(self._llm.start_weight_update).parameters
+        await self._llm.start_weight_update(**({"is_checkpoint_format": not in_place} if asks else {}))
 
     async def sleep(self, level: int) -> None:
         await self._llm.sleep(level)

@@ -5,9 +5,11 @@ pickled), gives every tensor to vLLM's loader, and sums up bit for bit what it g
 loaded parameters back. Knows no transport. vLLM has transports of its own for CUDA IPC and NCCL; they prove nothing of
 what arrived, and one of them needs Ray to import, so all parcels come this way.
 
-What is proven: `arrived` is the checksum of the tensors handed to vLLM's loader in this worker. `held` is the checksum
-of the parameters themselves, put back together from vLLM's fused ones, where that can be done: one worker, known
-fusions, no repacking. Where it cannot, `held` is empty.
+What is proven: that of the parameters themselves, put back together from vLLM's fused ones, where that can be done: one
+worker, known fusions, no repacking. Where it cannot, the tensors are summed up on their way to vLLM's loader.
+
+The loader takes its time: it rebuilds every layer. Once it has shown where each tensor ends up, and that nothing else
+is made of it there, later updates are written straight to these places, and proven by reading them back.
 """
 
 import os
@@ -28,7 +30,7 @@ from vllm.distributed.weight_transfer.base import (
 )
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 
-from treadle.model.checksum import Tally
+from treadle.model.checksum import Tally, checksum
 
 BACKEND = "treadle"
 """The name under which vLLM finds this receiver."""
@@ -41,6 +43,9 @@ _FUSED = {
     "up_proj": ("gate_up_proj", ("gate_proj", "up_proj")),
 }
 """Modules that vLLM lays one below the other in a single parameter, and their order."""
+
+_AS_WRITTEN = ("UnquantizedLinearMethod", "UnquantizedEmbeddingMethod")
+"""Kinds of layers that, on CUDA, compute with their parameters and keep no other form of them."""
 
 
 class Kind(NamedTuple):
@@ -81,7 +86,9 @@ class Receiver(WeightTransferEngine):  # type: ignore[misc]
         super().__init__(*parts)
         self.kinds: dict[str, Kind] = {}
         self.arrived = ""
-        self._place = next(self.model.parameters()).device  # during an update they have none
+        self.places: dict[str, Tensor] = {}
+        """Where each tensor lies, if updates may be written there."""
+        self._device = next(self.model.parameters()).device  # during an update they have none
 
     def init_transfer_engine(self, init_info: InitInfo) -> None:
         return None
@@ -89,27 +96,44 @@ class Receiver(WeightTransferEngine):  # type: ignore[misc]
     def start_weight_update(self) -> None:
         from vllm.model_executor.model_loader.reload import initialize_layerwise_reload
 
-        initialize_layerwise_reload(self.model)
+        if not self.places:
+            initialize_layerwise_reload(self.model)
 
     def finish_weight_update(self) -> None:
         from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
 
-        finalize_layerwise_reload(self.model, self.model_config)
+        if not self.places:
+            finalize_layerwise_reload(self.model, self.model_config)
 
     def receive_weights(
         self, update_info: UpdateInfo, load_weights: Callable[[Iterator[tuple[str, Tensor]]], Any] | None = None
     ) -> None:
         tensors: Mapping[str, Tensor] = pickle.loads(update_info.parcel)
+        with torch.no_grad():
+            if self.places:
+                self._write(tensors)
+            else:
+                self._load(tensors, load_weights or self.model.load_weights)
+
+    def _write(self, tensors: Mapping[str, Tensor]) -> None:
+        """Straight to where they belong. If that fails, the next update goes through the loader again."""
+        places, self.places = self.places, {}
+        if list(tensors) != list(places):
+            raise ValueError("the tensors have other names than those that came before")
+        for name, tensor in tensors.items():
+            places[name].copy_(tensor)
+        self.places = places
+
+    def _load(self, tensors: Mapping[str, Tensor], load: Callable[[Iterator[tuple[str, Tensor]]], Any]) -> None:
         tally = Tally()
         self.kinds, self.arrived = {}, ""
-        with torch.no_grad():
-            (load_weights or self.model.load_weights)(self._counted(tensors, tally))
+        load(self._counted(tensors, tally))
         self.arrived = tally.word()
 
     def _counted(self, tensors: Mapping[str, Tensor], tally: Tally) -> Iterator[tuple[str, Tensor]]:
         """Each tensor as it arrives. A copy: the loader keeps it until its layer is whole, the transport does not."""
         for name, tensor in tensors.items():
-            mine = tensor.to(self._place, copy=True)
+            mine = tensor.to(self._device, copy=True)
             tally.add(name, mine)
             self.kinds[name] = Kind(tuple(mine.shape), mine.dtype)
             yield name, mine
@@ -129,11 +153,17 @@ class WorkerExtension:
     weight_transfer_engine: Receiver
     model_runner: Any
 
-    def treadle_settle(self) -> tuple[str, str]:
-        """Finish an update: what arrived in this worker, and what its parameters are now, if they can be read back."""
+    def treadle_settle(self) -> tuple[str, bool]:
+        """Finish an update: the checksum of this worker's weights, and whether the next may be written in place."""
         receiver, model = self.weight_transfer_engine, self.model_runner.get_model()
+        if receiver.places:
+            return checksum(receiver.places), True
         _repack_tied(model)
-        return receiver.arrived, _read_back(model, receiver.kinds)
+        found = _locate(model, receiver.kinds)
+        held = checksum(found) if found else receiver.arrived
+        if found and held == receiver.arrived and _stays_as_written(model):
+            receiver.places = found
+        return held, bool(receiver.places)
 
     def treadle_watch(self, server: int) -> None:
         """End this replica's processes when the server has gone, however it went."""
@@ -161,15 +191,25 @@ def _repack_tied(model: nn.Module) -> None:
             layer.quant_method.process_weights_after_loading(layer)  # type: ignore[operator, union-attr]
 
 
-def _read_back(model: nn.Module, kinds: Mapping[str, Kind]) -> str:
-    """The checksum of the parameters by their Hugging Face names; empty where they cannot be told apart."""
-    held, tally = dict(model.named_parameters()), Tally()
+def _stays_as_written(model: nn.Module) -> bool:
+    """Whether nothing is made of the parameters when they are loaded: no packed, quantized or absorbed form of them."""
+    if torch.version.cuda is None or not all(parameter.is_cuda for parameter in model.parameters()):
+        return False
+    methods = (getattr(layer, "quant_method", None) for layer in model.modules())
+    latent = any("MLA" in type(layer).__name__ for layer in model.modules())
+    return not latent and all(method is None or type(method).__name__ in _AS_WRITTEN for method in methods)
+
+
+def _locate(model: nn.Module, kinds: Mapping[str, Kind]) -> dict[str, Tensor]:
+    """Where each tensor lies, by its Hugging Face name; empty where they cannot be told apart."""
+    held = {name: parameter.detach() for name, parameter in model.named_parameters()}
+    places = {}
     for name, kind in kinds.items():
         found = held[name] if name in held else _unfuse(name, kinds, held)
         if found is None or not kind.begins(found):
-            return ""
-        tally.add(name, found[: kind.rows] if kind.shape else found)
-    return tally.word()
+            return {}
+        places[name] = found[: kind.rows] if kind.shape else found
+    return places
 
 
 def _unfuse(name: str, kinds: Mapping[str, Kind], held: Mapping[str, Tensor]) -> Tensor | None:
