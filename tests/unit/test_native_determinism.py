@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from tests.tiny import VOCABULARY, tiny
 from treadle.config import RolloutConfig
-from treadle.engine.native.cache import SlotCache
+from treadle.engine.native.cache import CacheShape, PageCache
 from treadle.engine.native.decoder import Decoder, find_row_step
 from treadle.engine.native.parking import Parking
 from treadle.engine.native.scheduler import Scheduler
@@ -66,10 +66,19 @@ def model(hidden: int) -> torch.nn.Module:
 class Stand:
     """A scheduler without its thread: time is counted in turns."""
 
-    def __init__(self, hidden: int = 32, rollout: RolloutConfig = ROLLOUT, parked_bytes: int = 1 << 26) -> None:
+    def __init__(
+        self,
+        hidden: int = 32,
+        rollout: RolloutConfig = ROLLOUT,
+        parked_bytes: int = 1 << 26,
+        page: int | None = None,
+        pages: int | None = None,
+    ) -> None:
         module = model(hidden)
         step = find_row_step(module, rollout.max_num_seqs, torch.device("cpu"))
-        cache = SlotCache.create(rollout, module, torch.device("cpu"), step)
+        page_bytes = CacheShape.of(module).numbers_per_token() * module.dtype.itemsize * (page or 0)
+        budget = None if pages is None else (pages + 1) * page_bytes
+        cache = PageCache.create(rollout, module, torch.device("cpu"), step, page=page, budget=budget)
         self.answers: dict[str, Answer] = {}
         self.room = rollout.sequence_length()
         self.decoder = Decoder(module, cache, step)
@@ -157,7 +166,7 @@ def test_many_at_once_give_the_same_bits_as_each_alone(hidden: int) -> None:
     check([Talk(task, sample, (task % 3, 2)) for task in range(12) for sample in range(4)], hidden)
 
 
-def test_waiting_for_a_slot_changes_nothing() -> None:
+def test_waiting_for_a_row_changes_nothing() -> None:
     narrow = RolloutConfig(prompt_length=40, response_length=60, max_num_seqs=3, max_num_batched_tokens=48)
     crowd = [Talk(task, sample, (0, 1)) for task in range(4) for sample in range(3)]
     Stand(rollout=narrow).run(crowd)

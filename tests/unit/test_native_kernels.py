@@ -16,15 +16,16 @@ from tests.tiny import FAMILIES, VOCABULARY, tiny  # noqa: E402 - triton reads t
 from treadle.algorithm.head import FusedHead  # noqa: E402
 from treadle.algorithm.logprobs import _ChunkedHead  # noqa: E402
 from treadle.config import RolloutConfig  # noqa: E402
-from treadle.engine.native.cache import Move, SlotCache  # noqa: E402
+from treadle.engine.native import kernels  # noqa: E402
+from treadle.engine.native.cache import Move, PageCache  # noqa: E402
 from treadle.engine.native.decoder import Decoder  # noqa: E402
 from treadle.engine.native.drawing import draw_rows  # noqa: E402
-from treadle.engine.native.kernels import count_splits  # noqa: E402
+from treadle.engine.native.kernels import HeadShape, RowPlaces, attend_rows, count_splits  # noqa: E402
 from treadle.engine.native.plans import Piece, PrefillPlan  # noqa: E402
 from treadle.engine.native.rows import Rows, RowStart  # noqa: E402
 from treadle.engine.native.sampling import sample  # noqa: E402
 from treadle.engine.native.stack import Stack  # noqa: E402
-from treadle.engine.native.transfer import copy_slots  # noqa: E402
+from treadle.engine.native.transfer import copy_pages  # noqa: E402
 from treadle.model.attention import PackedPlan  # noqa: E402
 from treadle.model.causal import compute_logits, hidden_states, prepare_module  # noqa: E402
 from treadle.model.checksum import _MIX, _PLACE, _sum_words  # noqa: E402
@@ -73,19 +74,29 @@ def test_a_fused_layer_has_the_same_outputs_and_gradients(family: str) -> None:
         assert (found - expected).norm() <= 1e-5 * expected.norm()
 
 
+def shuffle_pages(cache: PageCache, seed: int) -> None:
+    """Give every row pages from all over the cache."""
+    order = torch.randperm(cache.pages, generator=torch.Generator().manual_seed(seed)).tolist()
+    for row in range(cache.rows):
+        cache.assign(row, 0, order[row * cache.per_row :][: cache.per_row])
+    cache.upload()
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_stack_fills_the_cache_and_decodes_as_the_modules_do(family: str) -> None:
     module = small(family)
     rollout = RolloutConfig(prompt_length=300, response_length=300, max_num_seqs=4)
-    plain, fused = (Decoder(module, SlotCache.create(rollout, module, DEVICE, 4), 4) for _ in range(2))
+    plain, fused = (Decoder(module, PageCache.create(rollout, module, DEVICE, 4, page=32), 4) for _ in range(2))
+    for seed, decoder in enumerate((plain, fused)):
+        shuffle_pages(decoder.cache, seed)
     stack = Stack.create(module, fused.cache)
-    assert stack is not None and count_splits(4, 2, fused.cache.kv.shape[4]) > 1
+    assert stack is not None and count_splits(4, 2, 600) > 1
     prompts = [[(7 * row + 3 * at) % VOCABULARY for at in range(length)] for row, length in enumerate((20, 70, 1))]
-    pieces = [Piece(slot, 0, ids[:-1]) for slot, ids in enumerate(prompts) if len(ids) > 1]
+    pieces = [Piece(row, 0, ids[:-1]) for row, ids in enumerate(prompts) if len(ids) > 1]
     more = [Piece(0, 19, [5, 6, 7])]
     starts = [
-        RowStart(slot, ids[-1], len(ids) - 1 + 3 * (slot == 0), 4, 123 * slot, 0, 1.0, 1.0, 0, ())
-        for slot, ids in enumerate(prompts)
+        RowStart(row, ids[-1], len(ids) - 1 + 3 * (row == 0), 4, 123 * row, 0, 1.0, 1.0, 0, ())
+        for row, ids in enumerate(prompts)
     ]
     report = torch.zeros((3, 4), dtype=torch.int32, device=DEVICE)
     with torch.inference_mode():
@@ -96,8 +107,9 @@ def test_the_stack_fills_the_cache_and_decodes_as_the_modules_do(family: str) ->
             decoder.rows.start(starts)
         plain.advance(4, 80, False)
         draw_rows(compute_logits(module, stack.decode(fused.rows, 4)), fused.rows, report, filtered=False)
-    kept = slice(0, fused.cache.length)
-    assert torch.allclose(plain.cache.kv[..., kept, :], fused.cache.kv[..., kept, :], atol=1e-4)
+    for layer in range(2):
+        for one, other in zip(*(decoder.cache.read(layer, slice(0, 4), 96) for decoder in (plain, fused)), strict=True):
+            assert torch.allclose(one, other, atol=1e-4)
     assert torch.equal(plain.rows.last_id, fused.rows.last_id) and torch.equal(plain.rows.length, fused.rows.length)
     logprobs = report[1].view(torch.float32)[:3]
     assert torch.allclose(plain.rows.out_logprobs[:3, 0], logprobs, atol=1e-4)
@@ -171,22 +183,76 @@ def test_the_fused_head_has_the_same_logprobs_entropy_and_gradients(
         assert (found - expected).norm() <= 1e-5 * expected.norm()
 
 
-def test_slots_are_copied_as_far_as_asked() -> None:
+def test_pages_are_copied_as_far_as_asked() -> None:
     kv = torch.randn(2, 2, 5, 2, 40, 16, generator=torch.Generator().manual_seed(5)).to(DEVICE)
     expected = kv.clone()
     moves = [Move(0, 3, 17), Move(0, 1, 40), Move(2, 4, 1)]
     for move in moves:
         expected[:, :, move.target, :, : move.tokens] = expected[:, :, move.source, :, : move.tokens]
-    copy_slots(kv, torch.tensor(moves, device=DEVICE))
+    copy_pages(kv, torch.tensor(moves, device=DEVICE))
     assert torch.equal(kv, expected)
 
 
-@pytest.mark.skipif(DEVICE.type == "cpu", reason="addresses mean nothing to the interpreter")
-def test_what_is_taken_from_slots_is_whole_after_a_flush() -> None:
-    rollout = RolloutConfig(prompt_length=20, response_length=20, max_num_seqs=4)
-    cache = SlotCache.create(rollout, small("llama"), DEVICE, 4)
+@pytest.mark.skipif(DEVICE.type == "cpu", reason="on a CPU other lines do this")
+def test_what_is_saved_from_pages_comes_back_into_others() -> None:
+    rollout = RolloutConfig(prompt_length=5000, response_length=20, max_num_seqs=4)
+    cache = PageCache.create(rollout, small("llama"), DEVICE, 4)
     cache.kv.normal_()
-    taken = [(slot, tokens, cache.take(slot, tokens)) for slot, tokens in ((1, 7), (3, 40))]
-    cache.flush()
-    for slot, tokens, kept in taken:
-        assert torch.equal(kept, cache.kv[:, :, slot, :, :tokens])
+    expected = cache.kv[:, :, :79].clone()
+    saved = cache.save(list(range(79)), 79 * cache.page - 3)
+    cache.kv[:, :, :79] = 0.0  # queued behind the copy
+    cache.restore(list(range(100, 179)), saved)
+    assert torch.equal(cache.kv[:, :, 100:179], expected)
+    cache.restore([5, 3], saved)
+    assert torch.equal(cache.kv[:, :, [5, 3]], expected[:, :, :2])
+
+
+def attend_densely(qkv: Tensor, keys: Tensor, values: Tensor, lengths: list[int], shape: HeadShape) -> Tensor:
+    """Decode attention of each row by itself, over [rows, K, places, D] that lack the new token: [B, H, D]."""
+    heads, kv_heads, size, out = shape.heads, shape.kv_heads, shape.size, []
+    for row, length in enumerate(lengths):
+        query, key, value = qkv[row].view(-1, size).split([heads, kv_heads, kv_heads])
+        first = max(0, length + 1 - shape.window) if shape.window else 0
+        seen = [
+            torch.cat([held[row, :, first:length], new[:, None]], dim=1).repeat_interleave(heads // kv_heads, dim=0)
+            for held, new in ((keys, key), (values, value))
+        ]
+        scores = (query[:, None] * seen[0]).sum(-1) * shape.scaling
+        if shape.softcap:
+            scores = shape.softcap * torch.tanh(scores / shape.softcap)
+        out.append((scores.softmax(-1)[..., None] * seen[1]).sum(1))
+    return torch.stack(out)
+
+
+@pytest.mark.parametrize("page", [16, 64])
+@pytest.mark.parametrize(("window", "softcap"), [(None, None), (50, None), (7, 3.0)])
+@pytest.mark.parametrize("busy", [1, 512])
+def test_decode_attention_finds_every_page(
+    page: int, window: int | None, softcap: float | None, busy: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(kernels, "_BUSY", busy)  # with 1 no program shares a row with others
+    rows, kv_heads, size, lengths = 10, 2, 16, [0, 1, 15, 16, 63, 64, 65, 200, 555, 599]
+    shape = HeadShape(4, kv_heads, size, 0.3, window, softcap, None, None)
+    generator, per_row = torch.Generator().manual_seed(6), -(-600 // page)
+    keys, values = torch.randn(2, rows, kv_heads, per_row * page, size, generator=generator)
+    table = torch.randperm(rows * per_row, generator=generator).view(rows, per_row)
+    held = torch.full((2, rows * per_row + 1, kv_heads, page, size), float("nan"))
+    for kind, dense in enumerate((keys, values)):
+        for row, length in enumerate(lengths):
+            dense[row, :, length:] = float("nan")  # nobody may read what is not there
+        held[kind, table] = dense.unflatten(2, (per_row, page)).transpose(1, 2)
+    qkv = torch.randn(rows, (4 + 2 * kv_heads) * size, generator=generator)
+    active = torch.tensor([row != 2 for row in range(rows)])
+    lengths_B = torch.tensor(lengths)
+    places = RowPlaces(table.int().to(DEVICE), active.to(torch.uint8).to(DEVICE), lengths_B.to(DEVICE), rows * per_row)
+    turned_by_0 = (torch.ones(601, size, device=DEVICE), torch.zeros(601, size, device=DEVICE))
+    before, cache = held.clone(), held.to(DEVICE)
+    out = attend_rows(qkv.to(DEVICE), (cache[0], cache[1]), places, turned_by_0, shape).cpu().view(rows, 4, size)
+    expected = attend_densely(qkv, keys, values, lengths, shape)
+    assert torch.allclose(out[active], expected[active], atol=1e-5)
+    heads = qkv.view(rows, -1, size)
+    for row in range(rows):
+        at = (int(table[row, lengths[row] // page]), lengths[row] % page) if active[row] else (rows * per_row, 0)
+        for kind, first in ((0, 4), (1, 4 + kv_heads)):
+            before[kind, at[0], :, at[1]] = heads[row, first : first + kv_heads]
+    assert torch.equal(before.nan_to_num(9.0), cache.cpu().nan_to_num(9.0)), "one place of each row is written"

@@ -113,7 +113,7 @@ def test_hearing_of_the_end_one_step_late_changes_nothing() -> None:
         assert talk.heard == alone(talk.task, talk.sample, 2, PLAIN, 32)
 
 
-def test_a_late_report_does_not_end_the_next_one_in_the_same_slot() -> None:
+def test_a_late_report_does_not_end_the_next_one_in_the_same_row() -> None:
     stand = Stand()
     stand.decoder.__class__ = Lagging
     stand.scheduler.add(ticket("a", 1))
@@ -128,7 +128,7 @@ def test_a_late_report_does_not_end_the_next_one_in_the_same_slot() -> None:
     assert isinstance(second, Completion) and len(second.ids) == 5
 
 
-def test_steps_of_others_leave_a_slot_in_prefill_alone() -> None:
+def test_steps_of_others_leave_pages_in_prefill_alone() -> None:
     rollout = RolloutConfig(prompt_length=40, response_length=60, max_num_seqs=16, max_num_batched_tokens=4)
     single, together = Talk(4, 0, (0,)), Talk(4, 0, (3,))
     Stand(rollout=rollout).run([single])
@@ -171,7 +171,7 @@ def test_logits_that_are_no_numbers_fail_that_request_alone() -> None:
     stand = Stand()
     stand.scheduler.add(ticket("bad"))
     stand.scheduler.turn()
-    stand.decoder.cache.kv[:, :, 0, :, :2] = float("nan")
+    stand.decoder.cache.kv[:, :, int(stand.decoder.cache.table[0, 0]), :, :2] = float("nan")
     stand.scheduler.add(ticket("good", ids=(6, 7, 8)))
     for _ in range(22):
         stand.scheduler.turn()
@@ -181,7 +181,7 @@ def test_logits_that_are_no_numbers_fail_that_request_alone() -> None:
 
 
 def parked(tokens: int) -> Parked:
-    return Parked(tuple(range(tokens)), torch.zeros(1, 2, 1, tokens, 4))
+    return Parked(tuple(range(tokens)), [torch.zeros(1, 2, 1, 1, tokens, 4)])
 
 
 def test_the_least_recently_used_give_way() -> None:

@@ -1,7 +1,8 @@
-"""Keys and values of the sequences that are being decoded: one slot for each.
+"""Keys and values of the sequences that are being decoded, in pages: places for some tokens of one sequence each.
 
-Owns the memory, its budget, and copies in and out of it. Knows nothing of requests. A slot is reserved for the longest
-sequence, so a sequence that has a slot never runs out of memory; those without one wait.
+Owns the memory, its budget, the table that says which pages a row has, and copies in and out. Knows nothing of requests
+and of who may have which page. Kernels find pages through the table, which stays at its address. On a CPU a page is as
+long as the longest sequence, if that many fit: row i is then on page i, and attention reads the cache as it lies.
 Invariant: every number in here is finite, since masked places are still multiplied by zero.
 """
 
@@ -25,8 +26,14 @@ if TYPE_CHECKING:
 SPAN_STEP = 16
 """Lengths are rounded up to a multiple of this: with it, a row's bits do not depend on how far others reach."""
 
+PAGE = 64
+"""Places of a page on a GPU: a multiple of what the decode kernel reads at once."""
+
+_AT_ONCE = 64
+"""Pages that are saved together: they take room on the GPU for a moment."""
+
 _HOST_SHARE = 0.5
-"""The fraction of a machine's memory that the slots of an engine on CPU may take."""
+"""The fraction of a machine's memory that the pages of an engine on CPU may take."""
 
 
 def round_up(count: int, step: int) -> int:
@@ -61,51 +68,76 @@ def to_device(numbers: Sequence[Any], device: torch.device, dtype: torch.dtype =
     return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
 
 
+Saved = list[Tensor]
+"""Tokens on the host, some pages at a time: [layers, 2, pages, kv heads, page, head size] each."""
+
+
 class Move(NamedTuple):
-    """Tokens on their way from one slot to another."""
+    """The first tokens of a page on their way to another."""
 
     source: int
     target: int
     tokens: int
 
 
-class SlotCache:
-    """[layers, 2, slots, kv heads, length, head size]. The last place of each slot takes writes that nobody reads."""
+class PageCache:
+    """[layers, 2, pages + 1, kv heads, page, head size]. The last page takes writes that nobody reads."""
 
-    def __init__(self, shape: CacheShape, slots: int, length: int, dtype: torch.dtype, device: torch.device) -> None:
-        self.slots = slots
-        self.length = length
-        self.dump = round_up(length + 1, SPAN_STEP) - 1
-        size = (shape.layers, 2, slots, shape.kv_heads, self.dump + 1, shape.head_dim)
+    def __init__(
+        self, shape: CacheShape, rows: int, length: int, page: int, pages: int, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        assert page % SPAN_STEP == 0, "spans end with a page"
+        self.rows, self.length, self.page, self.pages = rows, length, page, pages
+        self.per_row = -(-length // page)
+        self.dump = pages
+        self.aligned = device.type == "cpu" and self.per_row == 1 and pages == rows
+        """Whether row i is on page i, always."""
+        size = (shape.layers, 2, pages + 1, shape.kv_heads, page, shape.head_dim)
         self._block: Block | None = None
         if device.type == "cuda":
             self._block = Block(prod(size) * dtype.itemsize, device)
             self.kv = self._block.bytes.view(dtype).view(size)
         else:
             self.kv = torch.zeros(size, dtype=dtype, device=device)
-        self._taken: list[tuple[int, int, Tensor]] = []
-        """Slots, tokens and where they go: copies that wait to be made together."""
+        self.table = torch.full((rows, self.per_row), self.dump, dtype=torch.int32, device=device)
+        """The pages of each row. Beyond those that a row has are any numbers of pages."""
+        self._assigned: dict[int, int] = {}
+        """Places of the table, and the pages that they get with the next `upload`."""
 
     @classmethod
     def create(
-        cls, rollout: RolloutConfig, module: "PreTrainedModel", device: torch.device, row_step: int
-    ) -> "SlotCache":
-        """As many slots as `rollout.max_num_seqs` asks for and the budget allows, in multiples of `row_step`."""
+        cls,
+        rollout: RolloutConfig,
+        module: "PreTrainedModel",
+        device: torch.device,
+        row_step: int,
+        *,
+        page: int | None = None,
+        budget: int | None = None,
+    ) -> "PageCache":
+        """Rows for `rollout.max_num_seqs`, rounded up to `row_step`, and the pages that they need or the budget allows.
+
+        `page` and `budget` (in bytes) take the place of what the device suggests.
+        """
         shape, length = CacheShape.of(module), rollout.sequence_length()
-        slot_bytes = shape.numbers_per_token() * module.dtype.itemsize * round_up(length + 1, SPAN_STEP)
-        budget = cache_budget(rollout, device)
-        slots = min(round_up(rollout.max_num_seqs, row_step), budget // slot_bytes // row_step * row_step)
-        if slots < row_step:
-            problem = f"{row_step} sequences of {length} tokens need {slot_bytes * row_step:,} bytes of KV cache"
+        rows = round_up(rollout.max_num_seqs, row_step)
+        token_bytes = shape.numbers_per_token() * module.dtype.itemsize
+        budget = cache_budget(rollout, device) if budget is None else budget
+        whole = round_up(length, SPAN_STEP)
+        if page is None:
+            page = whole if device.type == "cpu" and (rows + 1) * whole * token_bytes <= budget else PAGE
+        per_row = -(-length // page)
+        pages = min(rows * per_row, budget // (page * token_bytes) - 1)
+        if pages < per_row:
+            problem = f"one sequence of {length} tokens needs {(per_row + 1) * page * token_bytes:,} bytes of KV cache"
             fix = "lower rollout.max_model_len, or raise rollout.gpu_memory_utilization"
             raise ConfigError(
                 [Mistake("rollout.max_model_len", f"{problem}; the budget is {budget:,}", length, fix=fix)]
             )
-        return cls(shape, slots, length, module.dtype, device)
+        return cls(shape, rows, length, page, pages, module.dtype, device)
 
     def release(self) -> None:
-        """Give a GPU's memory back until `acquire`; what the slots held is gone."""
-        self._taken.clear()
+        """Give a GPU's memory back until `acquire`; what the pages held is gone."""
         if self._block is not None:
             self._block.release()
 
@@ -119,15 +151,37 @@ class SlotCache:
         if self._block is not None:
             self._block.close()
 
+    def count_pages(self, places: int) -> int:
+        """How many pages hold so many places."""
+        return -(-places // self.page)
+
+    def assign(self, row: int, first: int, pages: Sequence[int]) -> None:
+        """Let a row have these pages, from its page number `first` on. Kernels know after `upload`."""
+        start = row * self.per_row + first
+        self._assigned.update(zip(range(start, start + len(pages)), pages, strict=True))
+
+    def upload(self) -> None:
+        """Bring what was assigned to the table, after all steps that run already and before the next."""
+        if self._assigned:
+            device = self.table.device
+            places = to_device(array("q", self._assigned), device)
+            self.table.view(-1)[places] = to_device(array("i", self._assigned.values()), device, torch.int32)
+            self._assigned.clear()
+
     def layer(self, number: int) -> tuple[Tensor, Tensor]:
-        """Keys and values of one layer: [slots, kv heads, length, head size] each."""
+        """Keys and values of one layer: [pages + 1, kv heads, page, head size] each."""
         return self.kv[number, 0], self.kv[number, 1]
 
-    def lines(self, slots_T: Tensor, places_T: Tensor) -> Tensor:
+    def locate(self, rows_T: Tensor, places_T: Tensor) -> tuple[Tensor, Tensor]:
+        """The page of each token, and its place in there, from its row and its place in the sequence."""
+        pages_T = self.table[rows_T, places_T // self.page].long()
+        return pages_T, places_T % self.page
+
+    def lines(self, pages_T: Tensor, inside_T: Tensor) -> Tensor:
         """Where `write` puts the heads of each token: [kv heads * T] line numbers of a layer's keys or values."""
-        heads, length = self.kv.shape[3], self.kv.shape[4]
-        head_K = torch.arange(heads, device=slots_T.device).unsqueeze(1)
-        return ((slots_T * heads + head_K) * length + places_T).flatten()
+        heads = self.kv.shape[3]
+        head_K = torch.arange(heads, device=pages_T.device).unsqueeze(1)
+        return ((pages_T * heads + head_K) * self.page + inside_T).flatten()
 
     def write(self, layer: int, lines: Tensor, key: Tensor, value: Tensor) -> None:
         """Write keys and values of one layer, [1, kv heads, T, head size] each."""
@@ -135,47 +189,68 @@ class SlotCache:
         for target, source in zip(self.layer(layer), (key, value), strict=True):
             target.view(-1, size).index_copy_(0, lines, source.reshape(-1, size))
 
-    def take(self, slot: int, tokens: int) -> Tensor:
-        """A copy of what a slot holds: [layers, 2, kv heads, tokens, head size]. Whole after `flush`."""
+    def read(self, layer: int, rows: slice, span: int) -> tuple[Tensor, Tensor]:
+        """The first places of some rows, keys and values: [rows, kv heads, span, head size] each.
+
+        A view where rows and pages are aligned, else a copy, which takes several times as long as attention to it.
+        """
+        keys, values = self.layer(layer)
+        if self.aligned:
+            return keys[rows, :, :span], values[rows, :, :span]
+        pages = self.table[rows, : self.count_pages(span)]
+        return _join(keys[pages], span), _join(values[pages], span)
+
+    def save(self, pages: Sequence[int], tokens: int) -> Saved:
+        """A copy on the host of the tokens in some pages. A single page is copied as far as it has tokens.
+
+        From a GPU it arrives later, in the order of its work: the host may hand it to `restore`, and not read it.
+        """
         if self.kv.device.type != "cuda":
-            return self.kv[:, :, slot, :, :tokens].clone()
-        layers, _, _, heads, _, size = self.kv.shape
-        kept = self.kv.new_empty((layers, 2, heads, tokens, size))
-        self._taken.append((slot, tokens, kept))
-        return kept
+            places = tokens if len(pages) == 1 else self.page
+            return [self.kv[:, :, list(pages), :, :places]]
+        return [self._save(pages[at : at + _AT_ONCE]) for at in range(0, len(pages), _AT_ONCE)]
 
-    def flush(self) -> None:
-        """Make all copies that were taken, with one kernel. Called before a slot is written that was taken from."""
-        if self._taken:
-            from treadle.engine.native.transfer import take_slots
+    def weigh(self, pages: Sequence[int], tokens: int) -> int:
+        """The bytes of what `save` gives."""
+        cut = len(pages) == 1 and self.kv.device.type != "cuda"
+        places = tokens if cut else len(pages) * self.page
+        return places * prod(self.kv.shape[:2]) * self.kv.shape[3] * self.kv.shape[5] * self.kv.itemsize
 
-            places = [(slot, tokens, kept.data_ptr()) for slot, tokens, kept in self._taken]
-            take_slots(self.kv, to_device(places, self.kv.device))
-            self._taken.clear()
+    def _save(self, pages: Sequence[int]) -> Tensor:
+        found = self.kv.index_select(2, to_device(pages, self.kv.device))
+        return torch.empty(found.shape, dtype=found.dtype, pin_memory=True).copy_(found, non_blocking=True)
 
-    def put(self, slot: int, kept: Tensor, tokens: int) -> None:
-        """Put back the first `tokens` of what `take` gave."""
-        self.flush()
-        self.kv[:, :, slot, :, :tokens] = kept[:, :, :, :tokens]
+    def restore(self, pages: Sequence[int], saved: Saved) -> None:
+        """Put what `save` gave, or its first pages, into other pages."""
+        for part in saved:
+            now, pages = pages[: part.shape[2]], pages[part.shape[2] :]
+            if now:  # whole parts travel: the host must not touch what may not have arrived
+                new = part.to(self.kv.device, non_blocking=True)[:, :, : len(now)]
+                self.kv[:, :, to_device(now, self.kv.device), :, : new.shape[4]] = new
 
     def copy(self, moves: Sequence[Move]) -> None:
-        """Give slots the first tokens of others. No slot is both source and target."""
-        self.flush()
+        """Give pages the first tokens of others. No page is both source and target."""
         if self.kv.device.type == "cuda":
-            from treadle.engine.native.transfer import copy_slots  # triton comes with it
+            from treadle.engine.native.transfer import copy_pages  # triton comes with it
 
-            copy_slots(self.kv, to_device([(move.source, move.target, move.tokens) for move in moves], self.kv.device))
+            copy_pages(self.kv, to_device([(move.source, move.target, move.tokens) for move in moves], self.kv.device))
             return
         for move in moves:
             self.kv[:, :, move.target, :, : move.tokens] = self.kv[:, :, move.source, :, : move.tokens]
 
-    def clear(self, slot: int) -> None:
-        """Forget numbers that are not finite."""
-        self.kv[:, :, slot] = 0
+    def clear(self, pages: Sequence[int]) -> None:
+        """Forget numbers that are not finite; others, who share some of the pages, keep theirs."""
+        for page in pages:
+            self.kv[:, :, page].nan_to_num_(0.0, 0.0, 0.0)
+
+
+def _join(pages: Tensor, span: int) -> Tensor:
+    """From [rows, pages, kv heads, page, head size] to the first places of all pages of a row together."""
+    return pages.transpose(1, 2).flatten(2, 3)[:, :, :span]
 
 
 def cache_budget(rollout: RolloutConfig, device: torch.device) -> int:
-    """Bytes for the slots: on a GPU the configured share of it, less what is taken already."""
+    """Bytes for the pages: on a GPU the configured share of it, less what is taken already."""
     if device.type == "cuda":
         free, total = torch.cuda.mem_get_info(device)
         return max(0, int(rollout.gpu_memory_utilization * total) - (total - free))

@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from treadle.engine.native.cache import SPAN_STEP, Move, SlotCache, round_up
+from treadle.engine.native.cache import SPAN_STEP, PageCache, round_up
 from treadle.engine.native.plans import DecodePlan, Piece, PrefillPlan
 from treadle.engine.native.rows import Response, Rows, RowStart
 from treadle.engine.native.sampling import sample
-from treadle.model.attention import PackedPlan, Plan
+from treadle.model.attention import PackedPlan
 from treadle.model.causal import compute_logits, hidden_states
 
 if TYPE_CHECKING:
@@ -26,11 +26,11 @@ if TYPE_CHECKING:
 class Decoder:
     """Computes on one device with plain torch: the way that works everywhere."""
 
-    def __init__(self, module: "PreTrainedModel", cache: SlotCache, row_step: int) -> None:
+    def __init__(self, module: "PreTrainedModel", cache: PageCache, row_step: int) -> None:
         self.module = module
         self.cache = cache
         self.row_step = row_step
-        self.rows = Rows(cache.slots, cache.length, cache.kv.device)
+        self.rows = Rows(cache.rows, cache.length, cache.kv.device)
 
     @torch.inference_mode()
     def prefill(self, pieces: Sequence[Piece]) -> None:
@@ -42,7 +42,7 @@ class Decoder:
     def step(self, count: int, longest: int, *, filtered: bool) -> list[int]:
         """One token for each active row among the first `count`; the rows that ended.
 
-        `longest` bounds the tokens in their slots. `filtered`: some row asks for top-k or top-p.
+        `longest` bounds the tokens in their pages. `filtered`: some row asks for top-k or top-p.
         """
         ended = self.advance(round_up(count, self.row_step), round_up(longest + 1, SPAN_STEP), filtered)
         return ended.nonzero().flatten().tolist()
@@ -51,15 +51,10 @@ class Decoder:
         """One step over `count` rows, in tensors only."""
         rows, active = self.rows, self.rows.active[:count]
         positions = rows.length[:count]
-        places = torch.where(active, positions, self.cache.dump)
-        plan = self.plan(places, torch.where(active, positions + 1, 1), span)
+        plan = DecodePlan(self.cache, active, positions, span)
         hidden = hidden_states(self.module, rows.last_id[:count], positions, plan)
         logits = compute_logits(self.module, hidden)
         return rows.advance(count, sample(logits, rows.controls(count), filtered=filtered))
-
-    def plan(self, places: Tensor, lengths: Tensor, span: int) -> Plan:
-        """Who sees whom in a step: rows write at `places` and see `lengths` places."""
-        return DecodePlan(self.cache, places, lengths, span)
 
     def start(self, starts: Sequence[RowStart]) -> None:
         """Make rows active."""
@@ -69,15 +64,14 @@ class Decoder:
         """The rows that ended in steps of which `step` has not told yet."""
         return []
 
-    def read(self, slots: Sequence[int]) -> list[Response]:
+    def read(self, rows: Sequence[int]) -> list[Response]:
         """What rows sampled that ended or were stopped."""
-        return self.rows.read(slots)
+        return self.rows.read(rows)
 
     @torch.inference_mode()
-    def move(self, moves: Sequence[Move]) -> None:
-        """Give rows another slot."""
-        self.cache.copy(moves)
-        self.rows.move([move.source for move in moves], [move.target for move in moves])
+    def move(self, sources: Sequence[int], targets: Sequence[int]) -> None:
+        """Give rows another place; what is in the cache does not move with them."""
+        self.rows.move(sources, targets)
 
     def refresh(self) -> None:
         """Called when the weights may have changed."""

@@ -165,7 +165,7 @@ def _draw(  # type: ignore[no-untyped-def]
 def draw_rows(logits: Tensor, rows: Rows, report: Tensor, *, filtered: bool) -> None:
     """Draw a token for each active row among the first ones, and take it in.
 
-    Logits are [B, V]; `report` is [3, slots] in int32 and gets tokens, logprobs (their bits) and which rows ended. The
+    Logits are [B, V]; `report` is [3, rows] in int32 and gets tokens, logprobs (their bits) and which rows ended. The
     rows' own record of what they sampled is left as it is. `filtered` says that some row asks for top-k or top-p.
     """
     count, words = logits.shape

@@ -3,9 +3,10 @@
 Owns the Engine protocol in front of a worker thread. Knows nothing of text beyond a decoder function it may be given.
 
 What holds: the same session making the same requests gets the same tokens and logprobs, alone and in any batch. On CPU
-in float32 bit for bit, as long as what it parked between turns was not forgotten for lack of memory. In bfloat16 and
-on CUDA up to rounding: a token changes only where its draw falls within rounding of a border between two tokens.
-Memory is bounded: slots for the sequences that run, a budget for what is parked; requests beyond them wait.
+in float32 bit for bit, as long as what it parked was not forgotten for lack of memory. In bfloat16 and on CUDA up to
+rounding: a token changes only where its draw falls within rounding of a border between two tokens.
+Memory is bounded: pages for the sequences that run, and host memory for what is parked. Requests beyond them wait, and
+rows that outgrow them are preempted: they wait as well, and go on later with the same tokens.
 """
 
 import asyncio
@@ -20,7 +21,7 @@ from torch import Tensor
 from treadle.config.model import ModelConfig
 from treadle.config.rollout import RolloutConfig
 from treadle.engine.gate import Gate
-from treadle.engine.native.cache import SlotCache, cache_budget
+from treadle.engine.native.cache import PageCache
 from treadle.engine.native.decoder import Decoder, find_row_step
 from treadle.engine.native.parking import Parking
 from treadle.engine.native.rows import MAX_STOPS
@@ -200,14 +201,14 @@ def _build(
     if device.type == "cuda":
         torch.cuda.set_device(device.index or 0)
     row_step = find_row_step(module, rollout.max_num_seqs, device)
-    cache = SlotCache.create(rollout, module, device, row_step)
+    cache = PageCache.create(rollout, module, device, row_step)
     host_bytes = int(_PARKED_SHARE * os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
-    parking = Parking(host_bytes, cache_budget(rollout, device) if device.type == "cuda" else 0)
+    parking = Parking(host_bytes)
     decoder = _build_decoder(rollout, module, cache, row_step)
     return Scheduler(rollout, decoder, parking, answered, name=name, version=version)
 
 
-def _build_decoder(rollout: RolloutConfig, module: "PreTrainedModel", cache: SlotCache, row_step: int) -> Decoder:
+def _build_decoder(rollout: RolloutConfig, module: "PreTrainedModel", cache: PageCache, row_step: int) -> Decoder:
     """With graphs and kernels of our own on a GPU; with plain torch elsewhere."""
     if cache.kv.device.type != "cuda":
         return Decoder(module, cache, row_step)

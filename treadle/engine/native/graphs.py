@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from treadle.engine.native.cache import Move, SlotCache, round_up
+from treadle.engine.native.cache import PageCache, round_up
 from treadle.engine.native.decoder import Decoder
 from treadle.engine.native.drawing import draw_rows
 from treadle.engine.native.history import History
@@ -52,9 +52,9 @@ _SYNCHRONOUS_ROPES = ("dynamic", "longrope")
 class FusedDecodePlan:
     """One token of each of the first rows, in one kernel for each layer. Heads come turned; here they turn by 0."""
 
-    def __init__(self, cache: SlotCache, rows: Rows, size: int) -> None:
+    def __init__(self, cache: PageCache, rows: Rows, size: int) -> None:
         self._cache = cache
-        self._places = RowPlaces(rows.active.view(torch.uint8), rows.length, cache.dump)
+        self._places = RowPlaces(cache.table, rows.active.view(torch.uint8), rows.length, cache.dump)
         whole = torch.ones((cache.length + 1, size), dtype=cache.kv.dtype, device=cache.kv.device)
         self._angles = (whole, torch.zeros_like(whole))
 
@@ -80,17 +80,17 @@ class FusedDecodePlan:
 class GraphDecoder(Decoder):
     """A decoder on CUDA. `eager`: no graphs."""
 
-    def __init__(self, module: "PreTrainedModel", cache: SlotCache, row_step: int, *, eager: bool = False) -> None:
+    def __init__(self, module: "PreTrainedModel", cache: PageCache, row_step: int, *, eager: bool = False) -> None:
         super().__init__(module, cache, row_step)
         rope = getattr(module.config, "rope_parameters", None) or {}
         self._synchronous = rope.get("rope_type") in _SYNCHRONOUS_ROPES
         self._eager = eager or self._synchronous
         self._graphs: dict[tuple[int, bool], torch.cuda.CUDAGraph] = {}
-        self._report = torch.zeros((3, cache.slots), dtype=torch.int32, device=cache.kv.device)
+        self._report = torch.zeros((3, cache.rows), dtype=torch.int32, device=cache.kv.device)
         self._pool: Any = None
-        self._history = History(cache.slots, cache.length)
+        self._history = History(cache.rows, cache.length)
         self._launched = 0
-        self._copies = [_Copy(cache.slots) for _ in range(_AHEAD + 1)]
+        self._copies = [_Copy(cache.rows) for _ in range(_AHEAD + 1)]
         self._behind: deque[_Copy] = deque()
         self._stack = None if self._synchronous else Stack.create(module, cache)
         if self._stack is not None and not self._agrees(self._stack):
@@ -124,7 +124,7 @@ class GraphDecoder(Decoder):
 
     def start(self, starts: Sequence[RowStart]) -> None:
         self.rows.start(starts)
-        self._history.start([start.slot for start in starts], self._launched)
+        self._history.start([start.row for start in starts], self._launched)
 
     def settle(self) -> list[int]:
         return self._read_behind(0)
@@ -138,12 +138,12 @@ class GraphDecoder(Decoder):
             self._copies.append(copy)
         return ended
 
-    def read(self, slots: Sequence[int]) -> list[Response]:
-        return self._history.read(slots)
+    def read(self, rows: Sequence[int]) -> list[Response]:
+        return self._history.read(rows)
 
-    def move(self, moves: Sequence[Move]) -> None:
-        super().move(moves)
-        self._history.move(moves)
+    def move(self, sources: Sequence[int], targets: Sequence[int]) -> None:
+        super().move(sources, targets)
+        self._history.move(sources, targets)
 
     def refresh(self) -> None:
         """Graphs hold on to where weights are: record them anew if somebody has put weights elsewhere."""
@@ -163,9 +163,9 @@ class GraphDecoder(Decoder):
         return tuple(parameter.data_ptr() for parameter in self.module.parameters())
 
     def _bucket(self, count: int) -> int:
-        """Few row counts, so that few graphs are recorded: multiples of 16 up to 64, then of an eighth of the slots."""
-        step = self.row_step if count <= 4 * self.row_step else round_up(max(64, self.cache.slots // 8), self.row_step)
-        return min(round_up(count, step), self.cache.slots)
+        """Few row counts, so that few graphs are recorded: multiples of 16 up to 64, then of an eighth of all."""
+        step = self.row_step if count <= 4 * self.row_step else round_up(max(64, self.cache.rows // 8), self.row_step)
+        return min(round_up(count, step), self.cache.rows)
 
     def _advance(self, count: int, filtered: bool) -> None:
         """One step over `count` rows, in tensors only."""
@@ -204,14 +204,17 @@ class GraphDecoder(Decoder):
     @torch.inference_mode()
     def _agrees(self, stack: Stack) -> bool:
         """Whether the stack gives what the modules give: prefill and one step on some tokens, while nobody is here."""
-        lengths = [min(length, self.cache.length) for length in (33, 14)][: self.cache.slots]
+        lengths = [min(length, self.cache.length) for length in (33, 14)][: min(self.cache.rows, self.cache.pages)]
         ids = torch.arange(sum(lengths), device=self.module.device) * 7 % self.module.config.vocab_size
         plan = PackedPlan(lengths, self.module.device)
         expected = hidden_states(self.module, ids, plan.positions(), plan)
         tokens = [part.tolist() for part in torch.split(ids, lengths)]
-        pieces = [Piece(slot, 0, part[:-1]) for slot, part in enumerate(tokens)]
+        pieces = [Piece(row, 0, part[:-1]) for row, part in enumerate(tokens)]
+        for row in range(len(tokens)):
+            self.cache.assign(row, 0, [row])
+        self.cache.upload()
         stack.prefill(PrefillPlan(self.cache, pieces, round_up(sum(lengths), self.row_step)))
-        self.rows.start([_probe(slot, part) for slot, part in enumerate(tokens)])
+        self.rows.start([_probe(row, part) for row, part in enumerate(tokens)])
         found = stack.decode(self.rows, len(tokens)).float()
         self.rows.stop(range(len(tokens)))
         wanted = torch.stack([part[-1] for part in torch.split(expected, lengths)]).float()
@@ -220,15 +223,15 @@ class GraphDecoder(Decoder):
         return error <= _TOLERANCE
 
 
-def _probe(slot: int, ids: Sequence[int]) -> RowStart:
-    return RowStart(slot, ids[-1], len(ids) - 1, 1, 0, 0, 1.0, 1.0, 0, ())
+def _probe(row: int, ids: Sequence[int]) -> RowStart:
+    return RowStart(row, ids[-1], len(ids) - 1, 1, 0, 0, 1.0, 1.0, 0, ())
 
 
 class _Copy:
     """What a step reports, on its way to the host."""
 
-    def __init__(self, slots: int) -> None:
-        self._host = torch.zeros((3, slots), dtype=torch.int32, pin_memory=True)
+    def __init__(self, rows: int) -> None:
+        self._host = torch.zeros((3, rows), dtype=torch.int32, pin_memory=True)
         self._arrived = _cuda.Event()
         self._rows = 0
 

@@ -1,7 +1,8 @@
-"""Decode attention over the slot cache, in one Triton kernel. Imported on CUDA only.
+"""Decode attention over pages, in one Triton kernel. Imported on CUDA only.
 
 Each program serves one row and one key head with all its query heads: it norms and turns the new heads, writes the new
-key and value, and reads only the places that the row has. The new token never goes through memory: it starts the
+key and value, and reads only the places that the row has, block by block: a block lies in one page, which the table
+names. The new token never goes through memory: it starts the
 running softmax, so no program waits for a write. Where there are few rows, several programs share a row's places and a
 second kernel adds them up.
 
@@ -66,6 +67,7 @@ def _decode_attention(  # type: ignore[no-untyped-def]
     qkv,
     keys,
     values,
+    table,
     active,
     lengths,
     cosines,
@@ -81,13 +83,15 @@ def _decode_attention(  # type: ignore[no-untyped-def]
     softcap,
     window,
     dump,
-    stride_slot,
+    stride_row,
+    stride_page,
     stride_head,
     K: tl.constexpr,
     G: tl.constexpr,
     D: tl.constexpr,
     PADDED_G: tl.constexpr,
     PADDED_D: tl.constexpr,
+    PAGE: tl.constexpr,
     BLOCK: tl.constexpr,
     SPLITS: tl.constexpr,
     CAPPED: tl.constexpr,
@@ -101,7 +105,7 @@ def _decode_attention(  # type: ignore[no-untyped-def]
     length = tl.load(lengths + row)
     live = tl.load(active + row) != 0
     earlier = tl.where(live, length, 0)
-    place = tl.where(live, length, dump)
+    table += row * stride_row
     cosine = tl.load(cosines + length * D + d, mask=d < D, other=0.0)
     sine = tl.load(sines + length * D + d, mask=d < D, other=0.0)
     new = qkv + row * ((G + 2) * K * D)
@@ -111,7 +115,8 @@ def _decode_attention(  # type: ignore[no-untyped-def]
     there = (one == 0) & (d < D)
     new_key = load_turned(new + (G * K + head) * D, one, d, there, key_weight, key_eps, cosine, sine, D, NORMED, OFFSET)
     new_value = tl.load(new + (G * K + K + head) * D + one * D + d, mask=there, other=0.0)
-    base = row * stride_slot + head * stride_head
+    keys += head * stride_head
+    values += head * stride_head
 
     score = tl.sum(queries.to(tl.float32) * new_key.to(tl.float32), axis=1) * scale
     if CAPPED:
@@ -120,8 +125,10 @@ def _decode_attention(  # type: ignore[no-untyped-def]
     total = tl.full((PADDED_G,), 1.0, tl.float32)
     mixed = tl.zeros((PADDED_G, PADDED_D), tl.float32) + new_value.to(tl.float32)
     first = 0
+    lowest = 0
     if WINDOWED:
-        first = tl.maximum(earlier + 1 - window, 0)
+        lowest = tl.maximum(earlier + 1 - window, 0)
+        first = lowest // BLOCK * BLOCK
     last = earlier
     if SPLITS > 1:
         share = tl.cdiv(tl.cdiv(earlier - first, SPLITS), BLOCK) * BLOCK
@@ -132,12 +139,19 @@ def _decode_attention(  # type: ignore[no-untyped-def]
             total = tl.zeros((PADDED_G,), tl.float32)
             mixed = tl.zeros((PADDED_G, PADDED_D), tl.float32)
     if split == 0:
-        tl.store(keys + base + place * D + one * D + d, new_key, mask=there)
-        tl.store(values + base + place * D + one * D + d, new_value, mask=there)
+        last_page = tl.where(live, tl.load(table + earlier // PAGE), dump).to(tl.int64)
+        place = last_page * stride_page + earlier % PAGE * D
+        tl.store(keys + place + one * D + d, new_key, mask=there)
+        tl.store(values + place + one * D + d, new_value, mask=there)
+    # A block's page is read one block ahead: no load waits for another, and as many are on their way as with no table.
+    page = tl.load(table + tl.minimum(first, earlier) // PAGE)
     for start in range(first, last, BLOCK):
         at = start + n
         seen = at < last
-        held = base + at[:, None] * D + d
+        if WINDOWED:
+            seen = seen & (at >= lowest)
+        held = page.to(tl.int64) * stride_page + (start % PAGE + n)[:, None] * D + d
+        page = tl.load(table + tl.minimum(start + BLOCK, earlier) // PAGE)
         mask = seen[:, None] & (d < D)
         block = tl.load(keys + held, mask=mask, other=0.0)
         scores = tl.dot(queries, tl.trans(block), input_precision="ieee") * scale
@@ -179,7 +193,7 @@ def _add_up(  # type: ignore[no-untyped-def]
 
 
 def count_splits(rows: int, kv_heads: int, places: int) -> int:
-    """How many programs share a row's places, when slots have `places`."""
+    """How many programs share a row's places, when rows may have `places`."""
     wanted = min(_BUSY // (rows * kv_heads), places // _LEAST_PLACES, 32)
     return 1 << max(0, wanted.bit_length() - 1)
 
@@ -189,11 +203,11 @@ def attend_rows(
 ) -> Tensor:
     """Write one token of each row into one layer's cache, and attend to what the row then has: [B, H * D].
 
-    qkv is [B, (H + 2 K) * D], contiguous; the cache is keys and values, [slots, K, length, D] each and contiguous.
+    qkv is [B, (H + 2 K) * D], contiguous; the cache is keys and values, [pages, K, page, D] each and contiguous.
     """
     count = len(qkv)
     keys, values = cache
-    splits = count_splits(count, shape.kv_heads, keys.shape[2])
+    splits, page = count_splits(count, shape.kv_heads, rows.table.shape[1] * keys.shape[2]), keys.shape[2]
     out = qkv.new_empty((count, shape.heads * shape.size))
     parts = sums = out
     if splits > 1:
@@ -205,6 +219,7 @@ def attend_rows(
         qkv,
         keys,
         values,
+        rows.table,
         rows.active,
         rows.length,
         *angles,
@@ -219,6 +234,7 @@ def attend_rows(
         shape.softcap or 1.0,
         shape.window or 0,
         rows.dump,
+        rows.table.stride(0),
         keys.stride(0),
         keys.stride(1),
         K=shape.kv_heads,
@@ -226,12 +242,13 @@ def attend_rows(
         D=shape.size,
         PADDED_G=max(16, triton.next_power_of_2(shape.heads // shape.kv_heads)),
         PADDED_D=max(16, padded),
+        PAGE=page,
         SPLITS=splits,
         CAPPED=shape.softcap is not None,
         WINDOWED=shape.window is not None,
         NORMED=query_norm is not None,
         OFFSET=query_norm is not None and query_norm.offset,
-        **tuning(shape.size),
+        **tuning(shape.size, page),
     )
     if splits > 1:
         _add_up[(count * shape.heads,)](
@@ -240,15 +257,17 @@ def attend_rows(
     return out
 
 
-def tuning(size: int) -> dict[str, Any]:
-    """How the loop over places is cut, by head size."""
-    return {"BLOCK": 64 if size <= 128 else 32, "num_warps": 4, "num_stages": 3}
+def tuning(size: int, page: int) -> dict[str, Any]:
+    """How the loop over places is cut, by head size: into blocks of which a page has a whole number."""
+    return {"BLOCK": min(page & -page, 64 if size <= 128 else 32), "num_warps": 4, "num_stages": 3}
 
 
 @dataclass(frozen=True, slots=True)
 class RowPlaces:
-    """Which rows take part in a step, and how many places each has; those that do not write to `dump`."""
+    """Which rows take part in a step, how many places each has and in which pages; the others write to page `dump`."""
 
+    table: Tensor
+    """[rows, pages] of each row, in int32."""
     active: Tensor
     """As bytes."""
     length: Tensor

@@ -1,83 +1,87 @@
-"""Keys and values of sequences that may go on later: sessions between two turns, and prompts that siblings share.
+"""Keys and values in host memory, of sequences that may go on later.
 
-Owns what is kept and what gives way: the least recently used go first, in two steps on a GPU, to host memory and then
-for good. What comes back from here has the same bits; what was forgotten is computed again, up to rounding.
-Invariant: what is parked never takes more than the budget, and never outlives the weights that computed it.
+Owns what is kept and what gives way: sessions between two turns and prompts that siblings share, the least recently
+used first; and room for rows that gave their pages up in the middle of an answer, which give way to nobody. What comes
+back from here has the same bits; what was forgotten is computed again, up to rounding.
+Invariant: what is parked never takes more than the budget, and never outlives the weights that computed it, except with
+a row that goes on as rows do when weights change.
 """
 
 from collections import OrderedDict
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 
-from torch import Tensor
+from treadle.engine.native.cache import Saved
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class Parked:
-    """Tokens and their keys and values, as `SlotCache.take` gives them."""
+    """Tokens and their keys and values, as `PageCache.save` gives them."""
 
     ids: Sequence[int]
-    kv: Tensor
+    kv: Saved
 
     @property
     def size(self) -> int:
-        return self.kv.numel() * self.kv.itemsize
+        return sum(part.numel() * part.itemsize for part in self.kv)
 
 
 class Parking:
-    """What was parked under a key, oldest first. `device_bytes` is for what stays on a GPU."""
+    """What was parked under a key, oldest first."""
 
-    def __init__(self, host_bytes: int, device_bytes: int = 0) -> None:
-        self._near: OrderedDict[Hashable, Parked] = OrderedDict()
-        self._far: OrderedDict[Hashable, Parked] = OrderedDict()
-        self._near_room = device_bytes
-        self._far_room = host_bytes
+    def __init__(self, num_bytes: int) -> None:
+        self._parked: OrderedDict[Hashable, Parked] = OrderedDict()
+        self._capacity = self._room = num_bytes
+        self._held = 0
 
     def __len__(self) -> int:
-        return len(self._near) + len(self._far)
+        return len(self._parked)
+
+    @property
+    def held_bytes(self) -> int:
+        """What rows have here that were preempted."""
+        return self._held
 
     def park(self, key: Hashable, parked: Parked) -> None:
-        """Keep it, in place of what the key had; others give way."""
+        """Keep it, in place of what the key had; others give way. What cannot fit at all is not kept."""
         self.forget(key)
-        on_host = parked.kv.device.type == "cpu"
-        if on_host:
-            self._keep_far(key, parked)
-            return
-        self._near[key] = parked
-        self._near_room -= parked.size
-        while self._near_room < 0:
-            oldest, moved = self._near.popitem(last=False)
-            self._near_room += moved.size
-            self._keep_far(oldest, Parked(moved.ids, moved.kv.to("cpu")))
+        if parked.size <= self._capacity - self._held:
+            self._make_room(parked.size)
+            self._parked[key] = parked
+            self._room -= parked.size
 
-    def _keep_far(self, key: Hashable, parked: Parked) -> None:
-        self._far[key] = parked
-        self._far_room -= parked.size
-        while self._far_room < 0:
-            _, gone = self._far.popitem(last=False)
-            self._far_room += gone.size
+    def _make_room(self, size: int) -> None:
+        while self._room < size:
+            _, gone = self._parked.popitem(last=False)
+            self._room += gone.size
 
-    def is_tight(self, size: int) -> bool:
-        """Whether parking this much on the GPU would move something to the host."""
-        return self._near_room < size
+    def hold(self, size: int) -> bool:
+        """Set room aside for what a preempted row had, until `let_go`. False: there is not enough."""
+        if size > self._capacity - self._held:
+            return False
+        self._make_room(size)
+        self._room -= size
+        self._held += size
+        return True
+
+    def let_go(self, size: int) -> None:
+        """A preempted row has its pages again, or needs none."""
+        self._room += size
+        self._held -= size
 
     def find(self, key: Hashable) -> Parked | None:
         """What the key has, if it was not forgotten; it counts as used now."""
-        for kept in (self._near, self._far):
-            if key in kept:
-                kept.move_to_end(key)
-                return kept[key]
-        return None
+        if key in self._parked:
+            self._parked.move_to_end(key)
+        return self._parked.get(key)
 
     def forget(self, key: Hashable) -> None:
-        if key in self._near:
-            self._near_room += self._near.pop(key).size
-        elif key in self._far:
-            self._far_room += self._far.pop(key).size
+        if key in self._parked:
+            self._room += self._parked.pop(key).size
 
     def clear(self) -> None:
-        """Forget everything: the weights are about to change."""
-        for key in (*self._near, *self._far):
+        """Forget everything that is under a key: the weights are about to change."""
+        for key in list(self._parked):
             self.forget(key)
 
 

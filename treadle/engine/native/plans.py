@@ -1,4 +1,4 @@
-"""Who sees whom while sampling: plans for treadle's attention that read and write the slot cache.
+"""Who sees whom while sampling: plans for treadle's attention that read and write the cache.
 
 Owns the two ways a forward uses the cache: `PrefillPlan` for many tokens of some sequences, `DecodePlan` for one token
 of each row. Refuses to know requests and sampling. Invariant: on CPU in float32 the bits a sequence gets do not depend
@@ -16,7 +16,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from treadle.engine.native.cache import SlotCache, to_device
+from treadle.engine.native.cache import PageCache, to_device
 from treadle.model.attention import VarlenRanges, attend_causally, attend_varlen, flash_takes
 
 
@@ -27,9 +27,9 @@ def layer_of(module: nn.Module) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """Tokens of one sequence to be computed: those from `start` on; the ones before are in the slot already."""
+    """Tokens of one sequence to be computed: those from `start` on; the ones before are in the row's pages already."""
 
-    slot: int
+    row: int
     start: int
     ids: Sequence[int]
 
@@ -41,22 +41,20 @@ class Piece:
 class PrefillPlan:
     """Tokens of several sequences in one row of T, filled up with tokens that nobody sees."""
 
-    def __init__(self, cache: SlotCache, pieces: Sequence[Piece], total: int) -> None:
+    def __init__(self, cache: PageCache, pieces: Sequence[Piece], total: int) -> None:
         self._cache = cache
         self._pieces = pieces
         self._device = cache.kv.device
         self._real = sum(len(piece.ids) for piece in pieces)
         padding = total - self._real
-        shapes = [(piece.slot, piece.start, len(piece.ids)) for piece in pieces]
-        table = self._tensor([*shapes, (0, cache.dump, padding)])
-        self.slots_T, self.places_T = _spread(table, total)
-        if padding:
-            self.places_T[self._real :] = cache.dump
+        shapes = [(piece.row, piece.start, len(piece.ids)) for piece in pieces]
+        rows_T, self.positions_T = _spread(self._tensor([*shapes, (0, 0, padding)]), total)
+        self.positions_T[self._real :] = 0
+        self.pages_T, self.inside_T = cache.locate(rows_T, self.positions_T)
+        self.pages_T[self._real :] = cache.dump
         ids = array("q", chain.from_iterable(piece.ids for piece in pieces))
         ids.extend([0] * padding)
         self.ids_T = self._tensor(ids)
-        self.positions_T = self.places_T.clone()
-        self.positions_T[self._real :] = 0
         self._lines: Tensor | None = None
         self._masks: dict[tuple[int, int, int | None], Tensor] = {}
         self._ranges: VarlenRanges | None = None
@@ -78,7 +76,7 @@ class PrefillPlan:
     ) -> Tensor:
         layer = layer_of(module)
         if self._lines is None:
-            self._lines = self._cache.lines(self.slots_T, self.places_T)
+            self._lines = self._cache.lines(self.pages_T, self.inside_T)
         self._cache.write(layer, self._lines, key, value)
         query_T, key_T, value_T = (heads[0].transpose(0, 1) for heads in (query, key, value))
         return self.look(layer, query_T, key_T, value_T, scaling, sliding_window, softcap).unsqueeze(0)
@@ -93,9 +91,9 @@ class PrefillPlan:
         window: int | None,
         softcap: float | None,
     ) -> Tensor:
-        """Attention of [T, H, D] to what the slots hold, which has the new keys and values in it already: [T, H, D]."""
+        """Attention of [T, H, D] to what the pages hold, which has the new keys and values in it already: [T, H, D]."""
         if not query_T.is_cuda or softcap is not None or not flash_takes(query_T):
-            return self._attend_each(query_T, *self._cache.layer(layer), scaling, window, softcap)
+            return self._attend_each(query_T, layer, scaling, window, softcap)
         if any(piece.start for piece in self._pieces):
             return self._attend_packed(query_T, *self._cache.layer(layer), scaling, window)
         if self._ranges is None:
@@ -105,8 +103,7 @@ class PrefillPlan:
     def _attend_each(
         self,
         query_T: Tensor,
-        keys: Tensor,
-        values: Tensor,
+        layer: int,
         scaling: float | None,
         window: int | None,
         softcap: float | None,
@@ -116,12 +113,12 @@ class PrefillPlan:
         for piece in self._pieces:
             last = first + len(piece.ids)
             heads = query_T[first:last].transpose(0, 1).unsqueeze(0)
-            held = slice(piece.slot, piece.slot + 1)
+            keys, values = self._cache.read(layer, slice(piece.row, piece.row + 1), piece.end)
             mask = self._mask(piece, window)
             out_T[first:last] = attend_causally(
                 heads.contiguous(),
-                keys[held, :, : piece.end],
-                values[held, :, : piece.end],
+                keys,
+                values,
                 scaling=scaling,
                 softcap=softcap,
                 mask=mask,
@@ -143,12 +140,13 @@ class PrefillPlan:
     ) -> Tensor:
         """All sequences in one flash attention over the places that they see."""
         if self._ranges is None or self._context is None:
-            shapes = [(piece.slot, 0, piece.end) for piece in self._pieces]
+            shapes = [(piece.row, 0, piece.end) for piece in self._pieces]
             padding = len(query_T) - self._real
-            self._context = _spread(self._tensor([*shapes, (0, 0, padding)]), sum(at for *_, at in shapes) + padding)
+            spread = _spread(self._tensor([*shapes, (0, 0, padding)]), sum(at for *_, at in shapes) + padding)
+            self._context = self._cache.locate(*spread)
             self._ranges = self._find_ranges([piece.end for piece in self._pieces])
-        slots_P, places_P = self._context
-        key_P, value_P = (kind[slots_P, :, places_P] for kind in (keys, values))
+        pages_P, inside_P = self._context
+        key_P, value_P = (kind[pages_P, :, inside_P] for kind in (keys, values))
         return attend_varlen(query_T, key_P, value_P, self._ranges, scaling=scaling, window=window)
 
     def _find_ranges(self, seen: Sequence[int]) -> VarlenRanges:
@@ -161,24 +159,27 @@ class PrefillPlan:
 
 
 def _spread(table: Tensor, total: int) -> tuple[Tensor, Tensor]:
-    """From [pieces, 3] of slot, start and tokens to the slot and the place of each token: [total] each."""
-    slot, start, tokens = table.unbind(1)
+    """From [pieces, 3] of row, start and tokens to the row and the place of each token: [total] each."""
+    row, start, tokens = table.unbind(1)
     first = tokens.cumsum(0) - tokens
     piece_T = torch.repeat_interleave(tokens, output_size=total)
     place_T = torch.arange(total, device=table.device) + (start - first)[piece_T]
-    return slot[piece_T], place_T
+    return row[piece_T], place_T
 
 
 class DecodePlan:
-    """One token of each of the first B slots, written at `places` and seeing the `lengths` places before and with it.
+    """One token of each of the first B rows, written at its position and seeing all places up to there.
 
-    `span` bounds every length, and is a multiple of the rounding: on CPU the places up to there are read and masked.
+    Those that are not active write where nobody reads, and see their first place. `span` bounds every length, and is a
+    multiple of the rounding: on CPU the places up to there are read and masked.
     """
 
-    def __init__(self, cache: SlotCache, places_B: Tensor, lengths_B: Tensor, span: int) -> None:
+    def __init__(self, cache: PageCache, active_B: Tensor, positions_B: Tensor, span: int) -> None:
         self._cache = cache
-        self._lines = cache.lines(torch.arange(len(places_B), device=places_B.device), places_B)
-        self._lengths_B = lengths_B
+        places_B = torch.where(active_B, positions_B, 0)
+        pages_B, inside_B = cache.locate(torch.arange(len(places_B), device=places_B.device), places_B)
+        self._lines = cache.lines(torch.where(active_B, pages_B, cache.dump), inside_B)
+        self._lengths_B = places_B + 1
         self._span = span
         self._masks: dict[int | None, Tensor] = {}
 
@@ -195,13 +196,13 @@ class DecodePlan:
     ) -> Tensor:
         layer = layer_of(module)
         self._cache.write(layer, self._lines, key, value)
-        keys, values = self._cache.layer(layer)
-        rows, kv_heads, span = len(self._lengths_B), keys.shape[1], self._span
+        rows, kv_heads = len(self._lengths_B), key.shape[1]
+        keys, values = self._cache.read(layer, slice(0, rows), self._span)
         query_B = query[0].transpose(0, 1).reshape(rows, kv_heads, -1, query.shape[-1])
         out = attend_causally(
             query_B,
-            keys[:rows, :, :span],
-            values[:rows, :, :span],
+            keys,
+            values,
             scaling=scaling,
             softcap=softcap,
             mask=self._mask(sliding_window, query.dtype, as_bias=softcap is None),

@@ -1,126 +1,141 @@
-"""What slots hold that somebody may ask for again: sessions between two turns, and prompts that siblings share.
+"""What pages hold that somebody may ask for again: sessions between two turns, and prompts that siblings share.
 
-Owns which slot has whose tokens, and that nothing is copied before it must be: what ended stays in its slot until
-another needs the slot, and only then moves to the parking. A prompt is taken from the slot of a sibling, which may be
-running: the places of a prompt are never written again. Knows nothing of tickets and steps.
-Invariant: what is found here was computed by the weights in use, and is still in its slot or parked.
+Owns whose tokens stay in which pages, without a row, and that nothing is copied before it must be: what is kept moves
+to the parking only when pages run out, the least recently used first. Knows nothing of tickets and steps.
+
+A page is written by one sequence at most, behind everything that others read of it: those who take over a page that is
+not full get a copy of it. So the pages of a prompt serve its siblings while the first of them runs on in the last one.
+Invariant: what is found here was computed by the weights in use, and is still in its pages or parked.
 """
 
-from collections.abc import Sequence
+from collections import Counter, OrderedDict
+from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass
 
-from treadle.engine.native.cache import Move, SlotCache
+from treadle.engine.native.cache import PageCache
+from treadle.engine.native.pages import Pages
 from treadle.engine.native.parking import Parked, Parking, shared_prefix
 
 Ids = tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
+class Held:
+    """Tokens, and the pages they are in."""
+
+    ids: Ids
+    pages: list[int]
+
+
+@dataclass(frozen=True, slots=True)
 class Found:
-    """Tokens that need not be computed: in a slot, or parked."""
+    """Tokens that need not be computed: in pages, or parked."""
 
     tokens: int
-    slot: int | None = None
+    held: Held | None = None
     parked: Parked | None = None
     own: bool = False
-    """Whether the slot is the session's own, with nobody in it: it can go on right there."""
+    """Whether the pages are the session's own: it can go on right there."""
 
 
 class Residents:
-    """See the module. With `enabled` false nothing is ever found."""
+    """See the module. With `enabled` false nothing is ever found. Keys are sessions (text) and prompts (ids)."""
 
-    def __init__(self, cache: SlotCache, parking: Parking, *, enabled: bool) -> None:
+    def __init__(self, cache: PageCache, pages: Pages, parking: Parking, *, enabled: bool) -> None:
         self._cache = cache
+        self._pages = pages
         self._parking = parking
         self._enabled = enabled
-        self._idle: dict[int, tuple[str, Ids]] = {}
-        """Slots that nobody uses, whose session may come back, and the tokens in them."""
-        self._sessions: dict[str, int] = {}
-        self._prompts: dict[int, Ids] = {}
-        """Slots that begin with a prompt that was computed in one go."""
-        self._holders: dict[Ids, int] = {}
-
-    def holds(self, slot: int) -> bool:
-        """Whether something would have to be parked before the slot is used."""
-        return slot in self._idle or slot in self._prompts
+        self._held: OrderedDict[Hashable, Held] = OrderedDict()
+        self._uses: Counter[int] = Counter()
+        """How often each page is held here; it has more users when a row has it too."""
 
     def find(self, session: str, prefix: Ids) -> Found | None:
         """What the session left, if the request goes on from there or repeats it; else what siblings have."""
         if not self._enabled or not prefix:
             return None
-        own = self._sessions.get(session)
-        if own is not None and (tokens := _usable(self._idle[own][1], prefix)):
-            return Found(tokens, slot=own, own=True)
-        parked = None if own is not None else self._parking.find(session)
-        if parked is not None and (tokens := _usable(parked.ids, prefix)):
-            return Found(tokens, parked=parked)
-        if prefix in self._holders:
-            return Found(len(prefix), slot=self._holders[prefix])
-        parked = self._parking.find(prefix)
-        if parked is not None and (tokens := _usable(parked.ids, prefix)):
-            return Found(tokens, parked=parked)
-        return None
+        return self._find(session, prefix, own=True) or self._find(prefix, prefix, own=False)
 
-    def offer(self, slot: int, prompt: Ids) -> None:
-        """A slot begins with a prompt that others may want."""
-        if self._enabled and prompt and prompt not in self._holders:
-            self._prompts[slot], self._holders[prompt] = prompt, slot
+    def _find(self, key: Hashable, prefix: Ids, *, own: bool) -> Found | None:
+        held = self._held.get(key)
+        parked = self._parking.find(key) if held is None else None
+        kept = held or parked
+        tokens = 0 if kept is None else _usable(kept.ids, prefix)
+        if not tokens:
+            return None
+        if held is not None:
+            self._held.move_to_end(key)
+        return Found(tokens, held, parked, own and held is not None)
 
-    def stay(self, slot: int, session: str, ids: Ids) -> None:
-        """A session has ended its turn, and its tokens stay in the slot."""
-        if self._enabled and ids:
-            self.forget(session)
-            self._idle[slot], self._sessions[session] = (session, ids), slot
+    def offer(self, prompt: Ids, pages: Sequence[int]) -> None:
+        """Pages begin with a prompt that was computed in one go and that others may want."""
+        if self._enabled and prompt and prompt not in self._held:
+            shared = list(pages[: self._cache.count_pages(len(prompt))])
+            self._pages.share(shared)
+            self._keep(prompt, Held(prompt, shared))
 
-    def wake(self, slot: int, tokens: int) -> None:
-        """A session goes on in its own slot, after its first `tokens`."""
-        session, _ = self._idle.pop(slot)
-        del self._sessions[session]
-        if tokens < len(self._prompts.get(slot, ())):
-            self.withdraw(slot)
+    def stay(self, session: str, ids: Ids, pages: list[int]) -> None:
+        """A session has ended its turn, and its tokens stay in its pages; those behind them are free."""
+        self.forget(session)
+        needed = self._cache.count_pages(len(ids)) if self._enabled else 0
+        self._pages.release(pages[needed:])
+        if needed:
+            self._keep(session, Held(ids, pages[:needed]))
 
-    def vacate(self, slot: int) -> None:
-        """A slot is about to be used by another: park what it holds."""
-        session, ids = self._idle.pop(slot, (None, ()))
-        prompt = self._prompts.get(slot, ())
-        self.withdraw(slot)
-        held = max(ids, prompt, key=len)
-        if not held:
-            return
-        parked = Parked(held, self._cache.take(slot, len(held)))
-        if self._parking.is_tight(2 * parked.size):
-            self._cache.flush()  # what moves on to the host must be whole
-        if session is not None:
-            del self._sessions[session]
+    def _keep(self, key: Hashable, held: Held) -> None:
+        self._held[key] = held
+        self._uses.update(held.pages)
+
+    def wake(self, session: str) -> list[int]:
+        """A session goes on in its own pages, which are the caller's now."""
+        return self._drop(session).pages
+
+    def _drop(self, key: Hashable) -> Held:
+        held = self._held.pop(key)
+        for page in held.pages:
+            self._uses[page] -= 1
+            if not self._uses[page]:
+                del self._uses[page]
+        return held
+
+    def evict(self) -> bool:
+        """Park the least recently used of those that give a page free; False if there is none."""
+        for key, held in self._held.items():
+            if any(self._pages.users(page) == self._uses[page] for page in reversed(held.pages)):
+                self._park(key)
+                return True
+        return False
+
+    def vacate(self, page: int) -> None:
+        """Park whatever a page has a part of."""
+        if page in self._uses:
+            for key in [key for key, held in self._held.items() if page in held.pages]:
+                self._park(key)
+
+    def _park(self, key: Hashable) -> None:
+        held = self._drop(key)
+        self._parking.park(key, Parked(held.ids, self._cache.save(held.pages, len(held.ids))))
+        self._pages.release(held.pages)
+
+    def leave(self, session: str, parked: Parked) -> None:
+        """A session has ended its turn while it was parked."""
+        self.forget(session)
+        if self._enabled:
             self._parking.park(session, parked)
-        if prompt:
-            self._parking.park(prompt, parked)
 
-    def withdraw(self, slot: int) -> None:
-        """The prompt in a slot is no longer there for others."""
-        prompt = self._prompts.pop(slot, None)
-        if prompt is not None:
-            del self._holders[prompt]
-
-    def move(self, moves: Sequence[Move]) -> None:
-        """Rows that run have got other slots; their prompts are there now."""
-        for move in moves:
-            prompt = self._prompts.pop(move.source, None)
-            if prompt is not None:
-                self._prompts[move.target], self._holders[prompt] = prompt, move.target
-
-    def forget(self, session: str) -> None:
-        """A session will not come back, or comes back with other tokens."""
-        slot = self._sessions.pop(session, None)
-        if slot is not None:
-            del self._idle[slot]
-        self._parking.forget(session)
+    def forget(self, key: Hashable) -> None:
+        """A session will not come back, or comes back with other tokens; or a prompt is no longer good."""
+        self._let_go([key] if key in self._held else [])
+        self._parking.forget(key)
 
     def clear(self) -> None:
         """Forget everything: the weights are about to change."""
-        for held in (self._idle, self._sessions, self._prompts, self._holders):
-            held.clear()
+        self._let_go(list(self._held))
         self._parking.clear()
+
+    def _let_go(self, keys: Iterable[Hashable]) -> None:
+        for key in keys:
+            self._pages.release(self._drop(key).pages)
 
 
 def _usable(held: Sequence[int], prefix: Ids) -> int:

@@ -1,10 +1,10 @@
 """The state of each row of a batch, in tensors: what a decode step reads and changes without asking Python.
 
-Row i and cache slot i belong together. Owns how rows start, move, stop and are read out; refuses to know requests.
+Row i of the page table belongs to row i. Owns how rows start, move, stop and are read out; refuses to know requests.
 Invariant: only active rows change in a step; a row that drew a stop token, its last token or no number at all is no
 longer active.
 
-Shapes: S slots, W stop tokens at most, R tokens of one response at most.
+Shapes: W stop tokens at most.
 """
 
 from collections.abc import Sequence
@@ -22,9 +22,9 @@ MAX_STOPS = 16
 
 @dataclass(frozen=True, slots=True)
 class RowStart:
-    """How a row begins: its last token is the first one to be decoded; `length` tokens before it are in the slot."""
+    """How a row begins: its last token is the first one to be decoded; `length` tokens before it are in its pages."""
 
-    slot: int
+    row: int
     last_id: int
     length: int
     left: int
@@ -43,27 +43,36 @@ class Response:
     ids: tuple[int, ...]
     logprobs: tuple[float, ...]
 
+    @property
+    def is_broken(self) -> bool:
+        """Whether the model's logits were no numbers."""
+        return any(logprob != logprob for logprob in self.logprobs)
+
+    def then(self, later: "Response") -> "Response":
+        """This, and what was sampled after it."""
+        return Response(self.ids + later.ids, self.logprobs + later.logprobs) if self.ids else later
+
 
 class Rows:
     """All rows, active or not. Every tensor stays where it is, so that a CUDA graph can hold on to it."""
 
-    def __init__(self, slots: int, longest: int, device: torch.device) -> None:
+    def __init__(self, rows: int, longest: int, device: torch.device) -> None:
         def numbers(*size: int, dtype: torch.dtype = torch.long) -> Tensor:
             return torch.zeros(size, dtype=dtype, device=device)
 
-        self.active = numbers(slots, dtype=torch.bool)
-        self.last_id = numbers(slots)
-        self.length = numbers(slots)
-        self.left = numbers(slots)
-        self.count = numbers(slots)
-        self.stream = numbers(slots)
-        self.draw = numbers(slots)
-        self.top_k = numbers(slots)
-        self.temperature = numbers(slots, dtype=torch.float32)
-        self.top_p = numbers(slots, dtype=torch.float32)
-        self.stops = numbers(slots, MAX_STOPS)
-        self.out_ids = numbers(slots, longest)
-        self.out_logprobs = numbers(slots, longest, dtype=torch.float32)
+        self.active = numbers(rows, dtype=torch.bool)
+        self.last_id = numbers(rows)
+        self.length = numbers(rows)
+        self.left = numbers(rows)
+        self.count = numbers(rows)
+        self.stream = numbers(rows)
+        self.draw = numbers(rows)
+        self.top_k = numbers(rows)
+        self.temperature = numbers(rows, dtype=torch.float32)
+        self.top_p = numbers(rows, dtype=torch.float32)
+        self.stops = numbers(rows, MAX_STOPS)
+        self.out_ids = numbers(rows, longest)
+        self.out_logprobs = numbers(rows, longest, dtype=torch.float32)
         self._device = device
         self._moved = (
             *(self.active, self.last_id, self.length, self.left, self.count, self.stream, self.draw, self.top_k),
@@ -72,7 +81,7 @@ class Rows:
 
     def start(self, starts: Sequence[RowStart]) -> None:
         """Make rows active."""
-        at = self._index([start.slot for start in starts])
+        at = self._index([start.row for start in starts])
         whole = [
             (start.last_id, start.length, start.left, _signed(start.stream), start.draw, start.top_k)
             + tuple(start.stops)
@@ -110,13 +119,13 @@ class Rows:
         active &= ~ended
         return ended
 
-    def stop(self, slots: Sequence[int]) -> None:
+    def stop(self, rows: Sequence[int]) -> None:
         """Make rows inactive; what they sampled can still be read."""
-        self.active[self._index(slots)] = False
+        self.active[self._index(rows)] = False
 
-    def read(self, slots: Sequence[int]) -> list[Response]:
+    def read(self, rows: Sequence[int]) -> list[Response]:
         """What rows sampled so far."""
-        at = self._index(slots)
+        at = self._index(rows)
         counts = self.count[at].tolist()
         longest = max(counts, default=0)
         ids, logprobs = self.out_ids[at, :longest].tolist(), self.out_logprobs[at, :longest].tolist()
@@ -129,8 +138,8 @@ class Rows:
             tensor[target] = tensor[source]
         self.active[source] = False
 
-    def _index(self, slots: Sequence[int]) -> Tensor:
-        return to_device(slots, self._device)
+    def _index(self, rows: Sequence[int]) -> Tensor:
+        return to_device(rows, self._device)
 
 
 def _signed(bits: int) -> int:

@@ -1,43 +1,29 @@
-"""Who gets a row when: the queue, prefill, running rows and what is kept of those that ended.
+"""Who gets a row when: the queue, prefill, running rows, and who gives way when pages run out.
 
 Owns every ticket from `add` to its answer. Runs in one thread, which calls `turn` as long as there is work; knows
-nothing of threads and event loops. Tickets are admitted in order, between two steps, as slots come free.
-Invariant: a slot is free, in prefill or running, never two of these; a request's tokens depend on its own session only.
+nothing of threads and event loops. Tickets are admitted in order, between two steps, as rows and pages come free. A row
+that needs a page where there is none takes it from what is kept for later, and then from the ticket that was admitted
+last, which goes back to the front of the queue with what it has and goes on from there, with the same tokens.
+Invariant: a ticket waits, is in prefill or runs, never two of these; a request's tokens depend on its own session only.
 """
 
+import logging
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable
 
 from treadle.config.rollout import RolloutConfig
-from treadle.engine.native.cache import Move, round_up
+from treadle.engine.native.cache import round_up
 from treadle.engine.native.decoder import Decoder
+from treadle.engine.native.growth import STRIDE, Growth
 from treadle.engine.native.parking import Parking
-from treadle.engine.native.plans import Piece
-from treadle.engine.native.residents import Found, Residents
+from treadle.engine.native.prefills import Prefills
 from treadle.engine.native.rows import Response
-from treadle.engine.native.slots import FreeSlots
+from treadle.engine.native.seating import SPARSE, Seating
 from treadle.engine.native.ticket import Answer, Ticket
 from treadle.errors import EngineFailure
 from treadle.types import Completion, StopReason
 
-_SPARSE = 0.75
-"""Rows are moved together when fewer than this fraction of those computed would do."""
-
-
-@dataclass(slots=True, eq=False)
-class _Prefill:
-    """Tokens on their way into a slot, and the tickets that need exactly these: the first one's slot is computed."""
-
-    start: int
-    ids: tuple[int, ...]
-    tickets: list[Ticket]
-    fresh: bool
-    """Whether all of `ids` is computed here, so that siblings and later comers can have it."""
-
-    def next_piece(self, limit: int | None) -> Piece:
-        end = len(self.ids) if limit is None else min(len(self.ids), self.start + limit)
-        return Piece(self.tickets[0].slot, self.start, self.ids[self.start : end])
+log = logging.getLogger(__name__)
 
 
 class Scheduler:
@@ -54,19 +40,24 @@ class Scheduler:
         version: int,
     ) -> None:
         self.version = version
+        self.preemptions = 0
+        """How often a ticket had to give its pages up."""
         self._rollout = rollout
         self._decoder = decoder
-        self._residents = Residents(decoder.cache, parking, enabled=rollout.enable_prefix_caching)
+        self._cache = decoder.cache
+        caching = rollout.enable_prefix_caching
+        self._seating = Seating(decoder.cache, parking, rollout.max_num_seqs, caching=caching)
         self._answer = answer
         self._name = name
         self._waiting: deque[Ticket] = deque()
-        self._prefills: list[_Prefill] = []
-        self._fresh: dict[tuple[int, ...], _Prefill] = {}
-        """Those that compute a whole prompt, which siblings may still join."""
+        self._seated: dict[Ticket, None] = {}
+        """Those with a row, in the order of their admission: in prefill, ready or running."""
+        self._prefills = Prefills()
         self._ready: list[Ticket] = []
         self._running: dict[int, Ticket] = {}
-        self._slots = min(decoder.cache.slots, rollout.max_num_seqs)
-        self._free = FreeSlots(range(self._slots))
+        self._growth = Growth()
+        self._blocked: tuple[Ticket, int] | None = None
+        """Who found no room: no use in looking again before something has changed."""
         self._steps = 0
         self._top = 0
         self._lead = 0
@@ -83,202 +74,220 @@ class Scheduler:
         """Admit, prefill up to the token budget, start rows, and give every running row one token."""
         if not self.busy:
             return
-        self._decoder.cache.acquire()
+        self._cache.acquire()
         self._admit()
         if self._prefills:
             self._prefill()
         if self._ready:
             self._start()
+        self._provide()
         if self._running:
+            self._cache.upload()
             ended = self._decoder.step(self._top, self._lead + self._steps, filtered=self._filtered)
             self._steps += 1
             if ended:
-                self._finish([slot for slot in ended if slot in self._running])
+                self._finish([row for row in ended if row in self._running])
 
     def abort(self, chosen: Callable[[Ticket], bool]) -> None:
-        """End tickets where they are; those with a row keep their tokens."""
+        """End tickets where they are; those that have sampled keep their tokens."""
         for ticket in [ticket for ticket in self._waiting if chosen(ticket)]:
             self._waiting.remove(ticket)
-            self._close(ticket, Response((), ()))
-        for prefill in list(self._prefills):
-            self._leave_prefill(prefill, chosen)
+            self._seating.drop_parked(ticket, for_session=not ticket.stale)
+            self._close(ticket, ticket.said)
+        for ticket in [ticket for prefill in self._prefills for ticket in prefill.tickets if chosen(ticket)]:
+            tokens = self._prefills.leave(ticket)
+            del self._seated[ticket]
+            self._seating.stay(ticket, ticket.prefix[:tokens])
+            self._close(ticket, ticket.said)
         self._catch_up()
-        slots = [slot for slot, ticket in self._running.items() if chosen(ticket)]
-        if slots:
-            self._decoder.rows.stop(slots)
-            self._finish(slots)
-
-    def _leave_prefill(self, prefill: _Prefill, chosen: Callable[[Ticket], bool]) -> None:
-        first, gone = prefill.tickets[0], [ticket for ticket in prefill.tickets if chosen(ticket)]
-        prefill.tickets = [ticket for ticket in prefill.tickets if ticket not in gone]
-        if not prefill.tickets:
-            self._drop(prefill)
-        elif first in gone:
-            prefill.start = 0  # what was computed is in the slot of the one who left
-        for ticket in gone:
-            self._release(ticket.slot)
-            self._close(ticket, Response((), ()))
+        rows = [row for row, ticket in self._running.items() if chosen(ticket)]
+        if rows:
+            self._decoder.rows.stop(rows)
+            self._finish(rows)
 
     def change_weights(self, version: int, load: Callable[[], str]) -> str:
-        """Let `load` change the weights between two steps; what was computed with the old ones is forgotten."""
+        """Let `load` change the weights between two steps; what was computed with the old ones is forgotten.
+
+        Rows that have begun to sample go on with what they have, also those that wait to go on.
+        """
         counts = self._decoder.rows.count.tolist() if self._running else []
-        for slot, ticket in self._running.items():
-            ticket.versions.append((counts[slot], self.version))
+        for row, ticket in self._running.items():
+            ticket.leave_version(len(ticket.said.ids) + counts[row], self.version)
             ticket.stale = True
-        for prefill in self._prefills:
-            prefill.start = 0
-        self._residents.clear()
+        self._unseat_prefills()
+        for ticket in self._waiting:
+            if ticket.said.ids:
+                ticket.leave_version(len(ticket.said.ids), self.version)
+                ticket.stale |= ticket.parked is not None
+            else:
+                self._seating.drop_parked(ticket, for_session=False)
+        self._seating.residents.clear()
         confirmed = load()
         self._decoder.refresh()
         self.version = version
         return confirmed
+
+    def _unseat_prefills(self) -> None:
+        """Send those in prefill back: their pages may be shared with rows that run on with old keys and values."""
+        back = [ticket for ticket in self._seated if ticket.row not in self._running]
+        for ticket in back:
+            self._prefills.leave(ticket)
+            del self._seated[ticket]
+            self._seating.leave(ticket)
+        self._waiting.extendleft(reversed(back))
 
     def release(self) -> bool:
         """Give the cache's memory back, with all that is kept; a ticket takes it again. Not while there is work."""
         if self.busy:
             return False
         self._decoder.settle()
-        self._residents.clear()
-        self._decoder.cache.release()
+        self._seating.residents.clear()
+        self._cache.release()
         return True
 
     def close(self) -> None:
         """The last call."""
         self.abort(lambda ticket: True)
-        self._residents.clear()
+        self._seating.residents.clear()
         self._decoder.close()
 
     def forget(self, session: str) -> None:
         """Free what is kept for a session that is over."""
-        self._residents.forget(session)
+        self._seating.residents.forget(session)
 
     def _admit(self) -> None:
-        """Give slots to tickets that wait, until prefill has enough to do."""
-        room = self._rollout.max_num_batched_tokens - sum(len(work.ids) - work.start for work in self._prefills)
-        moves: list[Move] = []
-        while self._waiting and self._free and room > 0:
-            ticket = self._waiting.popleft()
-            found = self._residents.find(ticket.request.session, ticket.prefix)
-            self._seat(ticket, found, moves)
-            start = 0 if found is None else found.tokens
+        """Seat tickets that wait, until prefill has enough to do or there is no room."""
+        room = self._rollout.max_num_batched_tokens - self._prefills.num_tokens
+        while self._waiting and room > 0 and self._seating.free_rows:
+            ticket = self._waiting[0]
+            if self._blocked == (ticket, self._seating.changes):
+                break
+            start = self._seating.seat(ticket, self._prefills.sibling(ticket))
+            if start is None:
+                self._blocked = (ticket, self._seating.changes)
+                break
+            self._waiting.popleft()
+            self._seated[ticket] = None
             if start == len(ticket.prefix):
                 self._ready.append(ticket)
-            elif self._join_prefill(ticket, start):
+            elif self._prefills.join(ticket, start):
                 room -= len(ticket.prefix) - start
-        self._copy(moves)
-        self._decoder.cache.flush()
-
-    def _seat(self, ticket: Ticket, found: Found | None, moves: list[Move]) -> None:
-        """Give a ticket its slot, with what was found in it; copies between slots are left in `moves`."""
-        if found is not None and found.own and found.slot is not None:
-            ticket.slot = found.slot
-            self._free.remove(found.slot)
-            self._residents.wake(found.slot, found.tokens)
-            return
-        ticket.slot = self._free.take(near=(self._slots - len(self._free) + 1) / _SPARSE)
-        if any(ticket.slot == move.source for move in moves):
-            self._copy(moves)
-        self._residents.vacate(ticket.slot)
-        if found is not None and found.parked is not None:
-            self._decoder.cache.put(ticket.slot, found.parked.kv, found.tokens)
-        elif found is not None and found.slot is not None and found.slot != ticket.slot:
-            moves.append(Move(found.slot, ticket.slot, found.tokens))
-
-    def _release(self, slot: int) -> None:
-        self._free.add(slot, held=self._residents.holds(slot))
-
-    def _copy(self, moves: list[Move]) -> None:
-        if moves:
-            self._decoder.cache.copy(moves)
-            moves.clear()
-
-    def _join_prefill(self, ticket: Ticket, start: int) -> bool:
-        """Siblings with the same prompt share its prefill, if they come in time. Whether this is a new one."""
-        joined = self._fresh.get(ticket.prefix) if start == 0 else None
-        if joined is not None:
-            joined.tickets.append(ticket)
-            return False
-        prefill = _Prefill(start, ticket.prefix, [ticket], fresh=start == 0)
-        self._prefills.append(prefill)
-        if prefill.fresh:
-            self._fresh[prefill.ids] = prefill
-        return True
-
-    def _drop(self, prefill: _Prefill) -> None:
-        self._prefills.remove(prefill)
-        if prefill.fresh:
-            del self._fresh[prefill.ids]
+        self._seating.copy()
 
     def _prefill(self) -> None:
-        """One forward over as many pieces as the token budget takes; a piece's length depends on its request alone."""
+        """One forward over as many pieces as the token budget takes. Prompts that are done are shared."""
         room = self._rollout.max_num_batched_tokens
-        limit = room if self._rollout.enable_chunked_prefill else None
-        chosen: list[tuple[_Prefill, Piece]] = []
-        for prefill in self._prefills:
-            piece = prefill.next_piece(limit)
-            if chosen and len(piece.ids) > room:
-                break
-            chosen.append((prefill, piece))
-            room -= len(piece.ids)
+        chosen = self._prefills.choose(room, room if self._rollout.enable_chunked_prefill else None)
+        self._cache.upload()
         self._decoder.prefill([piece for _, piece in chosen])
         for prefill, piece in chosen:
             prefill.start = piece.end
-        self._share([prefill for prefill, _ in chosen if prefill.start == len(prefill.ids)])
-
-    def _share(self, done: Sequence[_Prefill]) -> None:
-        """Prefills are done: siblings get copies, and those that come later can have some too."""
-        moves: list[Move] = []
-        for prefill in done:
-            self._drop(prefill)
-            first, *others = prefill.tickets
-            moves += [Move(first.slot, ticket.slot, len(prefill.ids)) for ticket in others]
-            if prefill.fresh:
-                self._residents.offer(first.slot, prefill.ids)
-            self._ready += prefill.tickets
-        self._copy(moves)
+            if prefill.done:
+                self._prefills.drop(prefill)
+                first, *others = prefill.tickets
+                self._seating.share(first, others, len(prefill.ids))
+                if prefill.fresh:
+                    self._seating.residents.offer(prefill.ids, first.pages)
+                self._ready += prefill.tickets
+        self._seating.copy()
 
     def _start(self) -> None:
-        self._decoder.start([ticket.row() for ticket in self._ready])
+        self._decoder.start([ticket.start_row() for ticket in self._ready])
         for ticket in self._ready:
             ticket.born = self._steps
-            self._running[ticket.slot] = ticket
+            self._running[ticket.row] = ticket
+            self._plan_growth(ticket)
         self._ready.clear()
         self._look_around()
 
-    def _finish(self, slots: list[int]) -> None:
-        for slot, response in zip(slots, self._decoder.read(slots), strict=True):
-            ticket = self._running.pop(slot)
+    def _plan_growth(self, ticket: Ticket) -> None:
+        places = self._seating.places_of(ticket)
+        if places is not None:
+            self._growth.plan(ticket, ticket.born + places - len(ticket.prefix))
+
+    def _provide(self) -> None:
+        """Give rows the pages that the next steps may need."""
+        for ticket in self._growth.next(self._steps):
+            places = self._places_of(ticket) + 2 * STRIDE
+            if ticket in self._seated and self._make_room(ticket, places):
+                self._seating.grow(ticket, self._seating.lacks(ticket, places))
+                self._plan_growth(ticket)
+
+    def _make_room(self, ticket: Ticket, places: int) -> bool:
+        """Have the pages free that a ticket lacks; False if the ticket itself has left meanwhile."""
+        while self._seating.lacks(ticket, places) > len(self._seating.pages.free):
+            if self._seating.evict():
+                continue
+            if not self._catch_up():
+                self._preempt(next(reversed(self._seated)))
+            if ticket not in self._seated:
+                return False
+        return True
+
+    def _preempt(self, ticket: Ticket) -> None:
+        """Take a ticket's row and pages. Everything that its row has sampled is known."""
+        if self._running.get(ticket.row) is ticket:
+            self._decoder.rows.stop([ticket.row])
+            ticket.hear(self._decoder.read([ticket.row])[0])
+            del self._running[ticket.row]
+            self._growth.drop(ticket)
+            tokens = len(ticket.prefix)
+        else:
+            tokens = self._prefills.leave(ticket)
+        del self._seated[ticket]
+        self._seating.park(ticket, tokens)
+        self._waiting.appendleft(ticket)
+        self._look_around()
+        self.preemptions += 1
+        if self.preemptions == 1:
+            self._report_preemption()
+
+    def _report_preemption(self) -> None:
+        tokens = self._cache.pages * self._cache.page
+        log.warning(
+            "%s: the KV cache of %s tokens is full, so a sequence waits in host memory; if that happens often, raise "
+            "rollout.gpu_memory_utilization, or lower rollout.max_num_seqs (%d) or rollout.max_model_len (%d)",
+            *(self._name, f"{tokens:,}", self._rollout.max_num_seqs, self._cache.length),
+        )
+
+    def _finish(self, rows: list[int]) -> None:
+        for row, response in zip(rows, self._decoder.read(rows), strict=True):
+            ticket = self._running.pop(row)
+            self._growth.drop(ticket)
+            del self._seated[ticket]
             self._keep(ticket, response)
-            self._release(slot)
-            self._close(ticket, response)
+            self._close(ticket, ticket.said.then(response))
         self._gather()
         self._look_around()
 
     def _catch_up(self) -> bool:
-        """Finish rows that ended without our knowing, if there are any: only then may slots change hands."""
-        ended = [slot for slot in self._decoder.settle() if slot in self._running]
+        """Finish rows that ended without our knowing, if there are any: only then may rows change hands."""
+        ended = [row for row in self._decoder.settle() if row in self._running]
         if ended:
             self._finish(ended)
         return bool(ended)
 
     def _keep(self, ticket: Ticket, response: Response) -> None:
-        """Leave what the slot holds to the session: everything but the last token, which no step has read yet."""
-        if any(logprob != logprob for logprob in response.logprobs):
-            self._residents.withdraw(ticket.slot)
-            self._decoder.cache.clear(ticket.slot)
-        elif not ticket.stale:
-            self._residents.stay(ticket.slot, ticket.request.session, (*ticket.request.ids, *response.ids)[:-1])
+        """Leave what the pages hold to the session: everything but the last token, which no step has read yet."""
+        if response.is_broken:
+            self._seating.residents.forget(ticket.request.ids[:-1])
+            self._cache.clear(ticket.pages)
+            self._seating.leave(ticket)
+        elif ticket.stale:
+            self._seating.leave(ticket)
+        else:
+            self._seating.stay(ticket, (*ticket.request.ids, *ticket.said.ids, *response.ids)[:-1])
 
     def _close(self, ticket: Ticket, response: Response) -> None:
-        sampling, ids = ticket.request.sampling, response.ids
-        if any(logprob != logprob for logprob in response.logprobs):
+        ids = response.ids
+        if response.is_broken:
             where = f"session {ticket.request.session}, token {ticket.request.position + len(ids) - 1}"
             self._answer(ticket, EngineFailure(f"{self._name}: {where}: the model's logits are not numbers"))
             return
         stop = StopReason.ABORT
-        if ids and ids[-1] in sampling.stop_token_ids:
+        if ids and ids[-1] in ticket.request.sampling.stop_token_ids:
             stop = StopReason.STOP
-        elif len(ids) >= min(sampling.max_tokens, ticket.room - len(ticket.request.ids)):
+        elif len(ids) >= ticket.limit:
             stop = StopReason.LENGTH
         versions = ticket.versions_of(len(ids), self.version)
         self._answer(ticket, Completion(ids, response.logprobs, versions, stop, replica=self._name))
@@ -289,28 +298,21 @@ class Scheduler:
             return
         step = self._decoder.row_step
         needed = round_up(len(self._running), step)
-        if needed > _SPARSE * round_up(max(self._running) + 1, step):
+        if needed > SPARSE * round_up(max(self._running) + 1, step):
             return
         if self._catch_up():
             return  # others ended, and the rest was moved together
-        holes = self._free.below(needed)
-        movers = sorted((slot for slot in self._running if slot >= needed), reverse=True)
-        moves = [Move(*pair, self._tokens_of(pair[0])) for pair in zip(movers, holes, strict=False)]
-        for move in moves:
-            self._residents.vacate(move.target)
-            self._free.remove(move.target)
-        self._decoder.move(moves)
-        self._residents.move(moves)
-        for move in moves:
-            ticket = self._running.pop(move.source)
-            ticket.slot = move.target
-            self._running[move.target] = ticket
-            self._release(move.source)
+        holes = self._seating.free_rows.below(needed)
+        movers = sorted((row for row in self._running if row >= needed), reverse=True)
+        moves = dict(zip(movers, holes, strict=False))
+        self._decoder.move(list(moves), list(moves.values()))
+        for source, target in moves.items():
+            ticket = self._running[target] = self._running.pop(source)
+            self._seating.move(ticket, target, self._places_of(ticket))
 
-    def _tokens_of(self, slot: int) -> int:
-        """How many places of a running slot may be in use."""
-        ticket = self._running[slot]
-        return min(len(ticket.prefix) + self._steps - ticket.born, self._decoder.cache.length)
+    def _places_of(self, ticket: Ticket) -> int:
+        """How many places of a running row may be in use."""
+        return min(len(ticket.prefix) + self._steps - ticket.born, self._cache.length)
 
     def _look_around(self) -> None:
         """What all steps need to know until rows start or end again."""

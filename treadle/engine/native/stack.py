@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch import Tensor, nn
 
-from treadle.engine.native.cache import CacheShape, SlotCache
+from treadle.engine.native.cache import CacheShape, PageCache
 from treadle.engine.native.kernels import HeadShape, RowPlaces, attend_rows
 from treadle.engine.native.plans import PrefillPlan
 from treadle.engine.native.projection import Projection
@@ -47,14 +47,14 @@ class _Layer:
 class Stack:
     """A decoder from token ids to its last hidden states. Built by `create`."""
 
-    def __init__(self, module: "PreTrainedModel", cache: SlotCache, layers: list[_Layer], norm: NormParts) -> None:
+    def __init__(self, module: "PreTrainedModel", cache: PageCache, layers: list[_Layer], norm: NormParts) -> None:
         self._embed = cast(Any, module).get_input_embeddings()
         self._cache = cache
         self._layers = layers
         self._norm = norm
 
     @classmethod
-    def create(cls, module: "PreTrainedModel", cache: SlotCache) -> "Stack | None":
+    def create(cls, module: "PreTrainedModel", cache: PageCache) -> "Stack | None":
         """None where the decoder has parts that we do not know. What it computes is for the caller to compare."""
         decoder = cast(Any, module).get_decoder()
         fused, norm = find_fused(module), find_norm(getattr(decoder, "norm", None))
@@ -75,7 +75,7 @@ class Stack:
         for layer in self._layers:
             held = self._cache.layer(layer.number)
             heads = admit_tokens(
-                layer.qkv(normed), held, plan.slots_T, plan.places_T, plan.positions_T, layer.angles, layer.shape
+                layer.qkv(normed), held, plan.pages_T, plan.inside_T, plan.positions_T, layer.angles, layer.shape
             )
             if layer is self._layers[-1]:
                 return
@@ -86,10 +86,11 @@ class Stack:
     def decode(self, rows: Rows, count: int) -> Tensor:
         """The last hidden states after the next token of the first `count` rows: [count, hidden]."""
         hidden = self._embed(rows.last_id[:count])
-        places = RowPlaces(rows.active.view(torch.uint8), rows.length, self._cache.dump)
+        cache = self._cache
+        places = RowPlaces(cache.table, rows.active.view(torch.uint8), rows.length, cache.dump)
         normed = norm_rows(hidden, _numbers(self._layers[0].before_attention))
         for layer in self._layers:
-            held = self._cache.layer(layer.number)
+            held = cache.layer(layer.number)
             mixed = attend_rows(layer.qkv(normed), held, places, layer.angles, layer.shape)
             normed = self._finish(layer, hidden, mixed)
         return normed

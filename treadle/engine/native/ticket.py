@@ -3,11 +3,14 @@
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from treadle.engine.native.rows import RowStart
+from treadle.engine.native.parking import Parked
+from treadle.engine.native.rows import Response, RowStart
 from treadle.engine.noise import stream_of
 from treadle.types import Completion, Request
 
 Answer = Completion | Exception
+
+_NOTHING = Response((), ())
 
 
 @dataclass(slots=True, eq=False)
@@ -17,15 +20,20 @@ class Ticket:
     request: Request
     deliver: Callable[[Answer], None]
     room: int
-    slot: int = -1
+    row: int = -1
+    pages: list[int] = field(default_factory=list)
     born: int = 0
     """The step before which its row started."""
     stale: bool = False
     """Whether its keys and values mix several weights: then nobody may use them later."""
     versions: list[tuple[int, int]] = field(default_factory=list)
     """How many tokens were out when which version left."""
+    said: Response = _NOTHING
+    """What it sampled before it was preempted."""
+    parked: Parked | None = None
+    """What it had computed when it was preempted."""
     prefix: tuple[int, ...] = field(init=False)
-    """What must be in the slot before the row can start: all but the last token."""
+    """What must be in its pages before the row can start: all but the last token."""
 
     def __post_init__(self) -> None:
         self.prefix = self.request.ids[:-1]
@@ -35,20 +43,39 @@ class Ticket:
         sampling = self.request.sampling
         return sampling.temperature > 0 and (sampling.top_p < 1 or sampling.top_k > 0)
 
-    def row(self) -> RowStart:
-        request, sampling = self.request, self.request.sampling
+    @property
+    def limit(self) -> int:
+        """How many tokens the answer may have."""
+        return min(self.request.sampling.max_tokens, self.room - len(self.request.ids))
+
+    @property
+    def places(self) -> int:
+        """How many places it may come to need: the last token of an answer needs none."""
+        return len(self.request.ids) - 1 + self.limit
+
+    def start_row(self) -> RowStart:
+        request, sampling, said = self.request, self.request.sampling, self.said.ids
         return RowStart(
-            slot=self.slot,
-            last_id=request.ids[-1],
-            length=len(request.ids) - 1,
-            left=min(sampling.max_tokens, self.room - len(request.ids)),
+            row=self.row,
+            last_id=said[-1] if said else request.ids[-1],
+            length=len(self.prefix),
+            left=self.limit - len(said),
             stream=stream_of(request),
-            draw=request.position,
+            draw=request.position + len(said),
             temperature=sampling.temperature,
             top_p=sampling.top_p,
             top_k=sampling.top_k,
             stops=sampling.stop_token_ids,
         )
+
+    def hear(self, response: Response) -> None:
+        """Take in what the row sampled before it was preempted; the ticket goes on from there."""
+        self.said = self.said.then(response)
+        self.prefix = (*self.request.ids, *self.said.ids)[:-1]
+
+    def leave_version(self, tokens: int, version: int) -> None:
+        """New weights sample what follows these tokens."""
+        self.versions.append((tokens, version))
 
     def versions_of(self, tokens: int, version: int) -> tuple[int, ...]:
         """The version of each token, where `version` sampled the last ones."""

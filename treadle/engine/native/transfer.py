@@ -1,6 +1,6 @@
-"""Triton kernels that bring keys and values into slots, and from slot to slot. Imported on CUDA only.
+"""Triton kernels that bring keys and values into pages, and from page to page. Imported on CUDA only.
 
-Owns the way of prefilled tokens into the cache, and copies of what slots hold, many at once. Knows no attention.
+Owns the way of prefilled tokens into the cache, and copies of what pages hold, many at once. Knows no attention.
 
 Shapes: T tokens, H query heads, K key heads, D head size; qkv has the heads of a token side by side.
 """
@@ -18,7 +18,7 @@ def _admit(  # type: ignore[no-untyped-def]
     turned,
     keys,
     values,
-    slots,
+    pages,
     places,
     positions,
     cosines,
@@ -27,7 +27,7 @@ def _admit(  # type: ignore[no-untyped-def]
     key_weight,
     query_eps,
     key_eps,
-    stride_slot,
+    stride_page,
     stride_head,
     H: tl.constexpr,
     K: tl.constexpr,
@@ -40,7 +40,7 @@ def _admit(  # type: ignore[no-untyped-def]
     token = tl.program_id(0).to(tl.int64)
     h, d = tl.program_id(1) * HEADS + tl.arange(0, HEADS)[:, None], tl.arange(0, PADDED_D)[None, :]
     at = tl.load(positions + token)
-    base = tl.load(slots + token) * stride_slot + tl.load(places + token) * D
+    base = tl.load(pages + token) * stride_page + tl.load(places + token) * D
     cosine = tl.load(cosines + at * D + d, mask=d < D, other=0.0)
     sine = tl.load(sines + at * D + d, mask=d < D, other=0.0)
     new = qkv + token * ((H + 2 * K) * D)
@@ -59,8 +59,8 @@ def _admit(  # type: ignore[no-untyped-def]
 def admit_tokens(
     qkv: Tensor,
     cache: tuple[Tensor, Tensor],
-    slots_T: Tensor,
-    places_T: Tensor,
+    pages_T: Tensor,
+    inside_T: Tensor,
     positions_T: Tensor,
     angles: tuple[Tensor, Tensor],
     shape: HeadShape,
@@ -79,8 +79,8 @@ def admit_tokens(
         turned,
         keys,
         values,
-        slots_T,
-        places_T,
+        pages_T,
+        inside_T,
         positions_T,
         *angles,
         qkv if query_norm is None else query_norm.weight,
@@ -102,8 +102,8 @@ def admit_tokens(
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _copy_slots(  # type: ignore[no-untyped-def]
-    kv, moves, stride_plane, stride_slot, stride_head, K: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr
+def _copy_pages(  # type: ignore[no-untyped-def]
+    kv, moves, stride_plane, stride_page, stride_head, K: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr
 ):
     plane, move = tl.program_id(0).to(tl.int64), tl.program_id(1)
     source, target = tl.load(moves + move * 3), tl.load(moves + move * 3 + 1)
@@ -111,38 +111,15 @@ def _copy_slots(  # type: ignore[no-untyped-def]
     at = (plane // K) * stride_plane + (plane % K) * stride_head
     for start in range(0, numbers, BLOCK):
         n = start + tl.arange(0, BLOCK)
-        block = tl.load(kv + at + source * stride_slot + n, mask=n < numbers, other=0.0)
-        tl.store(kv + at + target * stride_slot + n, block, mask=n < numbers)
+        block = tl.load(kv + at + source * stride_page + n, mask=n < numbers, other=0.0)
+        tl.store(kv + at + target * stride_page + n, block, mask=n < numbers)
 
 
-def copy_slots(kv: Tensor, moves: Tensor) -> None:
-    """Copy the first tokens of slots to others, all at once: [moves, 3] of source, target and tokens.
+def copy_pages(kv: Tensor, moves: Tensor) -> None:
+    """Copy the first tokens of pages to others, all at once: [moves, 3] of source, target and tokens.
 
-    kv is [layers, 2, slots, K, length, D]. No slot is both source and target.
+    kv is [layers, 2, pages, K, page, D]. No page is both source and target.
     """
     layers, _, _, kv_heads, _, size = kv.shape
     grid = (layers * 2 * kv_heads, len(moves))
-    _copy_slots[grid](kv, moves, kv.stride(1), kv.stride(2), kv.stride(3), K=kv_heads, D=size, BLOCK=2048)
-
-
-@triton.jit  # type: ignore[untyped-decorator]
-def _take_slots(  # type: ignore[no-untyped-def]
-    kv, places, stride_plane, stride_slot, stride_head, K: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr
-):
-    plane, place = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    slot, numbers = tl.load(places + place * 3), tl.load(places + place * 3 + 1) * D
-    target = tl.load(places + place * 3 + 2).to(tl.pointer_type(kv.dtype.element_ty)) + plane * numbers
-    source = kv + (plane // K) * stride_plane + (plane % K) * stride_head + slot * stride_slot
-    for start in range(0, numbers, BLOCK):
-        n = start + tl.arange(0, BLOCK)
-        tl.store(target + n, tl.load(source + n, mask=n < numbers, other=0.0), mask=n < numbers)
-
-
-def take_slots(kv: Tensor, places: Tensor) -> None:
-    """Copy the first tokens of slots elsewhere, all at once: [copies, 3] of slot, tokens and address.
-
-    kv is as in `copy_slots`; at each address is room for [layers, 2, K, tokens, D].
-    """
-    layers, _, _, kv_heads, _, size = kv.shape
-    grid = (layers * 2 * kv_heads, len(places))
-    _take_slots[grid](kv, places, kv.stride(1), kv.stride(2), kv.stride(3), K=kv_heads, D=size, BLOCK=2048)
+    _copy_pages[grid](kv, moves, kv.stride(1), kv.stride(2), kv.stride(3), K=kv_heads, D=size, BLOCK=2048)
