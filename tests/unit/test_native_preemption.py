@@ -1,0 +1,240 @@
+"""With few pages, rows wait for each other, and every answer is the one that ample memory gives (CPU, float32)."""
+
+import logging
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.unit.test_native_determinism import ROLLOUT, Stand, Talk, alone
+from tests.unit.test_native_scheduler import Lagging, Watched, ticket
+from treadle.config import RolloutConfig
+from treadle.engine.native.growth import STRIDE, Growth
+from treadle.engine.native.parking import Parking
+from treadle.types import Completion, Request, SamplingParams, StopReason
+
+PAGE = 16
+LONGEST = -(-ROLLOUT.sequence_length() // PAGE)
+"""Pages of the longest sequence."""
+
+LONG = SamplingParams(40, temperature=0.9)
+
+
+class Tight(Watched):
+    """A stand with few pages, which are counted after every turn."""
+
+    def __init__(self, pages: int, **keys: object) -> None:
+        super().__init__(page=PAGE, pages=pages, **keys)
+        turn = self.scheduler.turn
+
+        def watch_turn() -> None:
+            turn()
+            self.count_pages()
+
+        self.scheduler.turn = watch_turn  # type: ignore[method-assign]
+
+    def count_pages(self) -> None:
+        """Every page is free, or counted once for each ticket and each resident that has it."""
+        seating, users = self.scheduler._seating, [0] * self.decoder.cache.pages
+        held = [
+            *(one.pages for one in self.scheduler._seated),
+            *(one.pages for one in seating.residents._held.values()),
+        ]
+        for page in (page for pages in held for page in pages):
+            users[page] += 1
+        assert users == seating.pages._users and len(seating.pages.free) == users.count(0)
+        assert len(self.scheduler._seated) + len(seating.free_rows) == seating.num_rows
+
+    def check_empty(self) -> None:
+        """Nothing is left of requests that are over, once sessions are forgotten."""
+        assert not self.scheduler.busy and self.parking.held_bytes == 0
+        self.scheduler._seating.residents.clear()
+        self.count_pages()
+        assert len(self.scheduler._seating.pages.free) == self.decoder.cache.pages
+
+    @property
+    def parking(self) -> Parking:
+        return self.scheduler._seating._parking
+
+
+def check(stand: Tight, crowd: list[Talk]) -> None:
+    stand.run(crowd)
+    for talk in crowd:
+        assert talk.heard == alone(talk.task, talk.sample, len(talk.pauses), talk.sampling, 32)
+    stand.check_empty()
+
+
+talks = st.builds(
+    Talk,
+    task=st.integers(0, 5),
+    sample=st.integers(0, 2),
+    pauses=st.lists(st.integers(0, 12), min_size=1, max_size=2).map(tuple),
+    aborts=st.lists(st.integers(0, 25), max_size=2).map(tuple),
+    sampling=st.sampled_from([LONG, SamplingParams(12, temperature=1.3, top_p=0.8, stop_token_ids=(5,))]),
+)
+crowds = st.lists(talks, min_size=2, max_size=12, unique_by=lambda talk: talk.session)
+
+
+@settings(max_examples=15, deadline=None)
+@given(crowds, st.integers(LONGEST, 3 * LONGEST), st.booleans())
+def test_few_pages_change_no_answer_and_none_is_lost(crowd: list[Talk], pages: int, lagging: bool) -> None:
+    stand = Tight(pages)
+    if lagging:
+        stand.decoder.__class__ = Lagging
+    check(stand, crowd)
+
+
+@settings(max_examples=8, deadline=None)
+@given(crowds, st.lists(st.integers(0, 60), min_size=1, max_size=3))
+def test_new_weights_change_no_answer_of_one_turn_if_they_are_the_old_ones(crowd: list[Talk], when: list[int]) -> None:
+    crowd = [Talk(talk.task, talk.sample, talk.pauses[:1], sampling=talk.sampling) for talk in crowd]
+    stand, turns = Tight(LONGEST + 2), 0
+    turn = stand.scheduler.turn
+
+    def turn_and_change() -> None:
+        nonlocal turns
+        turn()
+        turns += 1
+        for version in (number for number, at in enumerate(sorted(when)) if at == turns):
+            stand.scheduler.change_weights(version + 1, lambda: "sum")
+            stand.count_pages()
+
+    stand.scheduler.turn = turn_and_change  # type: ignore[method-assign]
+    check(stand, crowd)
+
+
+def test_the_row_that_was_admitted_last_gives_way_and_goes_on_where_it_was(caplog: pytest.LogCaptureFixture) -> None:
+    stand = Tight(LONGEST)
+    crowd = [Talk(task, 0, (0,), sampling=LONG) for task in (1, 2, 3, 4)]
+    ends: list[str] = []
+    answer = stand.scheduler._answer
+    stand.scheduler._answer = lambda one, done: (ends.append(one.request.uid), answer(one, done))[1]
+    with caplog.at_level(logging.WARNING):
+        check(stand, crowd)
+    assert stand.scheduler.preemptions > 1
+    assert ends == ["task1", "task2", "task3", "task4"], "whoever came first is never held up by others"
+    assert len(caplog.records) == 1 and "rollout.gpu_memory_utilization" in caplog.text
+    prompts = sum(len(Talk(task, 0, ()).ids) - 1 for task in (1, 2, 3, 4))
+    assert stand.tokens == prompts, "nothing is computed twice"
+
+
+def preempted(tokens: int = 60) -> tuple[Tight, int]:
+    """A stand in which one of two long answers waits for its pages, and how many tokens it has."""
+    stand = Tight(LONGEST)
+    for uid in "ab":
+        stand.scheduler.add(ticket(uid, tokens, ids=tuple(range(5, 25))))
+    while not stand.scheduler.preemptions:
+        stand.scheduler.turn()
+    (waiting,) = stand.scheduler._waiting
+    assert waiting.request.uid == "b" and waiting.parked is not None
+    return stand, len(waiting.said.ids)
+
+
+def finish(stand: Tight) -> None:
+    for _ in range(200):
+        stand.scheduler.turn()
+
+
+def test_an_abort_of_a_preempted_row_keeps_its_tokens_and_what_was_computed() -> None:
+    stand, tokens = preempted()
+    stand.scheduler.abort(lambda one: one.request.uid == "b")
+    answer = stand.answers.pop("b/0")
+    assert isinstance(answer, Completion) and len(answer.ids) == tokens > 0 and answer.stop is StopReason.ABORT
+    computed = stand.tokens
+    rest = Request("b", 0, (*range(5, 25), *answer.ids), SamplingParams(60 - tokens), tokens)
+    stand.scheduler.add(type(ticket())(rest, lambda answer: None, 100))
+    finish(stand)
+    more, whole = stand.answers["b/0"], Watched()
+    whole.scheduler.add(ticket("b", 60, ids=tuple(range(5, 25))))
+    for _ in range(70):
+        whole.scheduler.turn()
+    expected = whole.answers["b/0"]
+    assert isinstance(more, Completion) and isinstance(expected, Completion)
+    assert answer.ids + more.ids == expected.ids and answer.logprobs + more.logprobs == expected.logprobs
+    assert stand.tokens == computed, "it went on from what it had"
+    stand.check_empty()
+
+
+def test_new_weights_find_a_preempted_row_between_two_tokens() -> None:
+    stand, tokens = preempted()
+    stand.scheduler.change_weights(3, lambda: "sum")
+    finish(stand)
+    answer = stand.answers["b/0"]
+    assert isinstance(answer, Completion) and answer.versions == (0,) * tokens + (3,) * (60 - tokens)
+    stand.check_empty()
+
+
+def test_without_room_in_host_memory_a_preempted_row_is_computed_again_up_to_rounding() -> None:
+    stand = Tight(LONGEST, parked_bytes=0)
+    crowd = [Talk(task, 0, (0,), sampling=LONG) for task in (1, 2, 3)]
+    stand.run(crowd)
+    assert stand.scheduler.preemptions
+    for talk in crowd:
+        expected = alone(talk.task, 0, 1, talk.sampling, 32)
+        assert [at for at, _ in talk.heard] == [at for at, _ in expected]
+        assert [logprob for _, logprob in talk.heard] == pytest.approx([at for _, at in expected], abs=1e-5)
+    stand.check_empty()
+
+
+def test_siblings_share_the_full_pages_of_their_prompt() -> None:
+    stand, prompt = Tight(3 * LONGEST), tuple(range(5, 46))
+    for sample in range(6):
+        request = Request("a", sample, prompt, SamplingParams(5))
+        stand.scheduler.add(type(ticket())(request, lambda answer: None, 100))
+    stand.scheduler.turn()
+    used = stand.decoder.cache.pages - len(stand.scheduler._seating.pages.free)
+    assert used == 2 + 6, "40 tokens: two full pages for all, and one for each"
+    assert [stand.scheduler._seating.pages.users(page) for page in range(2)] == [7, 7], "six rows, and the prompt"
+    for _ in range(6):
+        stand.scheduler.turn()
+    stand.check_empty()
+
+
+def test_more_run_at_once_than_memory_holds_of_the_longest() -> None:
+    stand = Tight(2 * LONGEST)
+    crowd = [Talk(1, sample, (0,), sampling=SamplingParams(6)) for sample in range(12)]
+    check(stand, crowd)
+    assert stand.scheduler._steps == 6 and stand.scheduler.preemptions == 0
+
+
+def test_a_session_that_goes_back_into_a_shared_page_leaves_it_to_the_others() -> None:
+    stand, prompt = Tight(3 * LONGEST), tuple(range(5, 33))
+
+    def ask(uid: str, sample: int, ids: tuple[int, ...]) -> Completion:
+        stand.scheduler.add(type(ticket())(Request(uid, sample, ids, SamplingParams(5)), lambda answer: None, 100))
+        for _ in range(7):
+            stand.scheduler.turn()
+        answer = stand.answers.pop(f"{uid}/{sample}")
+        assert isinstance(answer, Completion)
+        return answer
+
+    first = ask("a", 0, prompt)
+    ask("a", 0, (*prompt[:20], 90, 91))
+    stand.scheduler.forget("a/0")
+    assert ask("a", 0, prompt) == first, "the prompt is still what it was"
+    stand.check_empty()
+
+
+def test_rows_are_told_of_once_and_before_they_need_a_page() -> None:
+    growth, first, second = Growth(), ticket("a"), ticket("b")
+    assert growth.next(0) == []
+    growth.plan(first, STRIDE + 3)
+    growth.plan(second, 3 * STRIDE)
+    told = {step: growth.next(step) for step in range(1, 2 * STRIDE)}
+    assert {step for step, found in told.items() if found} == {STRIDE} and told[STRIDE] == [first]
+    growth.plan(first, 3 * STRIDE + 1)
+    growth.drop(second)
+    growth.next(2 * STRIDE)
+    assert growth.next(3 * STRIDE) == [first]
+
+
+def test_prefill_gives_way_as_well_and_keeps_what_a_session_had() -> None:
+    rollout = RolloutConfig(**{**ROLLOUT.values(), "max_num_batched_tokens": 4})
+    crowd = [Talk(task, 0, (0, 6), sampling=SamplingParams(20, temperature=0.9)) for task in (4, 2, 3)]
+    stand = Tight(LONGEST + 1, rollout=rollout)
+    stand.run(crowd)
+    for talk in crowd:
+        single = Talk(talk.task, 0, (0, 6), sampling=talk.sampling)
+        Stand(rollout=rollout).run([single])
+        assert talk.heard == single.heard
+    stand.check_empty()
