@@ -2,9 +2,11 @@
 
     python bench/engine.py --model DIR --device cuda --concurrent 256 512 1024 [--engine vllm] [--peer FILE]
 
-Three kinds of work: `even` samples every request to its last token; `short` asks for few tokens, so that admission
+Four kinds of work: `even` samples every request to its last token; `short` asks for few tokens, so that admission
 counts; `mixed` has twice as many requests as rows, with lengths, temperatures, top-p, top-k and stop tokens of all
-kinds, and eight samples of each prompt. The limit printed beside `even` counts the bytes that one decode step must read
+kinds, and eight samples of each prompt; `long` is that too, with lengths up to the limit and a quarter of it in the
+mean, so that memory for the longest is several times what is needed: run it with few `--concurrent` per GB and see how
+often sequences had to wait in the middle. The limit printed beside `even` counts the bytes that one decode step must read
 (weights once, keys and values once) at a copy bandwidth measured in the same run. A peer file has a JSON line for each
 figure, {"peer": NAME, "concurrent": N, "tokens_per_s": X}, from the same machine: ratios to it are printed.
 """
@@ -61,7 +63,17 @@ def mixed(renderer: Renderer, count: int, tokens: int, run: int) -> list[Request
     return made
 
 
-WORK: dict[str, Work] = {"even": even, "short": short, "mixed": mixed}
+def long(renderer: Renderer, count: int, tokens: int, run: int) -> list[Request]:
+    """Twice as many requests as rows, a few of them very long."""
+    made = []
+    for at in range(2 * count):
+        ids = renderer.prompt([{"role": "user", "content": PROMPT.format(at // 8)}])
+        part = (at * 0.6180339887) % 1.0
+        made.append(Request(f"{run}/{at // 8}", at % 8, ids, SamplingParams(1 + int(tokens * part**3), seed=run)))
+    return made
+
+
+WORK: dict[str, Work] = {"even": even, "short": short, "mixed": mixed, "long": long}
 
 
 ENGINES: dict[str, type[NativeEngine] | type[VLLMEngine]] = {"native": NativeEngine, "vllm": VLLMEngine}
@@ -79,8 +91,8 @@ async def generate(engine: Engine, made: list[Request]) -> list[Completion]:
     return list(await asyncio.gather(*(complete(engine, request) for request in made)))
 
 
-async def bench(model: ModelConfig, kind: str, count: int, options: argparse.Namespace) -> float:
-    """The best of some runs, after one that warms up."""
+async def bench(model: ModelConfig, kind: str, count: int, options: argparse.Namespace) -> tuple[float, int]:
+    """The best of some runs, after one that warms up, and how often a sequence was preempted in all of them."""
     renderer = Renderer.create(model)
     rollout = RolloutConfig(
         max_num_seqs=count,
@@ -88,9 +100,10 @@ async def bench(model: ModelConfig, kind: str, count: int, options: argparse.Nam
         response_length=options.tokens,
         enforce_eager=options.eager,
         max_num_batched_tokens=16384,
+        gpu_memory_utilization=options.memory,
     )
     engine = await ENGINES[options.engine].create(rollout, model, device=options.device)
-    best = 0.0
+    best, preemptions = 0.0, 0
     try:
         for run in range(options.repeats + 1):
             made = WORK[kind](renderer, count, options.tokens, run)
@@ -98,9 +111,10 @@ async def bench(model: ModelConfig, kind: str, count: int, options: argparse.Nam
             done = await generate(engine, made)
             rate = sum(len(item.ids) for item in done) / (time.perf_counter() - began)
             best = max(best, rate if run else 0.0)
+            preemptions += sum(item.preemptions for item in done)
     finally:
         await engine.close()
-    return best
+    return best, preemptions
 
 
 def copy_bandwidth(device: str) -> float:
@@ -146,6 +160,7 @@ def main() -> None:
     parser.add_argument("--work", nargs="+", choices=WORK, default=["even"])
     parser.add_argument("--tokens", type=int, default=256)
     parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--memory", type=float, default=0.5, help="rollout.gpu_memory_utilization")
     parser.add_argument("--eager", action="store_true", help="without CUDA graphs")
     parser.add_argument("--peer", type=Path, help="figures of other engines, from the same machine")
     options = parser.parse_args()
@@ -154,8 +169,9 @@ def main() -> None:
     print(f"{options.model} on {options.device}, {options.tokens} tokens each; copies move {bandwidth / 1e9:,.0f} GB/s")
     for kind in options.work:
         for count in options.concurrent:
-            rate = asyncio.run(bench(model, kind, count, options))
+            rate, preemptions = asyncio.run(bench(model, kind, count, options))
             line = f"{kind:6} {count:6} at once: {rate:12,.0f} tokens/s"
+            line += f", {preemptions} preemptions" if preemptions else ""
             if kind == "even":
                 line += f", {rate / limit(model, options.device, count, options.tokens, bandwidth):6.1%} of the limit"
                 ratios = [f"{rate / other:.1f} × {name} ({other:,.0f})" for name, at, other in peers if at == count]

@@ -109,6 +109,8 @@ class Completion:
     replica: str = ""
     calls: tuple["ToolCall", ...] = ()
     """Tool calls, from engines that parse them themselves."""
+    preemptions: int = 0
+    """How often it had to wait in the middle, because the engine's KV cache was full."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -149,8 +149,8 @@ talks = st.builds(
 )
 
 
-def check(crowd: list[Talk], hidden: int) -> None:
-    Stand(hidden).run(crowd)
+def check(crowd: list[Talk], hidden: int, page: int | None = None) -> None:
+    Stand(hidden, page=page).run(crowd)
     for talk in crowd:
         assert talk.heard == alone(talk.task, talk.sample, len(talk.pauses), talk.sampling, hidden)
 
@@ -161,9 +161,9 @@ def test_any_arrival_any_batch_and_any_interruption_give_the_same_bits(crowd: li
     check(crowd, hidden=32)
 
 
-@pytest.mark.parametrize("hidden", [64, 96])
-def test_many_at_once_give_the_same_bits_as_each_alone(hidden: int) -> None:
-    check([Talk(task, sample, (task % 3, 2)) for task in range(12) for sample in range(4)], hidden)
+@pytest.mark.parametrize(("hidden", "page"), [(64, None), (96, None), (64, 16)])
+def test_many_at_once_give_the_same_bits_as_each_alone(hidden: int, page: int | None) -> None:
+    check([Talk(task, sample, (task % 3, 2)) for task in range(12) for sample in range(4)], hidden, page)
 
 
 def test_waiting_for_a_row_changes_nothing() -> None:

@@ -1,16 +1,18 @@
 """With few pages, rows wait for each other, and every answer is the one that ample memory gives (CPU, float32)."""
 
 import logging
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.unit.test_native_determinism import ROLLOUT, Stand, Talk, alone
+from tests.unit.test_native_determinism import ROLLOUT, Talk, alone
 from tests.unit.test_native_scheduler import Lagging, Watched, ticket
 from treadle.config import RolloutConfig
 from treadle.engine.native.growth import STRIDE, Growth
 from treadle.engine.native.parking import Parking
+from treadle.engine.native.ticket import Answer, Ticket
 from treadle.types import Completion, Request, SamplingParams, StopReason
 
 PAGE = 16
@@ -107,11 +109,19 @@ def test_the_row_that_was_admitted_last_gives_way_and_goes_on_where_it_was(caplo
     stand = Tight(LONGEST)
     crowd = [Talk(task, 0, (0,), sampling=LONG) for task in (1, 2, 3, 4)]
     ends: list[str] = []
+    waits: list[int] = []
     answer = stand.scheduler._answer
-    stand.scheduler._answer = lambda one, done: (ends.append(one.request.uid), answer(one, done))[1]
+
+    def watch_answer(one: Ticket, done: Answer) -> None:
+        assert isinstance(done, Completion)
+        ends.append(one.request.uid)
+        waits.append(done.preemptions)
+        answer(one, done)
+
+    stand.scheduler._answer = watch_answer
     with caplog.at_level(logging.WARNING):
         check(stand, crowd)
-    assert stand.scheduler.preemptions > 1
+    assert stand.scheduler.preemptions > 1 and sum(waits) == stand.scheduler.preemptions
     assert ends == ["task1", "task2", "task3", "task4"], "whoever came first is never held up by others"
     assert len(caplog.records) == 1 and "rollout.gpu_memory_utilization" in caplog.text
     prompts = sum(len(Talk(task, 0, ()).ids) - 1 for task in (1, 2, 3, 4))
@@ -123,8 +133,9 @@ def preempted(tokens: int = 60) -> tuple[Tight, int]:
     stand = Tight(LONGEST)
     for uid in "ab":
         stand.scheduler.add(ticket(uid, tokens, ids=tuple(range(5, 25))))
-    while not stand.scheduler.preemptions:
-        stand.scheduler.turn()
+    for _ in range(tokens):
+        if not stand.scheduler.preemptions:
+            stand.scheduler.turn()
     (waiting,) = stand.scheduler._waiting
     assert waiting.request.uid == "b" and waiting.parked is not None
     return stand, len(waiting.said.ids)
@@ -142,7 +153,7 @@ def test_an_abort_of_a_preempted_row_keeps_its_tokens_and_what_was_computed() ->
     assert isinstance(answer, Completion) and len(answer.ids) == tokens > 0 and answer.stop is StopReason.ABORT
     computed = stand.tokens
     rest = Request("b", 0, (*range(5, 25), *answer.ids), SamplingParams(60 - tokens), tokens)
-    stand.scheduler.add(type(ticket())(rest, lambda answer: None, 100))
+    stand.scheduler.add(Ticket(rest, lambda answer: None, 100))
     finish(stand)
     more, whole = stand.answers["b/0"], Watched()
     whole.scheduler.add(ticket("b", 60, ids=tuple(range(5, 25))))
@@ -180,7 +191,7 @@ def test_siblings_share_the_full_pages_of_their_prompt() -> None:
     stand, prompt = Tight(3 * LONGEST), tuple(range(5, 46))
     for sample in range(6):
         request = Request("a", sample, prompt, SamplingParams(5))
-        stand.scheduler.add(type(ticket())(request, lambda answer: None, 100))
+        stand.scheduler.add(Ticket(request, lambda answer: None, 100))
     stand.scheduler.turn()
     used = stand.decoder.cache.pages - len(stand.scheduler._seating.pages.free)
     assert used == 2 + 6, "40 tokens: two full pages for all, and one for each"
@@ -201,7 +212,7 @@ def test_a_session_that_goes_back_into_a_shared_page_leaves_it_to_the_others() -
     stand, prompt = Tight(3 * LONGEST), tuple(range(5, 33))
 
     def ask(uid: str, sample: int, ids: tuple[int, ...]) -> Completion:
-        stand.scheduler.add(type(ticket())(Request(uid, sample, ids, SamplingParams(5)), lambda answer: None, 100))
+        stand.scheduler.add(Ticket(Request(uid, sample, ids, SamplingParams(5)), lambda answer: None, 100))
         for _ in range(7):
             stand.scheduler.turn()
         answer = stand.answers.pop(f"{uid}/{sample}")
@@ -228,13 +239,28 @@ def test_rows_are_told_of_once_and_before_they_need_a_page() -> None:
     assert growth.next(3 * STRIDE) == [first]
 
 
-def test_prefill_gives_way_as_well_and_keeps_what_a_session_had() -> None:
-    rollout = RolloutConfig(**{**ROLLOUT.values(), "max_num_batched_tokens": 4})
-    crowd = [Talk(task, 0, (0, 6), sampling=SamplingParams(20, temperature=0.9)) for task in (4, 2, 3)]
-    stand = Tight(LONGEST + 1, rollout=rollout)
-    stand.run(crowd)
-    for talk in crowd:
-        single = Talk(talk.task, 0, (0, 6), sampling=talk.sampling)
-        Stand(rollout=rollout).run([single])
-        assert talk.heard == single.heard
-    stand.check_empty()
+def test_prefill_gives_way_as_well_and_keeps_what_its_session_had() -> None:
+    rollout = RolloutConfig(prompt_length=80, response_length=60, max_num_seqs=16, max_num_batched_tokens=1)
+
+    def second_turn(crowded: bool) -> Completion:
+        stand = Tight(9, rollout=rollout)
+        stand.scheduler.add(ticket("b", 5, ids=tuple(range(5, 15))))
+        finish(stand)
+        first = stand.answers.pop("b/0")
+        assert isinstance(first, Completion)
+        for uid in "ac" if crowded else "":
+            stand.scheduler.add(ticket(uid, 60))
+        stand.scheduler.add(ticket("b", 5, ids=(*range(5, 15), *first.ids, *range(60))))
+        for _ in range(60 if crowded else 0):
+            stand.scheduler.turn()
+            if stand.scheduler.preemptions:
+                break
+        waiting = [len(one.parked.ids) if one.parked else 0 for one in stand.scheduler._waiting]
+        assert not crowded or 14 < waiting[0] < 74, "in the middle of its prefill"
+        finish(stand)
+        stand.check_empty()
+        second = stand.answers["b/0"]
+        assert isinstance(second, Completion) and len(second.ids) == 5
+        return replace(second, preemptions=0)
+
+    assert second_turn(crowded=True) == second_turn(crowded=False)

@@ -1,7 +1,9 @@
 """A session only appends: what was sampled is what is recorded, and every limit has its own reason."""
 
 import asyncio
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -45,7 +47,8 @@ class Canned:
         answer = self.answers.pop(0)
         ids = answer.ids[: request.sampling.max_tokens]
         stop = answer.stop if len(ids) == len(answer.ids) else StopReason.LENGTH
-        return Completion(ids, answer.logprobs[: len(ids)], answer.versions[: len(ids)], stop)
+        logprobs, versions = answer.logprobs[: len(ids)], answer.versions[: len(ids)]
+        return Completion(ids, logprobs, versions, stop, preemptions=answer.preemptions)
 
 
 class Tools:
@@ -86,6 +89,19 @@ def test_sampled_ids_are_recorded_with_mask_logprob_and_version():
     assert row.logprobs == (-0.5, -0.9, 0.0, 0.0, 0.0, -0.6000000000000001, -0.9)
     assert row.versions == (3, 3, -1, -1, -1, 4, 4)
     assert [(turn.start, turn.sampled_end, turn.end) for turn in row.turns] == [(0, 2, 5), (5, 7, 7)]
+
+
+def test_a_session_tells_how_often_the_engine_had_no_room_for_it():
+    async def use(session: Session, engine: Canned) -> None:
+        for _ in range(2):
+            await session.generate()
+            await session.observe("abc")
+        notes.append(SessionRecord(session).extra())
+
+    notes: list[Mapping[str, Any]] = []
+    with_session(rollout(), [replace(said(5, 9), preemptions=2), replace(said(6, 9), preemptions=1)], use)
+    with_session(rollout(), [said(5, 9), said(6, 9)], use)
+    assert notes == [{"engine_preemptions": 3}, {}]
 
 
 def test_the_engine_is_asked_with_every_id_so_far_and_history_is_never_rendered_again():

@@ -158,3 +158,10 @@ def test_groups_without_signal_are_counted(directory: Path) -> None:
     same, differ = make_groups(1, num_groups=2)
     report, _ = run(make_parts(directory), [score(same, 1, 1, 1, 1), score(differ, 0, 1, 1, 1)])
     assert report.metrics["batch/no_signal"] == 1
+
+
+def test_preemptions_in_the_engine_are_counted(directory: Path) -> None:
+    first, second = make_groups(1, num_groups=2)
+    waited = replace(first.trajectories[0], extra={"engine_preemptions": 3})
+    report, _ = run(make_parts(directory), [replace(first, trajectories=(waited, *first.trajectories[1:])), second])
+    assert report.metrics["batch/preemptions"] == 3

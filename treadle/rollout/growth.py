@@ -18,6 +18,7 @@ class Ledger:
     sampled: int = 0
     assistant_turns: int = 0
     user_turns: int = 0
+    preemptions: int = 0
     invalid_streak: int = 0
     generate_s: float = 0.0
     tool_s: float = 0.0

@@ -142,6 +142,7 @@ class Session:
             raise EngineFailure(f"{part.replica or 'engine'} returned {lengths}")
         row.add_sampled(part)
         self._ledger.sampled += count
+        self._ledger.preemptions += part.preemptions
         self._ledger.server = part.replica
         return part
 
@@ -261,7 +262,11 @@ class SessionRecord:
 
     def extra(self) -> Mapping[str, Any]:
         ledger = self.ledger
-        notes = {**ledger.extra, **({"turn_rewards": tuple(ledger.turn_rewards)} if ledger.turn_rewards else {})}
+        notes = dict(ledger.extra)
+        if ledger.turn_rewards:
+            notes["turn_rewards"] = tuple(ledger.turn_rewards)
+        if ledger.preemptions:
+            notes["engine_preemptions"] = ledger.preemptions
         return notes or NOTHING
 
 

@@ -150,6 +150,9 @@ def _describe(groups: Sequence[Group], inputs: AdvantageInputs, advantages: Adva
         "batch/trajectories": inputs.num_trajectories,
         "batch/rows": inputs.num_sequences,
         "batch/failed": sum(len(group.trajectories) - len(group.survivors) for group in groups),
+        "batch/preemptions": sum(
+            item.extra.get("engine_preemptions", 0) for group in groups for item in group.trajectories
+        ),
         "batch/no_signal": sum(not has_signal(_scores(group), "reward") for group in groups),
     }
 

@@ -177,4 +177,5 @@ def _join(saved: Sequence[Completion], last: Completion, replica: str) -> Comple
         stop=last.stop,
         replica=last.replica or replica,
         calls=last.calls,
+        preemptions=sum(part.preemptions for part in parts),
     )

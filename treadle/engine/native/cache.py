@@ -29,7 +29,7 @@ SPAN_STEP = 16
 PAGE = 64
 """Places of a page on a GPU: a multiple of what the decode kernel reads at once."""
 
-_AT_ONCE = 64
+_AT_ONCE = 16
 """Pages that are saved together: they take room on the GPU for a moment."""
 
 _HOST_SHARE = 0.5

@@ -26,11 +26,14 @@ if TYPE_CHECKING:
 class Decoder:
     """Computes on one device with plain torch: the way that works everywhere."""
 
-    def __init__(self, module: "PreTrainedModel", cache: PageCache, row_step: int) -> None:
+    def __init__(
+        self, module: "PreTrainedModel", cache: PageCache, row_step: int, *, longest: int | None = None
+    ) -> None:
+        """`longest`: tokens of an answer that rows remember themselves; all of them, unless told otherwise."""
         self.module = module
         self.cache = cache
         self.row_step = row_step
-        self.rows = Rows(cache.rows, cache.length, cache.kv.device)
+        self.rows = Rows(cache.rows, cache.length if longest is None else longest, cache.kv.device)
 
     @torch.inference_mode()
     def prefill(self, pieces: Sequence[Piece]) -> None:

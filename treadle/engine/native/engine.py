@@ -12,6 +12,7 @@ rows that outgrow them are preempted: they wait as well, and go on later with th
 import asyncio
 import os
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Self
 
@@ -108,8 +109,7 @@ class NativeEngine:
         assert self._decode is not None
         ids = completion.ids
         spoken = ids[:-1] if ids and ids[-1] in request.sampling.stop_token_ids else ids
-        text = self._decode(spoken)
-        return Completion(ids, completion.logprobs, completion.versions, completion.stop, text, self.name)
+        return replace(completion, text=self._decode(spoken))
 
     async def abort(self, session: str | None = None) -> None:
         self._gate.abort(session)

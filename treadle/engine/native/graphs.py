@@ -81,7 +81,7 @@ class GraphDecoder(Decoder):
     """A decoder on CUDA. `eager`: no graphs."""
 
     def __init__(self, module: "PreTrainedModel", cache: PageCache, row_step: int, *, eager: bool = False) -> None:
-        super().__init__(module, cache, row_step)
+        super().__init__(module, cache, row_step, longest=1)  # the history remembers
         rope = getattr(module.config, "rope_parameters", None) or {}
         self._synchronous = rope.get("rope_type") in _SYNCHRONOUS_ROPES
         self._eager = eager or self._synchronous

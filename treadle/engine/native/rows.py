@@ -46,7 +46,8 @@ class Response:
     @property
     def is_broken(self) -> bool:
         """Whether the model's logits were no numbers."""
-        return any(logprob != logprob for logprob in self.logprobs)
+        total = sum(self.logprobs)  # none is positive, so only one that is no number makes the sum none
+        return total != total
 
     def then(self, later: "Response") -> "Response":
         """This, and what was sampled after it."""

@@ -238,6 +238,7 @@ class Scheduler:
         self._seating.park(ticket, tokens)
         self._waiting.appendleft(ticket)
         self._look_around()
+        ticket.preemptions += 1
         self.preemptions += 1
         if self.preemptions == 1:
             self._report_preemption()
@@ -290,7 +291,10 @@ class Scheduler:
         elif len(ids) >= ticket.limit:
             stop = StopReason.LENGTH
         versions = ticket.versions_of(len(ids), self.version)
-        self._answer(ticket, Completion(ids, response.logprobs, versions, stop, replica=self._name))
+        completion = Completion(
+            ids, response.logprobs, versions, stop, replica=self._name, preemptions=ticket.preemptions
+        )
+        self._answer(ticket, completion)
 
     def _gather(self) -> None:
         """Move running rows together, so that a step computes few rows that are not there."""

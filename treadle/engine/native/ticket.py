@@ -32,6 +32,7 @@ class Ticket:
     """What it sampled before it was preempted."""
     parked: Parked | None = None
     """What it had computed when it was preempted."""
+    preemptions: int = 0
     prefix: tuple[int, ...] = field(init=False)
     """What must be in its pages before the row can start: all but the last token."""
 
