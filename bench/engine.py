@@ -4,11 +4,11 @@
 
 Four kinds of work: `even` samples every request to its last token; `short` asks for few tokens, so that admission
 counts; `mixed` has twice as many requests as rows, with lengths, temperatures, top-p, top-k and stop tokens of all
-kinds, and eight samples of each prompt; `long` is that too, with lengths up to the limit and a quarter of it in the
-mean, so that memory for the longest is several times what is needed: run it with few `--concurrent` per GB and see how
-often sequences had to wait in the middle. The limit printed beside `even` counts the bytes that one decode step must read
-(weights once, keys and values once) at a copy bandwidth measured in the same run. A peer file has a JSON line for each
-figure, {"peer": NAME, "concurrent": N, "tokens_per_s": X}, from the same machine: ratios to it are printed.
+kinds, and eight samples of each prompt; `long` has lengths up to `--tokens` and a quarter of it in the mean: with
+little `--memory` it shows how many run at once, and how often sequences have to wait in the middle. The limit printed
+beside `even` counts the bytes that one decode step must read (weights once, keys and values once) at a copy bandwidth
+measured in the same run. A peer file has a JSON line for each figure, {"peer": NAME, "concurrent": N, "tokens_per_s": X}, from
+the same machine: ratios to it are printed.
 """
 
 import argparse
