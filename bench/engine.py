@@ -7,8 +7,8 @@ counts; `mixed` has twice as many requests as rows, with lengths, temperatures, 
 kinds, and eight samples of each prompt; `long` has lengths up to `--tokens` and a quarter of it in the mean: with
 little `--memory` it shows how many run at once, and how often sequences have to wait in the middle. The limit printed
 beside `even` counts the bytes that one decode step must read (weights once, keys and values once) at a copy bandwidth
-measured in the same run. A peer file has a JSON line for each figure, {"peer": NAME, "concurrent": N, "tokens_per_s": X}, from
-the same machine: ratios to it are printed.
+measured in the same run. A peer file has a JSON line for each figure, {"peer": NAME, "concurrent": N, "tokens_per_s":
+X}, from the same machine: ratios to it are printed.
 """
 
 import argparse

@@ -175,6 +175,29 @@ def test_new_weights_find_a_preempted_row_between_two_tokens() -> None:
     stand.check_empty()
 
 
+def test_new_weights_begin_a_prefill_again_in_pages_that_no_row_of_old_ones_has() -> None:
+    rollout, prompt = RolloutConfig(**{**ROLLOUT.values(), "max_num_batched_tokens": 4}), tuple(range(5, 46))
+    stand = Tight(3 * LONGEST, rollout=rollout)
+    for sample, tokens in ((0, 40), (1, 3)):
+        stand.scheduler.add(Ticket(Request("a", sample, prompt, SamplingParams(tokens)), lambda answer: None, 100))
+    for _ in range(16):
+        stand.scheduler.turn()
+    first = stand.answers.pop("a/1")
+    assert isinstance(first, Completion)
+    again = Ticket(Request("a", 1, (*prompt, *first.ids, *range(17)), SamplingParams(3)), lambda answer: None, 100)
+    stand.scheduler.add(again)
+    stand.scheduler.turn()
+    (running,) = stand.scheduler._running.values()
+    assert set(again.pages) & set(running.pages), "both have the prompt"
+    stand.scheduler.change_weights(1, lambda: "sum")
+    before = stand.tokens
+    stand.scheduler.turn()
+    assert again.pages and not set(again.pages) & set(running.pages)
+    finish(stand)
+    assert stand.tokens == before + len(prompt) + 19, "all of it, by the new weights"
+    stand.check_empty()
+
+
 def test_without_room_in_host_memory_a_preempted_row_is_computed_again_up_to_rounding() -> None:
     stand = Tight(LONGEST, parked_bytes=0)
     crowd = [Talk(task, 0, (0,), sampling=LONG) for task in (1, 2, 3)]
