@@ -1,8 +1,8 @@
 """Keys and values in host memory, of sequences that may go on later.
 
-Owns what is kept and what gives way: sessions between two turns and prompts that siblings share, the least recently
-used first; and room for rows that gave their pages up in the middle of an answer, which give way to nobody. What comes
-back from here has the same bits; what was forgotten is computed again, up to rounding.
+Owns what is kept and what gives way: sessions between two turns and, on a CPU, prompts that siblings share, the least
+recently used first; and room for rows that gave their pages up in the middle of an answer, which give way to nobody.
+What comes back from here has the same bits; what was forgotten is computed again, up to rounding.
 Invariant: what is parked never takes more than the budget, and never outlives the weights that computed it, except with
 a row that goes on as rows do when weights change.
 """

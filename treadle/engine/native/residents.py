@@ -35,7 +35,7 @@ class Found:
     held: Held | None = None
     parked: Parked | None = None
     own: bool = False
-    """Whether the pages are the session's own: it can go on right there."""
+    """Whether this is what the session itself left: it can go on right there, if that is still in pages."""
 
 
 class Residents:
@@ -65,7 +65,7 @@ class Residents:
             return None
         if held is not None:
             self._held.move_to_end(key)
-        return Found(tokens, held, parked, own and held is not None)
+        return Found(tokens, held, parked, own)
 
     def offer(self, prompt: Ids, pages: Sequence[int]) -> None:
         """Pages begin with a prompt that was computed in one go and that others may want."""
@@ -113,8 +113,10 @@ class Residents:
                 self._park(key)
 
     def _park(self, key: Hashable) -> None:
+        """A prompt gets the same bits when it is computed again; on a GPU that is faster than to the host and back."""
         held = self._drop(key)
-        self._parking.park(key, Parked(held.ids, self._cache.save(held.pages, len(held.ids))))
+        if key != held.ids or self._cache.kv.device.type == "cpu":
+            self._parking.park(key, Parked(held.ids, self._cache.save(held.pages, len(held.ids))))
         self._pages.release(held.pages)
 
     def leave(self, session: str, parked: Parked) -> None:

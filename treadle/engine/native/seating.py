@@ -111,6 +111,8 @@ class Seating:
             assert found.parked is not None
             self._cache.restore(new[: self._cache.count_pages(found.tokens)], found.parked.kv)
             self._let_go(ticket)
+            if found.own:
+                self._parking.forget(ticket.request.session)  # its pages are what stays, from now on
             return new
         held, rest = found.held, found.tokens % self._cache.page
         if rest and need.kept == found.tokens // self._cache.page:
