@@ -138,12 +138,13 @@ def main() -> None:
     bucket = options.bucket << 20 if options.bucket else None
     size = sum(tensor.nbytes for tensor in tensors.values())
     print(f"{size / 1e9:.2f} GB in {len(tensors)} tensors on {options.device}")
+    checksum(tensors)
     began = time.perf_counter()
     checksum(tensors)
     print(f"{'checksum of one side':32} {(time.perf_counter() - began) * 1e3:8.1f} ms")
     spawned = multiprocessing.get_context("spawn")
     ours, theirs = spawned.Pipe()
-    receiver = spawned.Process(target=receive, args=(theirs, options.device))
+    receiver = spawned.Process(target=receive, args=(theirs, options.device), daemon=True)
     receiver.start()
     with tempfile.TemporaryDirectory() as folder:
         transports: dict[str, Transport] = {
