@@ -81,12 +81,14 @@ class Part(StrEnum):
 
     DRIVER = "driver"
     ENGINE = "engine"
+    VALIDATION = "validation's engine"
     WORKER = "agent worker"
     REWARD = "reward worker"
 
 
 _MARKS: Mapping[Part, str] = {
-    Part.ENGINE: "treadle.engine.apart_main",
+    Part.ENGINE: "native-0",
+    Part.VALIDATION: "validation-0",
     Part.WORKER: "treadle.rollout.process_main",
     Part.REWARD: "treadle.reward",
 }
@@ -115,7 +117,7 @@ class Start:
         self.run_dir = run_dir
         self._before = count_steps(run_dir)
         self._log = (run_dir / "stderr.log").open("wb")
-        command = [sys.executable, "-m", "treadle.cli", "train", "calculator", f"logging.run_dir={run_dir}", *words]
+        command = [sys.executable, "-m", "treadle", "train", "calculator", f"logging.run_dir={run_dir}", *words]
         self.process = subprocess.Popen(
             command, cwd=ROOT, env=_environment(), stdout=subprocess.DEVNULL, stderr=self._log, start_new_session=True
         )
@@ -191,11 +193,9 @@ def run_cycle(run_dir: Path, rng: Random, part: Part | None = None) -> Cycle:
         if victim is Part.DRIVER:
             start.end()
             return Cycle(victim, after_s, done, None, "")
-        enough = (
-            done + 2 if victim is not Part.ENGINE else done + 8
-        )  # validation notices its engine when it is next due
+        enough = done + (8 if victim is Part.VALIDATION else 2)  # validation notices its engine when it is next due
         if start.wait_for("the end, or some more steps", lambda: start.steps >= enough):
-            assert victim is not Part.ENGINE, "the run went on without an engine"
+            assert victim is not Part.VALIDATION, "the run went on without an engine"
             start.kill()
             return Cycle(victim, after_s, done, None, "")
         status, said = start.end(), start.said()
@@ -222,7 +222,7 @@ def finish(run_dir: Path, steps: int = 3) -> int:
 
 def command(*words: str | Path) -> "subprocess.CompletedProcess[str]":
     """Any other command, to its end."""
-    return _finish("-m", "treadle.cli", *map(str, words))
+    return _finish("-m", "treadle", *map(str, words))
 
 
 def run_python(program: str, *arguments: str) -> "subprocess.CompletedProcess[str]":

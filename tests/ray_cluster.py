@@ -17,9 +17,10 @@ from treadle.cluster.ray.connection import Node, connected, find_nodes
 from treadle.cluster.ray.placement import Reservation
 from treadle.cluster.ray.pool import ReplicaPool
 from treadle.cluster.ray.seat import Seat
-from treadle.cluster.ray.supervisor import Patience, Recovery, Supervisor
+from treadle.cluster.ray.supervisor import Supervisor
 from treadle.config import ClusterConfig, Config, ModelConfig, RolloutConfig
 from treadle.config.plan import make_plan
+from treadle.engine.recovery import Patience, Recovery
 from treadle.engine.router import Router
 
 STORE_BYTES = 100_000_000

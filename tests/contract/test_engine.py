@@ -10,6 +10,7 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import pytest
@@ -26,6 +27,7 @@ from treadle.engine.openai import OpenAIEngine
 from treadle.engine.protocol import Engine, WeightUpdate
 from treadle.engine.router import Router
 from treadle.engine.scripted import ScriptedEngine
+from treadle.engine.steady import Crew
 from treadle.errors import EngineFailure, MisuseError
 from treadle.types import Completion, Request, StopReason
 
@@ -118,11 +120,18 @@ async def open_apart() -> AsyncIterator[Engine]:
     yield await EngineApart.create(start_native, name="apart-0", limits=LimitsConfig())
 
 
+@asynccontextmanager
+async def open_steady() -> AsyncIterator[Engine]:
+    start = partial(EngineApart.create, start_native, name="steady-0", limits=LimitsConfig())
+    yield await Crew().hire("steady-0", start)
+
+
 STAGES = {
     "scripted": Stage(open_scripted, virtual_time.run, settle_s=40.0),
     "router": Stage(open_router, virtual_time.run, settle_s=40.0),
     "native": Stage(open_native, asyncio.run, settle_s=0.12),
     "apart": Stage(open_apart, asyncio.run, settle_s=0.12),
+    "steady": Stage(open_steady, asyncio.run, settle_s=0.12),
     "openai": Stage(open_openai, asyncio.run, settle_s=0.05, keeps_tokens=False, takes_weights=False),
 }
 

@@ -11,9 +11,9 @@ from tests.chaos import Part, command, finish, run_cycle
 def test_whatever_is_killed_nothing_is_lost_and_nothing_is_trained_twice(tmp_path):
     rng = Random(3)
     assert run_cycle(tmp_path, rng, Part.DRIVER).status is None
-    for part in (Part.WORKER, Part.REWARD):
+    for part in (Part.WORKER, Part.REWARD, Part.ENGINE):
         assert run_cycle(tmp_path, rng, part).status is None, "the process is replaced, and the run goes on"
-    killed = run_cycle(tmp_path, rng, Part.ENGINE)
+    killed = run_cycle(tmp_path, rng, Part.VALIDATION)
     assert killed.status == 1
     assert "died with status -9" in killed.cause, "the run says what ended it"
     assert finish(tmp_path) == 130

@@ -24,11 +24,11 @@ from treadle.cluster.ray.connection import connected, find_nodes
 from treadle.cluster.ray.guard import descendants
 from treadle.cluster.ray.placement import Reservation
 from treadle.cluster.ray.rollout import reserved, started_rollout
-from treadle.cluster.ray.supervisor import Patience, Recovery
 from treadle.config import ClusterConfig, Config
 from treadle.config.plan import make_plan
 from treadle.config.reward import RewardConfig, RewardFunctionConfig
 from treadle.engine.protocol import WeightUpdate
+from treadle.engine.recovery import Patience, Recovery
 from treadle.errors import ConfigError, RunError
 from treadle.rollout import AgentLoopManager
 from treadle.types import StopReason

@@ -15,9 +15,9 @@ from tests import ray_cluster, ray_engines
 from tests.letters import ask, go_on
 from tests.rollouts import rollout, save_model
 from tests.tiny import tiny
-from treadle.cluster.ray.supervisor import Patience
 from treadle.config import FailureConfig, LimitsConfig
 from treadle.engine.protocol import WeightUpdate
+from treadle.engine.recovery import Patience
 from treadle.engine.router import Router
 from treadle.errors import EngineFailure, RunError
 from treadle.model.checksum import checksum

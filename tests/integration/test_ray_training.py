@@ -40,7 +40,7 @@ class Driver:
     """A run on Ray in a process that can be killed."""
 
     def __init__(self, run_dir: Path, steps: int, *more: str) -> None:
-        command = [sys.executable, "-m", "treadle.cli", "train", *words(run_dir, steps, *RAY, *more)]
+        command = [sys.executable, "-m", "treadle", "train", *words(run_dir, steps, *RAY, *more)]
         pipe = subprocess.PIPE
         self.process = subprocess.Popen(command, stdout=pipe, stderr=subprocess.STDOUT, text=True)
         self.lines: list[str] = []
@@ -74,7 +74,7 @@ class Driver:
 def here(tmp_path_factory):
     """The weights of a run of four steps in one process."""
     run_dir = tmp_path_factory.mktemp("here")
-    command = [sys.executable, "-m", "treadle.cli", "train", *words(run_dir, 4)]
+    command = [sys.executable, "-m", "treadle", "train", *words(run_dir, 4)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stderr
     return checksums(run_dir)

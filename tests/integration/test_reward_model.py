@@ -290,7 +290,7 @@ def folder(tmp_path, directory) -> Path:
 
 
 def treadle(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "treadle.cli", "rollout", *words, "--json"]
+    command = [sys.executable, "-m", "treadle", "rollout", *words, "--json"]
     return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=600, check=False)
 
 

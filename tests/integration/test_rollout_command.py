@@ -46,7 +46,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 def treadle(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "treadle.cli", "rollout", "my.yaml", *words]
+    command = [sys.executable, "-m", "treadle", "rollout", "my.yaml", *words]
     return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=120, check=False)
 
 
@@ -79,7 +79,7 @@ def test_a_second_start_draws_nothing_again_and_a_larger_n_only_what_is_missing(
 
 def test_an_interrupt_keeps_what_is_done_and_the_same_command_goes_on(folder):
     words = ["rollout.scripted.latency_s=0.4", "rollout.agent.max_concurrent_sessions=4"]
-    command = [sys.executable, "-m", "treadle.cli", "rollout", "my.yaml", *words]
+    command = [sys.executable, "-m", "treadle", "rollout", "my.yaml", *words]
     with subprocess.Popen(command, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         deadline = time.monotonic() + 60
         while time.monotonic() < deadline and len(finished(folder)) < 4:

@@ -21,7 +21,7 @@ SMALL = (
 
 
 def command(run_dir: Path, *words: str) -> list[str]:
-    return [sys.executable, "-m", "treadle.cli", "train", "calculator", f"logging.run_dir={run_dir}", *words]
+    return [sys.executable, "-m", "treadle", "train", "calculator", f"logging.run_dir={run_dir}", *words]
 
 
 def train(run_dir: Path, *words: str) -> subprocess.CompletedProcess[str]:
@@ -67,7 +67,7 @@ def test_a_killed_run_goes_on_to_the_same_weights_and_both_replay(tmp_path):
     assert resumed.returncode == 0, resumed.stderr
     assert checksums(broken) == checksums(straight)
     replayed = subprocess.run(
-        [sys.executable, "-m", "treadle.cli", "replay", str(broken)], capture_output=True, text=True, timeout=600
+        [sys.executable, "-m", "treadle", "replay", str(broken)], capture_output=True, text=True, timeout=600
     )
     assert replayed.returncode == 0, replayed.stdout + replayed.stderr
     assert replayed.stdout.count("the same weights") == 5

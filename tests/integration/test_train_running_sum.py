@@ -16,7 +16,7 @@ pytestmark = pytest.mark.skipif(find_spec("reasoning_gym") is None, reason="reas
 def test_the_agent_learns_to_keep_a_running_total(tmp_path):
     words = ("trainer.total_training_steps=16", "trainer.test_freq=0", f"logging.run_dir={tmp_path}")
     done = subprocess.run(
-        [sys.executable, "-m", "treadle.cli", "train", "running_sum", *words],
+        [sys.executable, "-m", "treadle", "train", "running_sum", *words],
         capture_output=True,
         text=True,
         timeout=600,

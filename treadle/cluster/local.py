@@ -11,8 +11,8 @@ Owns which device each part is on, and whether weights travel: not at all, by ha
 
 import asyncio
 import os
-from collections.abc import AsyncIterator, Iterator, Sequence
-from contextlib import asynccontextmanager, contextmanager
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager, nullcontext
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -21,6 +21,7 @@ import torch
 from treadle.cluster.machine import reward_gpus
 from treadle.cluster.networks import Networks, load_networks, trainer_devices
 from treadle.cluster.runtime import Runtime, push_timeout_s
+from treadle.cluster.stillness import Stillness
 from treadle.config import ModelConfig, RolloutConfig, TrainConfig
 from treadle.config.plan import validates_beside
 from treadle.config.transport import runs_apart
@@ -28,12 +29,14 @@ from treadle.data.tasks import TaskSource
 from treadle.engine.apart import EngineApart
 from treadle.engine.gpus import visible_gpus
 from treadle.engine.native.engine import NativeEngine, choose_dtype
-from treadle.engine.protocol import Engine
+from treadle.engine.protocol import Engine, Mortal
+from treadle.engine.steady import Crew
 from treadle.engine.vllm.engine import VLLMEngine, require_vllm
 from treadle.errors import ConfigError, Mistake
 from treadle.policy.precision import DTYPES
 from treadle.policy.single import SinglePolicy
 from treadle.rollout import Parts as RolloutParts
+from treadle.rollout.dispatch import first_error
 from treadle.weights.push import PushReport, Receiver, send
 from treadle.weights.route import Route
 from treadle.weights.sender import PolicySender, Transport
@@ -101,14 +104,28 @@ def _runtime(config: TrainConfig, networks: Networks, transport: Transport | Non
     dtype = choose_dtype(config.rollout, _engine_device(config))
     own = policy.module if isinstance(policy, SinglePolicy) and not apart and _same_format(config) else None
     sender = PolicySender(policy, dtype=dtype, transport=transport, shared=own is not None)
+    stillness = Stillness()
 
     async def give(engine: Receiver, version: int) -> PushReport:
-        return await send(sender, engine, version, timeout_s=push_timeout_s(config))
+        report = await send(sender, engine, version, timeout_s=push_timeout_s(config))
+        stillness.settle(version)
+        return report
 
-    here = partial(_start_here, config, config.model if own is None else own)
-    engines = partial(_start_apart, config, config.rollout.name) if apart else here
-    rollout = RolloutParts(engines=engines, gpus=reward_gpus(config))
-    return Runtime(networks.step, rollout, give, _validation(config), networks.watch)
+    async def restore(engine: Engine, wanted: Callable[[], bool]) -> int | None:
+        async with stillness.still() as version:
+            if not wanted():
+                return None
+            await send(sender, engine, version, timeout_s=config.rollout.limits.request_timeout_s)
+            return version
+
+    gpus = reward_gpus(config)
+    if not apart:
+        rollout = RolloutParts(engines=partial(_start_here, config, config.model if own is None else own), gpus=gpus)
+        return Runtime(networks.step, rollout, give, _validation(config), networks.watch)
+    crew = Crew(restore=restore)
+    engines = partial(_start_crew, config, crew, stillness)
+    rollout = RolloutParts(engines=engines, attend=crew.attend, gpus=gpus)
+    return Runtime(networks.step, rollout, give, _validation(config), networks.watch, stillness.changing)
 
 
 def _same_format(config: TrainConfig) -> bool:
@@ -119,22 +136,48 @@ def _validation(config: TrainConfig) -> RolloutParts | None:
     """A further engine, where training does not wait for validation; on GPUs none is left for it."""
     if not validates_beside(config) or config.rollout.n_gpus_per_node:
         return None
-    return RolloutParts(engines=partial(_start_apart, config, "validation", 1), gpus=reward_gpus(config))
+    return RolloutParts(engines=partial(_start_validation, config), gpus=reward_gpus(config))
 
 
 async def _start_here(config: TrainConfig, source: "ModelConfig | PreTrainedModel") -> list[NativeEngine]:
     return [await NativeEngine.create(config.rollout, source, device=_engine_device(config))]
 
 
-async def _start_apart(config: TrainConfig, name: str, count: int | None = None) -> Sequence[Engine]:
-    """Engines in processes of their own."""
-    seats = _seats(config)[:count]
-    threads = None if seats[0] else _threads(config)
+async def _start_crew(config: TrainConfig, crew: Crew, stillness: Stillness) -> Sequence[Engine]:
+    """Engines in processes of their own, which are started again when they die."""
+    shared = config.rollout.nnodes == 0 and bool(config.trainer.n_gpus_per_node)
+    first = True
+
+    async def start(name: str, gpus: Sequence[int]) -> Mortal:
+        async with stillness.idle() if shared and not first else nullcontext():  # else the policy has the GPU to itself
+            return await _start_one(config, name, gpus)
+
+    seats = _seats(config)
+    names = [f"{config.rollout.name}-{at}" for at in range(len(seats))]
+    try:
+        with first_error():
+            async with asyncio.TaskGroup() as hiring:
+                hired = [
+                    hiring.create_task(crew.hire(name, partial(start, name, gpus)))
+                    for name, gpus in zip(names, seats, strict=True)
+                ]
+    except BaseException:
+        await crew.dismiss()
+        raise
+    first = False
+    return [task.result() for task in hired]
+
+
+async def _start_one(config: TrainConfig, name: str, gpus: Sequence[int]) -> Mortal:
     start = _start_vllm if config.rollout.name == "vllm" else _start_native
-    return await asyncio.gather(*(start(config, f"{name}-{at}", gpus, threads) for at, gpus in enumerate(seats)))
+    return await start(config, name, gpus, None if gpus else _threads(config))
 
 
-async def _start_vllm(config: TrainConfig, name: str, gpus: Sequence[int], num_threads: int | None) -> Engine:
+async def _start_validation(config: TrainConfig) -> Sequence[Engine]:
+    return [await _start_one(config, "validation-0", _seats(config)[0])]
+
+
+async def _start_vllm(config: TrainConfig, name: str, gpus: Sequence[int], num_threads: int | None) -> Mortal:
     here, device = visible_gpus(), "cuda" if gpus else "cpu"
     environment = {"OMP_NUM_THREADS": str(num_threads)}
     if gpus:
@@ -142,7 +185,7 @@ async def _start_vllm(config: TrainConfig, name: str, gpus: Sequence[int], num_t
     return await VLLMEngine.create(config.rollout, config.model, name=name, device=device, environment=environment)
 
 
-async def _start_native(config: TrainConfig, name: str, gpus: Sequence[int], num_threads: int | None) -> Engine:
+async def _start_native(config: TrainConfig, name: str, gpus: Sequence[int], num_threads: int | None) -> Mortal:
     rollout, device = config.rollout, f"cuda:{gpus[0]}" if gpus else "cpu"
     start = partial(start_native_engine, rollout, config.model, name, device, num_threads)
     return await EngineApart.create(start, name=name, limits=rollout.limits)

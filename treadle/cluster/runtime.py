@@ -4,6 +4,7 @@ Every runtime (this process, Ray) gives the same record, so that everything else
 """
 
 from collections.abc import Awaitable, Callable
+from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import dataclass
 
 from treadle.config import TrainConfig
@@ -25,6 +26,9 @@ class Runtime:
     """Engines with weights of their own, for validation that goes on beside training; None where there are none."""
     watch: Callable[[], Awaitable[None]] | None = None
     """Raises when a part dies that nobody happens to call, and else waits until cancelled; None: there is none."""
+
+    changing: Callable[[], AbstractAsyncContextManager[None]] = nullcontext
+    """Entered for as long as training changes the policy's weights."""
 
 
 def push_timeout_s(config: TrainConfig) -> float:

@@ -11,6 +11,7 @@ from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontext
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from treadle.checkpoint.store import Checkpoints
 from treadle.cluster import local
@@ -35,6 +36,7 @@ from treadle.trainer.lineage import Lineage
 from treadle.trainer.parts import Parts, Validator, View, train_in_thread
 from treadle.trainer.run import Run
 from treadle.trainer.schedules import SCHEDULES
+from treadle.trainer.step import StepReport
 from treadle.trainer.stop import Interrupted
 from treadle.trainer.terms import settings_digest
 from treadle.trainer.timeline import write_timeline
@@ -143,11 +145,16 @@ async def _assembled(
                 trackers=trackers,
                 view=view,
                 lineage=lineage,
-                train=partial(train_in_thread, runtime.step),
+                train=partial(_train, runtime),
                 validator=next((Validator(own, partial(runtime.push, own)) for own in validation), None),
                 watch=runtime.watch,
             ),
         )
+
+
+async def _train(runtime: Runtime, *arguments: Any) -> StepReport:
+    async with runtime.changing():
+        return await train_in_thread(runtime.step, *arguments)
 
 
 async def _start_rollout(

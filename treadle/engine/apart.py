@@ -15,7 +15,7 @@ from typing import Any, Self
 
 from treadle.config.rollout import LimitsConfig
 from treadle.engine.channel import Channel, ChannelClosed, Peer
-from treadle.engine.protocol import Engine, WeightUpdate
+from treadle.engine.protocol import Engine, EngineGone, WeightUpdate
 from treadle.errors import ConfigError, DeadlineError, EngineFailure, RunError, TreadleError
 from treadle.types import Completion, Request
 
@@ -59,7 +59,7 @@ class EngineApart:
         """A process whose engine has started, or an error within the launch deadline."""
         ours, theirs = socket.socketpair()
         with theirs:
-            command = (sys.executable, "-m", "treadle.engine.apart_main", str(theirs.fileno()))
+            command = (sys.executable, "-m", "treadle.engine.apart_main", str(theirs.fileno()), name)  # seen in `ps`
             process = await asyncio.create_subprocess_exec(*command, pass_fds=[theirs.fileno()])
         channel = await Channel.open(ours)
         try:
@@ -102,6 +102,11 @@ class EngineApart:
         self.version = update.version
         return confirmed
 
+    async def gone(self) -> str:
+        """Wait until the process has ended; how it did."""
+        await asyncio.shield(self._serving)
+        return f"its process ended with status {await self._process.wait()}"
+
     async def close(self) -> None:
         """End the engine, then the process; by force if that takes too long."""
         if self._closed:
@@ -126,7 +131,7 @@ class EngineApart:
             return await self._peer.ask(Call(method, arguments))
         except ChannelClosed:
             status = await self._process.wait()
-            raise EngineFailure(f"the process of {self.name} died with status {status}") from None
+            raise EngineGone(f"the process of {self.name} died with status {status}") from None
 
 
 async def _greet(

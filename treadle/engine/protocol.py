@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
+from treadle.errors import EngineFailure
 from treadle.types import Completion, Request
 
 Encode = Callable[[str], Sequence[int]]
@@ -36,6 +37,10 @@ class WeightUpdate:
     """By their Hugging Face names. In one process a dict; to another process a map that can be pickled and opens where
     it is read. Read `items()` through, once: a tensor may be valid only until the next one is taken. Empty: the engine
     holds the sender's own module."""
+
+
+class EngineGone(EngineFailure):
+    """The engine's process has ended."""
 
 
 class Engine(Protocol):
@@ -104,4 +109,12 @@ class Forgetter(Protocol):
 
     def forget(self, session: str) -> None:
         """The session is over. A hint: nobody waits for it, and unknown sessions do no harm."""
+        ...
+
+
+class Mortal(Engine, Protocol):
+    """An engine in a process of its own. Calls that find the process gone raise EngineGone."""
+
+    async def gone(self) -> str:
+        """Wait until the process has ended, without a deadline; how that came about."""
         ...

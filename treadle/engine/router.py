@@ -154,6 +154,12 @@ class Router:
             raise EngineFailure(f"weights of version {update.version} did not arrive: {reasons}")
         return update.checksum
 
+    def vouch(self, name: str, version: int) -> None:
+        """A replica was proven to have these weights, by other ways than an update through here."""
+        for replica in self._fleet.members:
+            if replica.name == name:
+                self._fleet.confirm(replica, version)
+
     async def add(self, engine: Engine) -> None:
         """Let a replica take part at once."""
         async with self._control:

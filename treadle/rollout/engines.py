@@ -2,13 +2,15 @@
 
 import asyncio
 from collections.abc import Sequence
+from functools import partial
 
 from treadle.config import ModelConfig, RolloutConfig
 from treadle.data.renderer import Renderer
 from treadle.engine.gpus import visible_gpus
 from treadle.engine.openai import OpenAIEngine
-from treadle.engine.protocol import Engine, Gpu
+from treadle.engine.protocol import Engine, Gpu, Mortal
 from treadle.engine.scripted import ScriptedEngine
+from treadle.engine.steady import Crew
 from treadle.errors import ConfigError, DeadlineError, Mistake
 from treadle.types import NOTHING
 
@@ -29,19 +31,31 @@ async def start_engines(
     api_key: str | None,
     gpus: Sequence[Gpu] | None = None,
 ) -> list[Engine]:
-    """Every replica, started; or an error within the launch deadline. On the first GPUs here, where nobody chose."""
+    """Every replica, started; or an error within the launch deadline. On the first GPUs here, where nobody chose.
+
+    Those in processes of their own are started again when they die.
+    """
     size, gpus = rollout.tensor_model_parallel_size, _first_gpus(rollout) if gpus is None else gpus
     seats = [gpus[at : at + size] for at in range(0, len(gpus), size)]
     seats = seats or [()] * (max(1, rollout.nnodes) * rollout.replicas_per_node)
     limit = rollout.limits.launch_timeout_s
+    crew, engines = Crew(), list[Engine]()
     try:
         async with asyncio.timeout(limit):
-            return [
-                await start_engine(rollout, model, renderer, api_key, f"{rollout.name}-{at}", seat)
-                for at, seat in enumerate(seats)
-            ]
-    except TimeoutError as error:
-        raise DeadlineError(f"{rollout.name} engines did not start within launch_timeout_s = {limit:g}") from error
+            for at, seat in enumerate(seats):
+                name = f"{rollout.name}-{at}"
+                if rollout.name == "vllm":
+                    engines.append(await crew.hire(name, partial(_start_vllm, rollout, model, name, seat)))
+                else:
+                    engines.append(await start_engine(rollout, model, renderer, api_key, name, seat))
+    except BaseException as error:
+        for engine in engines:
+            await engine.close()
+        if isinstance(error, TimeoutError):
+            late = f"{rollout.name} engines did not start within launch_timeout_s = {limit:g}"
+            raise DeadlineError(late) from error
+        raise
+    return engines
 
 
 async def start_engine(
@@ -64,6 +78,10 @@ async def start_engine(
 
         device = f"cuda:{gpus[0].number}" if gpus else "cpu"
         return await NativeEngine.create(rollout, model, name=name, device=device)
+    return await _start_vllm(rollout, model, name, gpus)
+
+
+async def _start_vllm(rollout: RolloutConfig, model: ModelConfig, name: str, gpus: Sequence[Gpu]) -> Mortal:
     from treadle.engine.vllm.engine import VLLMEngine, require_vllm
 
     require_vllm(rollout)

@@ -15,11 +15,11 @@ from treadle.cluster.ray.placement import Reservation
 from treadle.cluster.ray.ranks import RemoteRanks
 from treadle.cluster.ray.rollout import Report, reserved, supply_rollout
 from treadle.cluster.ray.sender import RankSender
-from treadle.cluster.ray.supervisor import print_recovery
 from treadle.cluster.runtime import Runtime, push_timeout_s
 from treadle.config import TrainConfig
 from treadle.data.tasks import TaskSource
 from treadle.engine.native.engine import choose_dtype
+from treadle.engine.recovery import print_recovery
 from treadle.policy.ranks import Ranks
 from treadle.rollout import Parts as RolloutParts
 from treadle.weights.push import PushReport, Receiver, send

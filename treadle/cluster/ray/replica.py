@@ -22,15 +22,11 @@ from treadle.cluster.ray.roster import Roster
 from treadle.cluster.ray.seat import Seat
 from treadle.config import RolloutConfig
 from treadle.engine.channel import ChannelClosed
-from treadle.engine.protocol import WeightUpdate
+from treadle.engine.protocol import EngineGone, WeightUpdate
 from treadle.errors import EngineFailure, TreadleError
 from treadle.types import Completion, Request, StopReason
 
 _ABORTED = Completion((), (), (), StopReason.ABORT)
-
-
-class ReplicaGone(EngineFailure):
-    """The actor of a replica has died."""
 
 
 class RemoteReplica:
@@ -98,7 +94,7 @@ class RemoteReplica:
         try:
             with self._roster.shelf.pushing(update):
                 confirmed = await self._push(update)
-        except ReplicaGone:
+        except EngineGone:
             if await self._succeeded(update):
                 return update.checksum
             raise
@@ -113,7 +109,7 @@ class RemoteReplica:
         try:
             return str(await self.life.call("update_weights", update.version, update.checksum, stored))
         except RayActorError as error:
-            raise ReplicaGone(f"{self.name} is gone: {explain(error)}") from error
+            raise EngineGone(f"{self.name} is gone: {explain(error)}") from error
         except RayError as error:
             raise own_error(error) or EngineFailure(f"{self.name}: {explain(error)}") from error
 
@@ -153,7 +149,7 @@ class RemoteReplica:
         try:
             return await self.life.peer.ask(Call(method, arguments))
         except ChannelClosed:
-            raise ReplicaGone(f"{self.name} is gone: {await self.life.cause()}") from None
+            raise EngineGone(f"{self.name} is gone: {await self.life.cause()}") from None
 
     async def _lost(self, session: str) -> EngineFailure:
         """The failure of a request whose actor is gone; known when there is a replica that can do better."""

@@ -14,10 +14,11 @@ from treadle.cluster.ray.placement import Reservation
 from treadle.cluster.ray.pool import ReplicaPool
 from treadle.cluster.ray.scorer import RemoteScorer
 from treadle.cluster.ray.seat import Seat
-from treadle.cluster.ray.supervisor import Recovery, Supervisor, print_recovery
+from treadle.cluster.ray.supervisor import Supervisor
 from treadle.cluster.ray.worker import RemoteWorker
 from treadle.config import Config, make_plan
 from treadle.config.reward_places import wishes
+from treadle.engine.recovery import Recovery, print_recovery
 from treadle.engine.router import Router
 from treadle.reward.surroundings import Surroundings
 from treadle.rollout.service import Note, Parts

@@ -13,7 +13,6 @@ Invariant: while one post may still be filled, the run goes on; when the last on
 """
 
 import asyncio
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Self
@@ -21,53 +20,10 @@ from typing import Self
 from treadle.cluster.ray.pool import Post, ReplicaPool
 from treadle.cluster.ray.replica import RemoteReplica
 from treadle.engine.protocol import WeightUpdate
+from treadle.engine.recovery import DEFAULT_PATIENCE, Patience, Recovery, print_recovery
 from treadle.engine.router import Router
 from treadle.errors import EngineFailure, RunError, TreadleError
 from treadle.rollout.dispatch import first_error
-
-
-@dataclass(frozen=True, slots=True)
-class Patience:
-    """The numbers behind giving up."""
-
-    attempts: int = 3
-    """Starts that may fail in a row, or replicas that may die young in a row."""
-    young_s: float = 60.0
-    """A replica that lived longer did not die of its start."""
-    first_wait_s: float = 1.0
-    """Before the second attempt; doubled each time."""
-    place_s: float = 30.0
-    """How long a replica may look for another node before the run goes on without it."""
-
-
-DEFAULT_PATIENCE = Patience()
-
-
-@dataclass(frozen=True, slots=True)
-class Recovery:
-    """What became of a replica that died."""
-
-    replica: str
-    cause: str
-    successor: str | None
-    """None: there is none, for `reason`."""
-    seconds: float
-    """From its death to its successor's first request, or to this report."""
-    reason: str = ""
-    place: str = ""
-    """Where the successor is, if it had to move."""
-
-    def __str__(self) -> str:
-        died = f"{self.replica} died: {self.cause}"
-        if self.successor is None:
-            return f"{died}; it could not be brought back: {self.reason}"
-        moved = f" on {self.place}" if self.place else ""
-        return f"{died}; {self.successor} took its place{moved} after {self.seconds:.1f} s"
-
-
-def print_recovery(recovery: Recovery) -> None:
-    """The default place for reports: standard error."""
-    print(f"note: {recovery}", file=sys.stderr, flush=True)
 
 
 @dataclass(slots=True)

@@ -20,7 +20,7 @@ from treadle.config.model import ModelConfig
 from treadle.config.rollout import RolloutConfig
 from treadle.engine.gate import Gate
 from treadle.engine.noise import stream_of
-from treadle.engine.protocol import Decode, WeightUpdate
+from treadle.engine.protocol import Decode, EngineGone, WeightUpdate
 from treadle.engine.refusal import refuse_unfit
 from treadle.engine.vllm.process import ServerProcess
 from treadle.engine.vllm.wire import Answer, Hello, Kind, Link, LinkClosed, Order
@@ -192,6 +192,12 @@ class VLLMEngine:
         url: str = await self._call("serve_openai", served_as, host, port)
         return url
 
+    async def gone(self) -> str:
+        """Wait until the server has ended; how it did, with its last words."""
+        await asyncio.shield(self._reading)
+        assert self._death is not None
+        return self._death
+
     async def close(self) -> None:
         if not self._gate.close(f"engine {self.name} is closed"):
             return
@@ -212,7 +218,7 @@ class VLLMEngine:
     async def _ask(self, kind: Kind, number: int, body: bytes) -> Any:
         """Send a frame and wait for what comes back; the caller's deadline applies. Cancelling withdraws it."""
         if self._death:
-            raise EngineFailure(self._death)
+            raise EngineGone(self._death)
         future = self._open[number] = asyncio.get_running_loop().create_future()
         try:
             self._link.send(kind, number, body)
@@ -241,7 +247,7 @@ class VLLMEngine:
             self._death = closed if self._link.closing else await self._server.obituary()
         for future in self._open.values():
             if not future.done():
-                future.set_exception(EngineFailure(self._death))
+                future.set_exception(EngineGone(self._death))
 
     def _settle(self, kind: Kind, number: int, body: bytes) -> None:
         future = self._open.get(number)

@@ -1,0 +1,291 @@
+"""An engine that dies is started again, and nobody is served by one without weights."""
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import pytest
+
+from treadle.cluster.stillness import Stillness
+from treadle.engine.protocol import Engine, EngineGone, WeightUpdate
+from treadle.engine.recovery import Patience, Recovery
+from treadle.engine.steady import Crew, SteadyEngine
+from treadle.errors import EngineFailure, RunError
+from treadle.types import Completion, Request, SamplingParams, StopReason
+
+PATIENCE = Patience(attempts=3, first_wait_s=0.001)
+REQUEST = Request("s", 0, (1, 2), SamplingParams(4))
+
+
+class Frail:
+    """An engine that answers with the checksum of its weights' version, until it is killed."""
+
+    def __init__(self, name: str = "e", version: int = 0) -> None:
+        self.name, self.version = name, version
+        self.paused = self.closed = False
+        self.busy = asyncio.Event()
+        """Cleared: requests wait, until it is set or the engine dies."""
+        self.busy.set()
+        self._death: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+
+    def kill(self) -> None:
+        self._death.set_result("killed")
+
+    async def gone(self) -> str:
+        return await asyncio.shield(self._death)
+
+    async def _alive(self) -> None:
+        waiting = asyncio.ensure_future(self.busy.wait())
+        await asyncio.wait({waiting, self._death}, return_when=asyncio.FIRST_COMPLETED)
+        waiting.cancel()
+        if self._death.done():
+            raise EngineGone("killed")
+
+    async def generate(self, request: Request) -> Completion:
+        await self._alive()
+        return Completion((self.version,), (0.0,), (self.version,), StopReason.STOP, replica=self.name)
+
+    async def update_weights(self, update: WeightUpdate) -> str:
+        await self._alive()
+        self.version = update.version
+        return update.checksum
+
+    async def abort(self, session: str | None = None) -> None: ...
+
+    async def pause(self) -> None:
+        self.paused = True
+
+    async def resume(self) -> None:
+        self.paused = False
+
+    async def health(self) -> None: ...
+
+    async def close(self) -> None:
+        self.closed = True
+
+
+class Nursery:
+    """Starts engines, and keeps them. Each start may be held up, or fail."""
+
+    def __init__(self) -> None:
+        self.born: list[Frail] = []
+        self.problems: list[str] = []
+        self.door = asyncio.Event()
+        self.door.set()
+
+    async def start(self) -> Frail:
+        await self.door.wait()
+        if self.born and self.problems:
+            raise RunError(self.problems.pop(0))
+        self.born.append(Frail())
+        return self.born[-1]
+
+
+class Scene:
+    """A crew of `count` engines whose weights nobody restores, unless `restore` does."""
+
+    def __init__(self, restore: Any = None) -> None:
+        self.told: list[Recovery] = []
+        self.crew = Crew(restore=restore, patience=PATIENCE, report=self.told.append)
+        self.nurseries: list[Nursery] = []
+
+    async def hire(self) -> SteadyEngine:
+        self.nurseries.append(Nursery())
+        return await self.crew.hire(f"e-{len(self.nurseries)}", self.nurseries[-1].start)
+
+
+def play(body: Callable[[], Awaitable[None]]) -> None:
+    async def within() -> None:
+        async with asyncio.timeout(20):
+            await body()
+
+    asyncio.run(within())
+
+
+async def soon(condition: Callable[[], bool]) -> None:
+    while not condition():  # noqa: ASYNC110 - what it waits for has no event
+        await asyncio.sleep(0.001)
+
+
+async def never(engine: Engine, wanted: Callable[[], bool]) -> int | None:
+    await asyncio.Event().wait()
+    return None
+
+
+def test_a_request_of_the_only_engine_is_made_again_of_its_successor() -> None:
+    async def body() -> None:
+        scene = Scene()
+        engine = await scene.hire()
+        (nursery,) = scene.nurseries
+        nursery.born[0].busy.clear()
+        asked = asyncio.ensure_future(engine.generate(REQUEST))
+        await asyncio.sleep(0.01)
+        nursery.born[0].kill()
+        assert (await asked).ids == (0,)
+        await soon(lambda: bool(scene.told))
+        assert len(nursery.born) == 2 and nursery.born[0].closed
+        assert str(scene.told[0]).startswith("e-1 serves again after") and str(scene.told[0]).endswith("s: killed")
+        await engine.close()
+        assert nursery.born[1].closed
+
+    play(body)
+
+
+def test_with_others_there_requests_fail_at_once_and_go_elsewhere() -> None:
+    async def body() -> None:
+        scene = Scene()
+        first, second = await scene.hire(), await scene.hire()
+        scene.nurseries[0].door.clear()
+        scene.nurseries[0].born[0].kill()
+        with pytest.raises(EngineFailure):
+            await first.generate(REQUEST)
+        with pytest.raises(EngineFailure, match="e-1 is being started again: killed"):
+            await first.generate(REQUEST)
+        with pytest.raises(EngineFailure, match="being started again"):
+            await first.health()
+        with pytest.raises(EngineFailure, match="being started again"):
+            await first.update_weights(WeightUpdate(1, "a", {}))
+        assert (await second.generate(REQUEST)).ids == (0,)
+        scene.nurseries[0].door.set()
+        await soon(lambda: bool(scene.told))
+        assert (await first.generate(REQUEST)).ids == (0,)
+        await first.close()
+        await second.close()
+
+    play(body)
+
+
+def test_a_push_reaches_the_successor_before_any_request_does() -> None:
+    async def body() -> None:
+        scene = Scene(restore=never)
+        engine = await scene.hire()
+        scene.nurseries[0].born[0].kill()
+        pushed = asyncio.ensure_future(engine.update_weights(WeightUpdate(5, "sum", {})))
+        asked = asyncio.ensure_future(engine.generate(REQUEST))
+        await soon(lambda: len(scene.nurseries[0].born) == 2)
+        assert await pushed == "sum"
+        assert (await asked).ids == (5,) and engine.version == 5
+        await engine.close()
+
+    play(body)
+
+
+def test_where_nobody_restores_a_successor_does_not_serve_older_weights_than_were_pushed() -> None:
+    async def body() -> None:
+        scene = Scene()
+        engine = await scene.hire()
+        await engine.update_weights(WeightUpdate(1, "sum", {}))
+        scene.nurseries[0].born[0].kill()
+        asked = asyncio.ensure_future(engine.generate(REQUEST))
+        await soon(lambda: bool(scene.told))
+        assert not asked.done()
+        await engine.update_weights(WeightUpdate(2, "sum", {}))
+        assert (await asked).ids == (2,)
+        await engine.close()
+
+    play(body)
+
+
+def test_without_a_push_weights_are_restored_and_vouched_for() -> None:
+    async def body() -> None:
+        begin, vouched = asyncio.Event(), []
+
+        async def restore(engine: Engine, wanted: Callable[[], bool]) -> int | None:
+            await begin.wait()
+            assert wanted()
+            await engine.update_weights(WeightUpdate(7, "sum", {}))
+            return 7
+
+        scene = Scene(restore=restore)
+        scene.crew.vouch = lambda name, version: vouched.append((name, version))  # type: ignore[method-assign]
+        engine = await scene.hire()
+        scene.nurseries[0].born[0].kill()
+        asked = asyncio.ensure_future(engine.generate(REQUEST))
+        await soon(lambda: len(scene.nurseries[0].born) == 2)
+        await asyncio.sleep(0.01)
+        assert not asked.done(), "a successor without weights serves nobody"
+        begin.set()
+        assert (await asked).ids == (7,) and vouched == [("e-1", 7)]
+        await engine.close()
+
+    play(body)
+
+
+def test_what_waits_can_be_aborted_and_a_paused_crew_gets_a_paused_successor() -> None:
+    async def body() -> None:
+        scene = Scene()
+        engine = await scene.hire()
+        scene.nurseries[0].door.clear()
+        scene.nurseries[0].born[0].kill()
+        asked = asyncio.ensure_future(engine.generate(REQUEST))
+        await asyncio.sleep(0.01)
+        await engine.abort("another")
+        await engine.abort(REQUEST.session)
+        assert (await asked).stop is StopReason.ABORT
+        await engine.pause()
+        scene.nurseries[0].door.set()
+        await soon(lambda: bool(scene.told))
+        assert scene.nurseries[0].born[1].paused
+        await engine.close()
+
+    play(body)
+
+
+def test_a_start_that_fails_is_tried_again_and_one_that_always_fails_ends_the_rollout() -> None:
+    async def body() -> None:
+        scene = Scene()
+        engine = await scene.hire()
+        (nursery,) = scene.nurseries
+        nursery.problems = ["no memory"]
+        nursery.born[0].kill()
+        assert (await engine.generate(REQUEST)).ids == (0,)
+        nursery.problems = ["no memory"] * 9
+        nursery.born[1].kill()
+        with pytest.raises(EngineFailure, match="e-1 could not be started again: no memory"):
+            await engine.generate(REQUEST)
+        with pytest.raises(RunError, match="no engine is left, and none could be started again: no memory"):
+            await scene.crew.watch()
+        with pytest.raises(EngineFailure, match="could not be started again"):
+            await engine.update_weights(WeightUpdate(1, "a", {}))
+        await engine.close()
+
+    play(body)
+
+
+def test_one_that_dies_young_again_and_again_is_given_up() -> None:
+    async def body() -> None:
+        scene = Scene()
+        engine = await scene.hire()
+        (nursery,) = scene.nurseries
+        for life in range(1, 5):
+            await soon(lambda life=life: len(nursery.born) == life or engine.lost)  # type: ignore[misc]
+            nursery.born[-1].kill() if not engine.lost else None
+        await soon(lambda: engine.lost)
+        assert "it died 4 times in a row, each time within 60 s" in str(scene.told[-1])
+        await engine.close()
+
+    play(body)
+
+
+def test_weights_are_still_between_a_push_and_the_next_step() -> None:
+    async def body() -> None:
+        stillness, seen = Stillness(), []
+
+        async def look() -> None:
+            async with stillness.still() as version:
+                seen.append(version)
+                await asyncio.sleep(0.02)
+                seen.append(version)
+
+        looking = asyncio.ensure_future(look())
+        async with stillness.changing():
+            await asyncio.sleep(0.01)
+        await asyncio.sleep(0.01)
+        assert not seen, "after a step the weights are nobody's until they were pushed"
+        stillness.settle(3)
+        await soon(lambda: bool(seen))
+        async with stillness.changing():
+            assert seen == [3, 3], "a step waits for whoever reads"
+        await looking
+
+    play(body)

@@ -1,5 +1,0 @@
-"""`python -m treadle.cli`: the same as the `treadle` command."""
-
-from treadle.cli.main import main
-
-main()

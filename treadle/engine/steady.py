@@ -1,0 +1,281 @@
+"""Engines that outlive their processes: one that dies is started again, under the same name.
+
+Owns the posts of one rollout's engines: who serves, who is being started again, and when that is given up. Knows no
+tokens: a request that lost its process is made again, and the noise of its session gives the same tokens once more.
+
+    generate, update_weights   wait for the successor, if no other engine serves; else they fail, and go elsewhere
+    tend                       one for each post: waits for the process's end, without a deadline; then for the next one
+                               (its launch deadline) and for its weights, by the next push or from whoever restores them
+
+Invariant: a successor serves nothing before it has the weights of the others. When the last post is given up, `watch`
+raises the cause.
+"""
+
+import asyncio
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import asdict
+from typing import Protocol, Self
+
+from treadle.engine.gate import Gate
+from treadle.engine.protocol import Engine, EngineGone, Forgetter, Mortal, Sleeper, WeightUpdate
+from treadle.engine.recovery import DEFAULT_PATIENCE, Patience, Recovery, print_recovery
+from treadle.engine.router import Router
+from treadle.errors import EngineFailure, RunError, TreadleError
+from treadle.types import Completion, Request, StopReason
+
+_ABORTED = Completion((), (), (), StopReason.ABORT)
+
+
+class Restore(Protocol):
+    """Gives an engine the weights of the others, as soon as that can be done; unless it is not `wanted` any more."""
+
+    async def __call__(self, engine: Engine, wanted: Callable[[], bool]) -> int | None:
+        """The version it has now; None: it was not wanted."""
+        ...
+
+
+class Crew:
+    """The engines of one rollout. Without `restore`, a successor has the model's weights, or waits for a push."""
+
+    def __init__(
+        self,
+        *,
+        restore: Restore | None = None,
+        patience: Patience = DEFAULT_PATIENCE,
+        report: Callable[[Recovery], None] = print_recovery,
+    ) -> None:
+        self.restore = restore
+        self.patience = patience
+        self._report = report
+        self._posts: list[SteadyEngine] = []
+        self._router: Router | None = None
+        self._note: Callable[[str, Mapping[str, object]], None] | None = None
+        self._end = asyncio.Event()
+        self._cause = ""
+
+    async def hire(self, name: str, start: Callable[[], Awaitable[Mortal]]) -> "SteadyEngine":
+        """An engine that `start` starts, now and whenever its process has died."""
+        post = SteadyEngine(name, await start(), start, self)
+        self._posts.append(post)
+        return post
+
+    async def attend(self, router: Router, note: Callable[[str, Mapping[str, object]], None]) -> Self:
+        """Let the router know when an engine is back, and note what happens."""
+        self._router, self._note = router, note
+        return self
+
+    async def watch(self) -> None:
+        """Wait until no engine is left, and raise why."""
+        await self._end.wait()
+        raise RunError(self._cause)
+
+    async def close(self) -> None:
+        """Restart nobody from now on. The engines themselves are the router's."""
+        for post in self._posts:
+            await post.rest()
+
+    async def dismiss(self) -> None:
+        """Close every engine; for when not all of them could be started."""
+        for post in self._posts:
+            await post.close()
+
+    def serves_without(self, post: "SteadyEngine") -> bool:
+        """Whether somebody else would serve a request now."""
+        return any(other.serves for other in self._posts if other is not post)
+
+    def tell(self, recovery: Recovery) -> None:
+        self._report(recovery)
+        if self._note is not None:
+            self._note("replica", asdict(recovery))
+
+    def vouch(self, name: str, version: int) -> None:
+        """An engine was proven to have these weights, without the router."""
+        if self._router is not None:
+            self._router.vouch(name, version)
+
+    def give_up(self, reason: str) -> None:
+        """A post stays empty. With the last one the rollout ends."""
+        if all(post.lost for post in self._posts):
+            self._cause = f"no engine is left, and none could be started again: {reason}"
+            self._end.set()
+
+
+class SteadyEngine:
+    """An `Engine` around those that hold its post in turn. Made by `Crew.hire`."""
+
+    def __init__(self, name: str, first: Mortal, start: Callable[[], Awaitable[Mortal]], crew: Crew) -> None:
+        self.name = name
+        self.version = first.version
+        self.lost = False
+        """Nobody will hold this post again."""
+        self._crew = crew
+        self._start = start
+        self._engine: Mortal | None = first
+        self._successor: Mortal | None = None
+        """Started, and without weights yet."""
+        self._arrived = asyncio.Event()
+        """There is an engine or a successor; or there will be none."""
+        self._gate = Gate()
+        self._paused = False
+        self._cause = ""
+        self._weighing = asyncio.Lock()
+        self._arrived.set()
+        self._tending = asyncio.ensure_future(self._tend(first))
+
+    @property
+    def serves(self) -> bool:
+        return self._engine is not None
+
+    async def generate(self, request: Request) -> Completion:
+        while True:
+            if self._gate.shut:
+                self._refuse()
+                if not await self._gate.admit(request.session):
+                    return _ABORTED
+            engine = self._engine
+            assert engine is not None, "the gate is open while there is one"
+            try:
+                return await engine.generate(request)
+            except EngineGone:
+                self._lose(engine)
+                self._refuse()
+
+    async def update_weights(self, update: WeightUpdate) -> str:
+        while True:
+            engine = self._engine or self._successor
+            if engine is None:
+                self._refuse()
+                await self._arrived.wait()
+                continue
+            try:
+                async with self._weighing:
+                    confirmed = await engine.update_weights(update)
+            except EngineGone:
+                self._lose(engine)
+                continue
+            if confirmed == update.checksum:
+                self._seat(engine, update.version)
+            return confirmed
+
+    async def abort(self, session: str | None = None) -> None:
+        self._gate.abort(session)
+        if self._engine is not None:
+            await self._engine.abort(session)
+
+    async def pause(self) -> None:
+        self._paused = True
+        if self._engine is not None:
+            await self._engine.pause()
+
+    async def resume(self) -> None:
+        self._paused = False
+        if self._engine is not None:
+            await self._engine.resume()
+
+    async def sleep(self, level: int = 1) -> None:
+        """Where the engine can."""
+        if isinstance(self._engine, Sleeper):
+            await self._engine.sleep(level)
+
+    def forget(self, session: str) -> None:
+        if isinstance(self._engine, Forgetter):
+            self._engine.forget(session)
+
+    async def health(self) -> None:
+        if self._engine is None:
+            raise EngineFailure(f"{self.name} is being started again: {self._cause}")
+        await self._engine.health()
+
+    async def rest(self) -> None:
+        """Do not come back from the next death."""
+        self._tending.cancel()
+        await asyncio.wait({self._tending})
+
+    async def close(self) -> None:
+        self._gate.close(f"{self.name} is closed")
+        await self.rest()
+        for engine in (self._engine, self._successor):
+            if engine is not None:
+                await engine.close()
+
+    def _refuse(self) -> None:
+        """Fail where waiting is no use: others serve meanwhile, or nobody comes any more."""
+        if self.lost:
+            raise EngineFailure(f"{self.name} could not be started again: {self._cause}")
+        if self._crew.serves_without(self):
+            raise EngineFailure(f"{self.name} is being started again: {self._cause}")
+
+    def _lose(self, engine: Mortal) -> None:
+        """This one is gone, as whoever called it noticed, or its tending did."""
+        if engine is self._engine or engine is self._successor:
+            self._engine = self._successor = None
+            self._arrived.clear()
+            self._gate.pause()
+
+    def _seat(self, engine: Mortal, version: int) -> None:
+        """This one has these weights, and serves from now on."""
+        self.version = version
+        if engine is self._successor:
+            self._engine, self._successor = engine, None
+            self._gate.resume()
+
+    async def _tend(self, engine: Mortal) -> None:
+        """Keep the post filled."""
+        clock, deaths, patience = asyncio.get_running_loop().time, 0, self._crew.patience
+        while True:
+            born = clock()
+            self._cause = await engine.gone()
+            died = clock()
+            self._lose(engine)
+            await engine.close()
+            deaths = deaths + 1 if died - born < patience.young_s else 1
+            try:
+                engine = await self._succeed(deaths)
+            except EngineFailure as failure:
+                self._crew.tell(Recovery(self.name, self._cause, None, clock() - died, str(failure)))
+                return self._give_up(str(failure))
+            self._crew.tell(Recovery(self.name, self._cause, self.name, clock() - died))
+
+    def _give_up(self, reason: str) -> None:
+        self.lost, self._cause = True, reason
+        self._gate.close(f"{self.name} could not be started again: {reason}")
+        self._arrived.set()
+        self._crew.give_up(reason)
+
+    async def _succeed(self, deaths: int) -> Mortal:
+        """A successor that serves, or EngineFailure: why there is none."""
+        patience = self._crew.patience
+        problem = f"it died {deaths} times in a row, each time within {patience.young_s:g} s"
+        for attempt in range(deaths, patience.attempts + 1):
+            try:
+                engine = await self._start()
+            except TreadleError as error:
+                problem = str(error)
+            else:
+                try:
+                    await self._equip(engine)
+                    return engine
+                except TreadleError as error:
+                    problem = str(error)
+                    self._lose(engine)
+                    await engine.close()
+                except BaseException:
+                    await asyncio.shield(engine.close())
+                    raise
+            await asyncio.sleep(patience.first_wait_s * 2 ** (attempt - 1))
+        raise EngineFailure(problem)
+
+    async def _equip(self, engine: Mortal) -> None:
+        """Let a successor begin: with weights that a push brings, or with restored ones."""
+        if self._paused:
+            await engine.pause()
+        self._successor = engine
+        self._arrived.set()
+        if self._crew.restore is None:
+            if engine.version == self.version:
+                self._seat(engine, engine.version)
+            return
+        version = await self._crew.restore(engine, lambda: self._successor is engine)
+        if version is not None and self._successor is engine:
+            self._seat(engine, version)
+            self._crew.vouch(self.name, version)
