@@ -18,7 +18,7 @@ test: check  ## everything above, then contract and integration tests with real 
 	$(BIN)/pytest tests/contract tests/integration -n auto
 
 test-cluster: $(CLUSTER_INSTALLED)  ## what needs vLLM and Ray, both real, in an environment of their own
-	$(CLUSTER)/bin/pytest tests/contract/test_vllm_engine.py tests/contract/test_weight_engines.py tests/integration/test_export_vllm.py
+	$(CLUSTER)/bin/pytest tests/contract/test_vllm_engine.py tests/contract/test_weight_engines.py tests/integration/test_*vllm*.py
 	OMP_NUM_THREADS=1 $(CLUSTER)/bin/pytest tests/contract/test_ray_*.py tests/integration/test_ray_*.py
 
 demo: $(INSTALLED)  ## an agent that learns to use a calculator: two minutes on two cores

@@ -138,7 +138,7 @@ class Start:
     def parts(self) -> dict[Part, list[int]]:
         """The processes of the run, by what they are."""
         found: dict[Part, list[int]] = {Part.DRIVER: [self.process.pid]}
-        for pid, words in _children(self.process.pid):
+        for pid, words in children(self.process.pid):
             for part, mark in _MARKS.items():
                 if mark in words:
                     found.setdefault(part, []).append(pid)
@@ -249,7 +249,8 @@ def count_steps(run_dir: Path) -> int:
         return 0  # there is no journal yet, or it is being made
 
 
-def _children(pid: int) -> Iterator[tuple[int, str]]:
+def children(pid: int) -> Iterator[tuple[int, str]]:
+    """The processes that a process started, and their command lines."""
     for tasks in Path(f"/proc/{pid}/task").glob("*/children"):
         for child in _read(tasks).split():
             yield int(child), _read(Path(f"/proc/{child}/cmdline")).replace("\0", " ")

@@ -231,6 +231,56 @@ def test_what_waits_can_be_aborted_and_a_paused_crew_gets_a_paused_successor() -
     play(body)
 
 
+def test_a_successor_that_dies_before_it_has_weights_is_succeeded() -> None:
+    async def body() -> None:
+        scene = Scene(restore=never)
+        engine = await scene.hire()
+        born = scene.nurseries[0].born
+        born[0].kill()
+        await soon(lambda: len(born) == 2)
+        await asyncio.sleep(0.01)
+        born[1].kill()
+        assert await engine.update_weights(WeightUpdate(5, "sum", {})) == "sum"
+        assert len(born) == 3 and (await engine.generate(REQUEST)).ids == (5,)
+        await engine.close()
+
+    play(body)
+
+
+def test_a_pause_ends_what_waits_for_a_successor() -> None:
+    async def body() -> None:
+        scene = Scene()
+        engine = await scene.hire()
+        scene.nurseries[0].door.clear()
+        scene.nurseries[0].born[0].kill()
+        asked = asyncio.ensure_future(engine.generate(REQUEST))
+        await asyncio.sleep(0.01)
+        await engine.pause()
+        assert (await asked).stop is StopReason.ABORT
+        await engine.close()
+
+    play(body)
+
+
+def test_whatever_goes_wrong_with_tending_nobody_waits_in_vain() -> None:
+    async def body() -> None:
+        scene = Scene()
+        engine = await scene.hire()
+
+        async def fail() -> str:
+            raise OSError("no more processes")
+
+        engine._start = fail  # type: ignore[assignment]
+        scene.nurseries[0].born[0].kill()
+        with pytest.raises(EngineFailure, match="OSError: no more processes"):
+            await engine.generate(REQUEST)
+        with pytest.raises(RunError, match="no more processes"):
+            await scene.crew.watch()
+        await engine.close()
+
+    play(body)
+
+
 def test_a_start_that_fails_is_tried_again_and_one_that_always_fails_ends_the_rollout() -> None:
     async def body() -> None:
         scene = Scene()

@@ -120,7 +120,7 @@ class SteadyEngine:
         self._cause = ""
         self._weighing = asyncio.Lock()
         self._arrived.set()
-        self._tending = asyncio.ensure_future(self._tend(first))
+        self._tending = asyncio.ensure_future(self._stay(first))
 
     @property
     def serves(self) -> bool:
@@ -164,6 +164,7 @@ class SteadyEngine:
 
     async def pause(self) -> None:
         self._paused = True
+        self._gate.abort()  # those that wait for a successor count as running
         if self._engine is not None:
             await self._engine.pause()
 
@@ -190,6 +191,8 @@ class SteadyEngine:
         """Do not come back from the next death."""
         self._tending.cancel()
         await asyncio.wait({self._tending})
+        if not self._tending.cancelled():
+            self._tending.exception()  # whoever waited has heard it
 
     async def close(self) -> None:
         self._gate.close(f"{self.name} is closed")
@@ -218,6 +221,14 @@ class SteadyEngine:
         if engine is self._successor:
             self._engine, self._successor = engine, None
             self._gate.resume()
+
+    async def _stay(self, first: Mortal) -> None:
+        """Tend the post; whatever goes wrong with that, nobody waits in vain."""
+        try:
+            await self._tend(first)
+        except Exception as error:
+            self._give_up(f"{type(error).__name__}: {error}")
+            raise
 
     async def _tend(self, engine: Mortal) -> None:
         """Keep the post filled."""
@@ -275,7 +286,16 @@ class SteadyEngine:
             if engine.version == self.version:
                 self._seat(engine, engine.version)
             return
-        version = await self._crew.restore(engine, lambda: self._successor is engine)
+        restoring = asyncio.ensure_future(self._crew.restore(engine, lambda: self._successor is engine))
+        dying = asyncio.ensure_future(engine.gone())
+        try:
+            await asyncio.wait({restoring, dying}, return_when=asyncio.FIRST_COMPLETED)
+            if not restoring.done():  # it may wait for a push, which may wait for the next successor
+                raise EngineGone(f"{self.name} died before it had weights: {dying.result()}")
+        finally:
+            restoring.cancel()
+            dying.cancel()
+        version = restoring.result()
         if version is not None and self._successor is engine:
             self._seat(engine, version)
             self._crew.vouch(self.name, version)
