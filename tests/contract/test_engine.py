@@ -123,7 +123,7 @@ async def open_apart() -> AsyncIterator[Engine]:
 @asynccontextmanager
 async def open_steady() -> AsyncIterator[Engine]:
     start = partial(EngineApart.create, start_native, name="steady-0", limits=LimitsConfig())
-    yield await Crew().hire("steady-0", start)
+    yield await Crew(1).hire("steady-0", start)
 
 
 STAGES = {

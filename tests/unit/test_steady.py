@@ -6,11 +6,13 @@ from typing import Any
 
 import pytest
 
+from treadle.cluster.apart import Apart
 from treadle.cluster.stillness import Stillness
 from treadle.engine.protocol import Engine, EngineGone, WeightUpdate
 from treadle.engine.recovery import Patience, Recovery
 from treadle.engine.steady import Crew, SteadyEngine
 from treadle.errors import EngineFailure, RunError
+from treadle.rollout.thread import LoopThread
 from treadle.types import Completion, Request, SamplingParams, StopReason
 
 PATIENCE = Patience(attempts=3, first_wait_s=0.001)
@@ -84,9 +86,9 @@ class Nursery:
 class Scene:
     """A crew of `count` engines whose weights nobody restores, unless `restore` does."""
 
-    def __init__(self, restore: Any = None) -> None:
+    def __init__(self, count: int = 1, restore: Any = None) -> None:
         self.told: list[Recovery] = []
-        self.crew = Crew(restore=restore, patience=PATIENCE, report=self.told.append)
+        self.crew = Crew(count, restore=restore, patience=PATIENCE, report=self.told.append)
         self.nurseries: list[Nursery] = []
 
     async def hire(self) -> SteadyEngine:
@@ -133,7 +135,7 @@ def test_a_request_of_the_only_engine_is_made_again_of_its_successor() -> None:
 
 def test_with_others_there_requests_fail_at_once_and_go_elsewhere() -> None:
     async def body() -> None:
-        scene = Scene()
+        scene = Scene(2)
         first, second = await scene.hire(), await scene.hire()
         scene.nurseries[0].door.clear()
         scene.nurseries[0].born[0].kill()
@@ -177,8 +179,9 @@ def test_where_nobody_restores_a_successor_does_not_serve_older_weights_than_wer
         await engine.update_weights(WeightUpdate(1, "sum", {}))
         scene.nurseries[0].born[0].kill()
         asked = asyncio.ensure_future(engine.generate(REQUEST))
-        await soon(lambda: bool(scene.told))
-        assert not asked.done()
+        await soon(lambda: len(scene.nurseries[0].born) == 2)
+        await asyncio.sleep(0.01)
+        assert not asked.done() and not scene.told
         await engine.update_weights(WeightUpdate(2, "sum", {}))
         assert (await asked).ids == (2,)
         await engine.close()
@@ -220,6 +223,8 @@ def test_what_waits_can_be_aborted_and_a_paused_crew_gets_a_paused_successor() -
         asked = asyncio.ensure_future(engine.generate(REQUEST))
         await asyncio.sleep(0.01)
         await engine.abort("another")
+        await asyncio.sleep(0.01)
+        assert not asked.done()
         await engine.abort(REQUEST.session)
         assert (await asked).stop is StopReason.ABORT
         await engine.pause()
@@ -245,6 +250,94 @@ def test_a_successor_that_dies_before_it_has_weights_is_succeeded() -> None:
         await engine.close()
 
     play(body)
+
+
+def test_an_engine_that_dies_while_it_is_told_something_is_no_failure() -> None:
+    async def body() -> None:
+        scene = Scene(restore=never)
+        engine = await scene.hire()
+        born = scene.nurseries[0].born
+
+        async def gone() -> None:
+            raise EngineGone("killed")
+
+        born[0].pause = born[0].abort = gone  # type: ignore[method-assign, assignment]
+        await engine.pause()
+        born[0].kill()
+        await soon(lambda: len(born) == 2)
+        await soon(lambda: born[1].paused)
+        await engine.resume()
+        assert not born[1].paused, "also where it has no weights yet"
+        await engine.close()
+
+    play(body)
+
+
+def test_whoever_waits_at_a_dead_post_leaves_when_another_serves() -> None:
+    async def body() -> None:
+        scene = Scene(2)
+        first, second = await scene.hire(), await scene.hire()
+        for nursery in scene.nurseries:
+            nursery.door.clear()
+            nursery.born[0].kill()
+        await soon(lambda: not first.serves and not second.serves)
+        asked = asyncio.ensure_future(first.generate(REQUEST))
+        await asyncio.sleep(0.01)
+        assert not asked.done()
+        scene.nurseries[1].door.set()
+        assert (await asked).stop is StopReason.ABORT
+        await first.close()
+        await second.close()
+
+    play(body)
+
+
+def test_weights_are_restored_from_a_run_on_another_loop() -> None:
+    """The step that waits meanwhile goes on by itself: nothing else happens on its loop."""
+
+    async def body() -> None:
+        stillness, given, release = Stillness(), [], asyncio.Event()
+        rollout = LoopThread("rollout")
+
+        async def give(engine: Any, version: int) -> None:
+            await release.wait()
+            await engine.update_weights(WeightUpdate(version, "sum", {}))
+            given.append(version)
+
+        nurseries: list[Nursery] = []
+
+        async def start() -> Frail:
+            if not nurseries:
+                nurseries.append(Nursery())
+            return await nurseries[0].start()
+
+        apart = Apart({"e-1": start}, stillness, give)
+        apart.crew._report = lambda recovery: None
+        (engine,) = await rollout.run(apart.start_all(shares_gpu=True, sleeps=False))
+        stillness.settle(4)
+        await rollout.run(_kill(nurseries[0].born[0]))
+        asked = asyncio.ensure_future(rollout.run(engine.generate(REQUEST)))
+        await soon(lambda: len(nurseries[0].born) == 2)
+        await asyncio.sleep(0.05)
+
+        async def step() -> None:
+            async with stillness.changing():
+                assert given == [4], "a step waits for whoever reads"
+
+        stepping = asyncio.ensure_future(step())
+        await asyncio.sleep(0.05)
+        assert not stepping.done()
+        release.set()
+        await stepping
+        assert (await asked).ids == (4,)
+        await rollout.run(engine.close())
+        rollout.stop(5)
+
+    play(body)
+
+
+async def _kill(engine: Frail) -> None:
+    engine.kill()
 
 
 def test_a_pause_ends_what_waits_for_a_successor() -> None:

@@ -11,13 +11,14 @@ Owns which device each part is on, and whether weights travel: not at all, by ha
 
 import asyncio
 import os
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
-from contextlib import asynccontextmanager, contextmanager, nullcontext
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
+from treadle.cluster.apart import Apart
 from treadle.cluster.machine import reward_gpus
 from treadle.cluster.networks import Networks, load_networks, trainer_devices
 from treadle.cluster.runtime import Runtime, push_timeout_s
@@ -30,13 +31,11 @@ from treadle.engine.apart import EngineApart
 from treadle.engine.gpus import visible_gpus
 from treadle.engine.native.engine import NativeEngine, choose_dtype
 from treadle.engine.protocol import Engine, Mortal
-from treadle.engine.steady import Crew
 from treadle.engine.vllm.engine import VLLMEngine, require_vllm
 from treadle.errors import ConfigError, Mistake
 from treadle.policy.precision import DTYPES
 from treadle.policy.single import SinglePolicy
 from treadle.rollout import Parts as RolloutParts
-from treadle.rollout.dispatch import first_error
 from treadle.weights.push import PushReport, Receiver, send
 from treadle.weights.route import Route
 from treadle.weights.sender import PolicySender, Transport
@@ -104,28 +103,21 @@ def _runtime(config: TrainConfig, networks: Networks, transport: Transport | Non
     dtype = choose_dtype(config.rollout, _engine_device(config))
     own = policy.module if isinstance(policy, SinglePolicy) and not apart and _same_format(config) else None
     sender = PolicySender(policy, dtype=dtype, transport=transport, shared=own is not None)
-    stillness = Stillness()
+    stillness, sending = Stillness(), asyncio.Lock()
 
     async def give(engine: Receiver, version: int) -> PushReport:
-        report = await send(sender, engine, version, timeout_s=push_timeout_s(config))
-        stillness.settle(version)
-        return report
-
-    async def restore(engine: Engine, wanted: Callable[[], bool]) -> int | None:
-        async with stillness.still() as version:
-            if not wanted():
-                return None
-            await send(sender, engine, version, timeout_s=config.rollout.limits.request_timeout_s)
-            return version
+        async with sending:  # the rollout's engines, validation's, and those that were started again: one at a time
+            return await send(sender, engine, version, timeout_s=push_timeout_s(config))
 
     gpus = reward_gpus(config)
-    if not apart:
+    if apart:
+        engines = Apart(_starts(config), stillness, give)
+        shares_gpu = config.rollout.nnodes == 0 and bool(config.trainer.n_gpus_per_node)
+        start = partial(engines.start_all, shares_gpu=shares_gpu, sleeps=config.rollout.free_cache_engine)
+        rollout = RolloutParts(engines=start, attend=engines.crew.attend, gpus=gpus)
+    else:
         rollout = RolloutParts(engines=partial(_start_here, config, config.model if own is None else own), gpus=gpus)
-        return Runtime(networks.step, rollout, give, _validation(config), networks.watch)
-    crew = Crew(restore=restore)
-    engines = partial(_start_crew, config, crew, stillness)
-    rollout = RolloutParts(engines=engines, attend=crew.attend, gpus=gpus)
-    return Runtime(networks.step, rollout, give, _validation(config), networks.watch, stillness.changing)
+    return Runtime(networks.step, rollout, give, _validation(config), networks.watch, stillness)
 
 
 def _same_format(config: TrainConfig) -> bool:
@@ -143,29 +135,10 @@ async def _start_here(config: TrainConfig, source: "ModelConfig | PreTrainedMode
     return [await NativeEngine.create(config.rollout, source, device=_engine_device(config))]
 
 
-async def _start_crew(config: TrainConfig, crew: Crew, stillness: Stillness) -> Sequence[Engine]:
-    """Engines in processes of their own, which are started again when they die."""
-    shared = config.rollout.nnodes == 0 and bool(config.trainer.n_gpus_per_node)
-    first = True
-
-    async def start(name: str, gpus: Sequence[int]) -> Mortal:
-        async with stillness.idle() if shared and not first else nullcontext():  # else the policy has the GPU to itself
-            return await _start_one(config, name, gpus)
-
-    seats = _seats(config)
-    names = [f"{config.rollout.name}-{at}" for at in range(len(seats))]
-    try:
-        with first_error():
-            async with asyncio.TaskGroup() as hiring:
-                hired = [
-                    hiring.create_task(crew.hire(name, partial(start, name, gpus)))
-                    for name, gpus in zip(names, seats, strict=True)
-                ]
-    except BaseException:
-        await crew.dismiss()
-        raise
-    first = False
-    return [task.result() for task in hired]
+def _starts(config: TrainConfig) -> dict[str, Callable[[], Coroutine[Any, Any, Mortal]]]:
+    """What starts each engine, by its name."""
+    named = {f"{config.rollout.name}-{at}": gpus for at, gpus in enumerate(_seats(config))}
+    return {name: partial(_start_one, config, name, gpus) for name, gpus in named.items()}
 
 
 async def _start_one(config: TrainConfig, name: str, gpus: Sequence[int]) -> Mortal:

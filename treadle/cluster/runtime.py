@@ -4,9 +4,9 @@ Every runtime (this process, Ray) gives the same record, so that everything else
 """
 
 from collections.abc import Awaitable, Callable
-from contextlib import AbstractAsyncContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
+from treadle.cluster.stillness import Stillness
 from treadle.config import TrainConfig
 from treadle.rollout import Parts as RolloutParts
 from treadle.trainer.step import StepParts
@@ -27,8 +27,8 @@ class Runtime:
     watch: Callable[[], Awaitable[None]] | None = None
     """Raises when a part dies that nobody happens to call, and else waits until cancelled; None: there is none."""
 
-    changing: Callable[[], AbstractAsyncContextManager[None]] = nullcontext
-    """Entered for as long as training changes the policy's weights."""
+    stillness: Stillness = field(default_factory=Stillness)
+    """Told when training changes the weights, and when the rollout has them."""
 
 
 def push_timeout_s(config: TrainConfig) -> float:

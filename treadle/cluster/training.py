@@ -41,6 +41,7 @@ from treadle.trainer.stop import Interrupted
 from treadle.trainer.terms import settings_digest
 from treadle.trainer.timeline import write_timeline
 from treadle.types import NOTHING
+from treadle.weights.push import PushReport, Receiver
 
 log = logging.getLogger(__name__)
 
@@ -137,7 +138,7 @@ async def _assembled(
             Parts(
                 step=runtime.step,
                 rollout=rollout,
-                push=partial(runtime.push, _Receiver(rollout, config.trainer.on_weight_update)),
+                push=partial(_push, runtime, _Receiver(rollout, config.trainer.on_weight_update)),
                 tasks=tasks,
                 validation_tasks=validation_tasks,
                 checkpoints=Checkpoints(run_dir, checkpoint=config.checkpoint, model=config.model),
@@ -153,8 +154,14 @@ async def _assembled(
 
 
 async def _train(runtime: Runtime, *arguments: Any) -> StepReport:
-    async with runtime.changing():
+    async with runtime.stillness.changing():
         return await train_in_thread(runtime.step, *arguments)
+
+
+async def _push(runtime: Runtime, receiver: Receiver, version: int) -> PushReport:
+    report = await runtime.push(receiver, version)
+    runtime.stillness.settle(version)
+    return report
 
 
 async def _start_rollout(

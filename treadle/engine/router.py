@@ -159,6 +159,8 @@ class Router:
         for replica in self._fleet.members:
             if replica.name == name:
                 self._fleet.confirm(replica, version)
+                if version != self._fleet.version:
+                    self._fleet.judge(replica)
 
     async def add(self, engine: Engine) -> None:
         """Let a replica take part at once."""

@@ -39,6 +39,7 @@ class Crew:
 
     def __init__(
         self,
+        size: int,
         *,
         restore: Restore | None = None,
         patience: Patience = DEFAULT_PATIENCE,
@@ -46,6 +47,7 @@ class Crew:
     ) -> None:
         self.restore = restore
         self.patience = patience
+        self._size = size
         self._report = report
         self._posts: list[SteadyEngine] = []
         self._router: Router | None = None
@@ -83,6 +85,12 @@ class Crew:
         """Whether somebody else would serve a request now."""
         return any(other.serves for other in self._posts if other is not post)
 
+    def relieve(self, post: "SteadyEngine") -> None:
+        """Somebody serves again: whoever waits at other posts need not wait there."""
+        for other in self._posts:
+            if other is not post and not other.serves:
+                other.send_away()
+
     def tell(self, recovery: Recovery) -> None:
         self._report(recovery)
         if self._note is not None:
@@ -95,7 +103,7 @@ class Crew:
 
     def give_up(self, reason: str) -> None:
         """A post stays empty. With the last one the rollout ends."""
-        if all(post.lost for post in self._posts):
+        if sum(post.lost for post in self._posts) == self._size:
             self._cause = f"no engine is left, and none could be started again: {reason}"
             self._end.set()
 
@@ -118,7 +126,6 @@ class SteadyEngine:
         self._gate = Gate()
         self._paused = False
         self._cause = ""
-        self._weighing = asyncio.Lock()
         self._arrived.set()
         self._tending = asyncio.ensure_future(self._stay(first))
 
@@ -148,8 +155,7 @@ class SteadyEngine:
                 await self._arrived.wait()
                 continue
             try:
-                async with self._weighing:
-                    confirmed = await engine.update_weights(update)
+                confirmed = await engine.update_weights(update)
             except EngineGone:
                 self._lose(engine)
                 continue
@@ -159,24 +165,33 @@ class SteadyEngine:
 
     async def abort(self, session: str | None = None) -> None:
         self._gate.abort(session)
-        if self._engine is not None:
-            await self._engine.abort(session)
+        await self._order(lambda engine: engine.abort(session))
 
     async def pause(self) -> None:
         self._paused = True
-        self._gate.abort()  # those that wait for a successor count as running
-        if self._engine is not None:
-            await self._engine.pause()
+        self.send_away()  # those that wait for a successor count as running
+        await self._order(lambda engine: engine.pause())
 
     async def resume(self) -> None:
         self._paused = False
-        if self._engine is not None:
-            await self._engine.resume()
+        await self._order(lambda engine: engine.resume())
 
     async def sleep(self, level: int = 1) -> None:
         """Where the engine can."""
-        if isinstance(self._engine, Sleeper):
-            await self._engine.sleep(level)
+        await self._order(lambda engine: engine.sleep(level) if isinstance(engine, Sleeper) else _nothing())
+
+    async def _order(self, call: Callable[[Mortal], Awaitable[None]]) -> None:
+        """Tell the engine, or its successor. One that is gone needs not be told; the next one is as it should be."""
+        engine = self._engine or self._successor
+        if engine is not None:
+            try:
+                await call(engine)
+            except EngineGone:
+                self._lose(engine)
+
+    def send_away(self) -> None:
+        """End what waits for a successor, with no tokens: sessions ask again."""
+        self._gate.abort()
 
     def forget(self, session: str) -> None:
         if isinstance(self._engine, Forgetter):
@@ -221,13 +236,14 @@ class SteadyEngine:
         if engine is self._successor:
             self._engine, self._successor = engine, None
             self._gate.resume()
+            self._crew.relieve(self)
 
     async def _stay(self, first: Mortal) -> None:
         """Tend the post; whatever goes wrong with that, nobody waits in vain."""
         try:
             await self._tend(first)
         except Exception as error:
-            self._give_up(f"{type(error).__name__}: {error}")
+            self._give_up(f"{type(error).__name__}: {error}", 0.0)
             raise
 
     async def _tend(self, engine: Mortal) -> None:
@@ -243,21 +259,25 @@ class SteadyEngine:
             try:
                 engine = await self._succeed(deaths)
             except EngineFailure as failure:
-                self._crew.tell(Recovery(self.name, self._cause, None, clock() - died, str(failure)))
-                return self._give_up(str(failure))
-            self._crew.tell(Recovery(self.name, self._cause, self.name, clock() - died))
+                return self._give_up(str(failure), clock() - died)
+            if self.serves:
+                self._crew.tell(Recovery(self.name, self._cause, self.name, clock() - died))
 
-    def _give_up(self, reason: str) -> None:
+    def _give_up(self, reason: str, seconds: float) -> None:
+        recovery = Recovery(self.name, self._cause, None, seconds, reason)
         self.lost, self._cause = True, reason
         self._gate.close(f"{self.name} could not be started again: {reason}")
         self._arrived.set()
         self._crew.give_up(reason)
+        self._crew.tell(recovery)
 
     async def _succeed(self, deaths: int) -> Mortal:
         """A successor that serves, or EngineFailure: why there is none."""
         patience = self._crew.patience
         problem = f"it died {deaths} times in a row, each time within {patience.young_s:g} s"
         for attempt in range(deaths, patience.attempts + 1):
+            if attempt > 1:
+                await asyncio.sleep(patience.first_wait_s * 2 ** (attempt - 2))
             try:
                 engine = await self._start()
             except TreadleError as error:
@@ -273,14 +293,15 @@ class SteadyEngine:
                 except BaseException:
                     await asyncio.shield(engine.close())
                     raise
-            await asyncio.sleep(patience.first_wait_s * 2 ** (attempt - 1))
         raise EngineFailure(problem)
 
     async def _equip(self, engine: Mortal) -> None:
         """Let a successor begin: with weights that a push brings, or with restored ones."""
+        self._successor = engine
         if self._paused:
             await engine.pause()
-        self._successor = engine
+            if not self._paused:  # a resume came meanwhile
+                await engine.resume()
         self._arrived.set()
         if self._crew.restore is None:
             if engine.version == self.version:
@@ -299,3 +320,7 @@ class SteadyEngine:
         if version is not None and self._successor is engine:
             self._seat(engine, version)
             self._crew.vouch(self.name, version)
+
+
+async def _nothing() -> None:
+    """What an engine does that cannot sleep."""

@@ -6,6 +6,7 @@ Waits: a call waits for every rank, until one fails; then a moment longer, to le
 Invariant: ranks that may be out of step are never called again.
 """
 
+import threading
 import traceback
 from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, wait
@@ -52,19 +53,27 @@ class RankHandles(Protocol):
 
 
 class Ranks:
-    """Calls all ranks at once. One call at a time. `key` is where `timeout_s` comes from, for whoever needs more."""
+    """Calls all ranks at once; a second thread waits for the first.
+
+    `key` is where `timeout_s` comes from, for whoever needs more.
+    """
 
     def __init__(self, handles: RankHandles, timeout_s: float, key: str = "trainer.rank_timeout_s") -> None:
         self._handles = handles
         self._timeout_s = timeout_s
         self._key = key
         self._broken: RunError | None = None
+        self._turn = threading.Lock()
 
     def __len__(self) -> int:
         return len(self._handles.names)
 
     def run(self, doing: str, function: Callable[..., Any], *args: Any) -> list[Any]:
         """What `function(rank, *args)` returned on each rank. `doing` says in errors what was under way."""
+        with self._turn:
+            return self._run(doing, function, *args)
+
+    def _run(self, doing: str, function: Callable[..., Any], *args: Any) -> list[Any]:
         if self._broken is not None:
             raise RunError(f"the policy's ranks cannot go on: {self._broken}") from self._broken
         futures = self._handles.submit(function, args)

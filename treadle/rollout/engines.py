@@ -39,7 +39,7 @@ async def start_engines(
     seats = [gpus[at : at + size] for at in range(0, len(gpus), size)]
     seats = seats or [()] * (max(1, rollout.nnodes) * rollout.replicas_per_node)
     limit = rollout.limits.launch_timeout_s
-    crew, engines = Crew(), list[Engine]()
+    crew, engines = Crew(len(seats)), list[Engine]()
     try:
         async with asyncio.timeout(limit):
             for at, seat in enumerate(seats):

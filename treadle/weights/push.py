@@ -54,7 +54,13 @@ class PushReport:
 async def send(sender: Sender, receiver: Receiver, version: int, *, timeout_s: float) -> PushReport:
     """Give `receiver` the weights that `sender` publishes as `version`."""
     began = time.perf_counter()
-    update = await sender.publish(version)
+    publishing = asyncio.ensure_future(sender.publish(version))
+    try:
+        update = await asyncio.shield(publishing)
+    except asyncio.CancelledError:
+        await asyncio.wait({publishing})  # it works in a thread, which cannot be stopped
+        await asyncio.shield(sender.retire(version))
+        raise
     ready = time.perf_counter()
     try:
         confirmed = await _deliver(update, receiver, timeout_s)

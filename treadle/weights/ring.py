@@ -11,13 +11,15 @@ import mmap
 import os
 import pickle
 import socket
+import struct
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 NAME_BYTES = 16
-_HANDLE_BYTES = 1 << 16
+_SIZE = struct.Struct("<I")
+"""Before every handle, as other messages follow it at once."""
 _ME = os.urandom(NAME_BYTES)
 """This process, to the rings it attaches to."""
 
@@ -53,7 +55,7 @@ class HostRing:
         return cls(descriptor, size, count)
 
     def send(self, connection: socket.socket, reader: bytes) -> None:
-        socket.send_fds(connection, [self._name], [self._descriptor])
+        socket.send_fds(connection, [_SIZE.pack(len(self._name)) + self._name], [self._descriptor])
 
     def settle(self) -> None:
         if torch.cuda.is_available():
@@ -79,7 +81,7 @@ class DeviceRing:
     def send(self, connection: socket.socket, reader: bytes) -> None:
         if reader != self._reader:  # a handle is for one process: torch counts who holds it
             self._reader, self._message = reader, self._share()
-        connection.sendall(self._message)
+        connection.sendall(_SIZE.pack(len(self._message)) + self._message)
 
     def _share(self) -> bytes:
         from torch.multiprocessing.reductions import reduce_tensor
@@ -101,9 +103,8 @@ class _Attached:
 def attach(connection: socket.socket, size: int, count: int) -> Ring:
     """The slots that the other end of `connection` sends."""
     connection.sendall(_ME)
-    message, descriptors, _, _ = socket.recv_fds(connection, _HANDLE_BYTES, 1)
-    if not message:
-        raise ConnectionError("the sender has gone")
+    head, descriptors, _, _ = socket.recv_fds(connection, _SIZE.size, 1)
+    message = _read(connection, _SIZE.unpack(head + _read(connection, _SIZE.size - len(head)))[0])
     if message == _Attached.message and _Attached.ring is not None:
         for descriptor in descriptors:
             os.close(descriptor)
@@ -115,6 +116,13 @@ def attach(connection: socket.socket, size: int, count: int) -> Ring:
         ring = DeviceRing(rebuild(*_here(arguments, identity)), size)
     _Attached.message, _Attached.ring = message, ring
     return ring
+
+
+def _read(connection: socket.socket, size: int) -> bytes:
+    found = connection.recv(size, socket.MSG_WAITALL) if size else b""
+    if len(found) < size:
+        raise ConnectionError("the sender has gone")
+    return found
 
 
 def _here(arguments: tuple[Any, ...], identity: str) -> tuple[Any, ...]:

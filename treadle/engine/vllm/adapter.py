@@ -11,6 +11,7 @@ Logprobs are those of the softmax of logits / temperature before top-k and top-p
 model runner at a temperature other than 0 and 1 they are taken after top-k and top-p.
 """
 
+import asyncio
 import dataclasses
 import inspect
 import itertools
@@ -68,6 +69,7 @@ class VLLMSampler:
         self._doorway: str | None = None
         self._in_place = False
         """Whether the workers know where the next weights are to be written."""
+        self._torn = False
 
     @classmethod
     async def start(cls, rollout: RolloutConfig, model: ModelConfig, directory: str) -> "VLLMSampler":
@@ -79,9 +81,10 @@ class VLLMSampler:
         if keyed:
             changes = {"logits_processors": [_KEYED], "logprobs_mode": "processed_logits"}
             config = AsyncEngineArgs(**arguments | changes).create_engine_config()
-        scheduling.install(config.scheduler_config)
+        packs = scheduling.install(config.scheduler_config)
         llm = AsyncLLM.from_vllm_config(config, disable_log_stats=arguments["disable_log_stats"])
-        scheduling.listen(llm.output_processor)
+        if packs:
+            scheduling.listen(llm.output_processor)
         await llm.init_weight_transfer_engine(WeightTransferInitRequest(init_info={}))
         await llm.collective_rpc("treadle_watch", args=(os.getpid(),))
         return cls(llm, keyed=keyed, room=rollout.sequence_length())
@@ -153,12 +156,23 @@ class VLLMSampler:
                 await self._llm.wake_up(["kv_cache"])
             await self._llm.resume_generation()
         except Exception as error:
+            await self._look_for_damage()
             raise _failure(error) from error
+        except asyncio.CancelledError:
+            self._torn = True  # how far it got, nobody knows
+            raise
         words = {word for word, _ in found}
         if len(words) > 1:
             raise EngineFailure(f"vLLM's workers hold different weights: {', '.join(sorted(words))}")
         self._in_place = all(ready for _, ready in found)
         return str(words.pop())
+
+    async def _look_for_damage(self) -> None:
+        """vLLM's loader cannot take up an update that broke off in the middle: then this process has to go."""
+        try:
+            self._torn = any(await self._llm.collective_rpc("treadle_is_torn"))
+        except Exception:  # noqa: BLE001 - whatever keeps it from answering
+            self._torn = True
 
     async def _pause(self) -> None:
         """What `pause_generation` does, but for the 20 ms it waits in the end: nothing of ours is being sampled."""
@@ -176,6 +190,8 @@ class VLLMSampler:
         await self._llm.resume_generation()
 
     async def check(self) -> None:
+        if self._torn:
+            raise EngineFailure("an update of the weights broke off in the middle")
         try:
             await self._llm.check_health()
         except EngineDeadError as error:

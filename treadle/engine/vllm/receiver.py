@@ -86,6 +86,8 @@ class Receiver(WeightTransferEngine):  # type: ignore[misc]
         super().__init__(*parts)
         self.kinds: dict[str, Kind] = {}
         self.arrived = ""
+        self.torn = False
+        """Whether vLLM's loader has got a part of the weights, and not the rest: it cannot begin again."""
         self.places: dict[str, Tensor] = {}
         """Where each tensor lies, if updates may be written there."""
         self._device = next(self.model.parameters()).device  # during an update they have none
@@ -128,12 +130,13 @@ class Receiver(WeightTransferEngine):  # type: ignore[misc]
         tally = Tally()
         self.kinds, self.arrived = {}, ""
         load(self._counted(tensors, tally))
-        self.arrived = tally.word()
+        self.arrived, self.torn = tally.word(), False
 
     def _counted(self, tensors: Mapping[str, Tensor], tally: Tally) -> Iterator[tuple[str, Tensor]]:
         """Each tensor as it arrives. A copy: the loader keeps it until its layer is whole, the transport does not."""
         for name, tensor in tensors.items():
             mine = tensor.to(self._device, copy=True)
+            self.torn = True
             tally.add(name, mine)
             self.kinds[name] = Kind(tuple(mine.shape), mine.dtype)
             yield name, mine
@@ -164,6 +167,10 @@ class WorkerExtension:
         if found and held == receiver.arrived and _stays_as_written(model):
             receiver.places = found
         return held, bool(receiver.places)
+
+    def treadle_is_torn(self) -> bool:
+        """Whether an update broke off in a way that only a new process mends."""
+        return self.weight_transfer_engine.torn
 
     def treadle_watch(self, server: int) -> None:
         """End this replica's processes when the server has gone, however it went."""

@@ -104,11 +104,12 @@ class PackingAsyncScheduler(_Packing, AsyncScheduler):  # type: ignore[misc]
 _OURS = {Scheduler: PackingScheduler, AsyncScheduler: PackingAsyncScheduler}
 
 
-def install(scheduling: Any) -> None:
-    """Have vLLM's config name our scheduler in place of its own; one that somebody else chose stays."""
+def install(scheduling: Any) -> bool:
+    """Have vLLM's config name our scheduler in place of its own; False: somebody else chose one, and it stays."""
     ours = _OURS.get(scheduling.get_scheduler_cls())
     if ours is not None:
         scheduling.scheduler_cls = f"{ours.__module__}.{ours.__qualname__}"
+    return ours is not None
 
 
 def listen(front: Any) -> None:

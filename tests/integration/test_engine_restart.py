@@ -1,0 +1,49 @@
+"""Engines that are killed while a run of one machine uses them: it comes to the same weights as undisturbed."""
+
+import os
+import signal
+import time
+from pathlib import Path
+from random import Random
+
+import pytest
+
+from tests.chaos import Part, Start, command, tiny_run
+from treadle.journal import JournalReader
+
+STEPS = 6
+WORDS = (*tiny_run(STEPS), "rollout.nnodes=1", "rollout.multi_turn.tools=tests.chaos:calculate")
+
+
+def train(run_dir: Path, kills: int, *words: str) -> tuple[dict[int, str], list[str]]:
+    """The checksum of each version, and who was started again. Sessions are slow, so that kills find them open."""
+    rng = Random(5)
+    with Start(run_dir, *WORDS, *words) as start:
+        for kill in range(kills):
+            assert start.wait_for(f"step {kill}", lambda kill=kill: start.steps > kill), start.said()
+            time.sleep(rng.uniform(0.0, 0.7))
+            engines = start.parts().get(Part.ENGINE)
+            if engines:  # else it is being started again
+                os.kill(engines[0], signal.SIGKILL)
+        assert start.end() == 0, start.said()
+    with JournalReader.open(run_dir) as reader:
+        sums = {event.fields["version"]: event.fields["checksum"] for event in reader.events(kind="weights")}
+        return sums, [event.fields["successor"] for event in reader.events(kind="replica")]
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> dict[int, str]:
+    sums, again = train(tmp_path_factory.mktemp("undisturbed"), 0)
+    assert not again
+    return sums
+
+
+@pytest.mark.parametrize(("engines", "kills"), [(1, 3), (2, 1)])
+def test_a_run_whose_engines_are_killed_comes_to_the_same_weights(
+    tmp_path: Path, undisturbed: dict[int, str], engines: int, kills: int
+) -> None:
+    sums, again = train(tmp_path, kills, f"rollout.replicas_per_node={engines}")
+    assert sums == undisturbed and set(sums) == set(range(1, STEPS + 1))
+    assert again and set(again) == {"native-0"}
+    audited = command("audit", tmp_path)
+    assert audited.returncode == 0 and "none skipped, none trained twice" in audited.stdout
