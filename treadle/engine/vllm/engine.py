@@ -62,6 +62,8 @@ class VLLMEngine:
         self._open: dict[int, asyncio.Future[Any]] = {}
         self._sessions: dict[int, str] = {}
         self._asleep = False
+        self._closed = False
+        """By us: then the link's end is no death."""
         self._death: str | None = None
         self._reading = asyncio.ensure_future(self._read())
 
@@ -201,6 +203,7 @@ class VLLMEngine:
     async def close(self) -> None:
         if not self._gate.close(f"engine {self.name} is closed"):
             return
+        self._closed = True
         try:
             async with asyncio.timeout(self._rollout.limits.close_timeout_s / 2):
                 await self._abort_running()
@@ -218,13 +221,14 @@ class VLLMEngine:
     async def _ask(self, kind: Kind, number: int, body: bytes) -> Any:
         """Send a frame and wait for what comes back; the caller's deadline applies. Cancelling withdraws it."""
         if self._death:
-            raise EngineGone(self._death)
+            raise self._ended()
         future = self._open[number] = asyncio.get_running_loop().create_future()
         try:
             self._link.send(kind, number, body)
             return await future
         except LinkClosed:
-            raise EngineFailure(f"engine {self.name} is closed") from None
+            await asyncio.shield(self._reading)
+            raise self._ended() from None
         except asyncio.CancelledError:
             self._withdraw(number)
             raise
@@ -244,10 +248,15 @@ class VLLMEngine:
                 self._settle(*await self._link.receive())
         except LinkClosed:
             closed = f"engine {self.name} is closed"
-            self._death = closed if self._link.closing else await self._server.obituary()
+            self._death = closed if self._closed else await self._server.obituary()
         for future in self._open.values():
             if not future.done():
-                future.set_exception(EngineGone(self._death))
+                future.set_exception(self._ended())
+
+    def _ended(self) -> EngineFailure:
+        """What is told to whoever asks after the end."""
+        assert self._death is not None
+        return EngineFailure(self._death) if self._closed else EngineGone(self._death)
 
     def _settle(self, kind: Kind, number: int, body: bytes) -> None:
         future = self._open.get(number)

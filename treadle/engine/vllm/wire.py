@@ -139,11 +139,6 @@ class Link:
         """Reach the server that listens at `path`."""
         return cls(*await asyncio.open_unix_connection(path, limit=_PART))
 
-    @property
-    def closing(self) -> bool:
-        """Whether this end closed it."""
-        return self._writer.is_closing()
-
     def send(self, kind: Kind, number: int, body: bytes = b"") -> None:
         if self._writer.is_closing():
             raise LinkClosed
