@@ -2,9 +2,10 @@
 
     PYTHONPATH=. python bench/chaos.py --cycles 50 --seed 0
 
-Each cycle starts `treadle train calculator` in fully_async, kills a random part of it (the driver, an engine, an agent
-worker, a reward worker) at a random moment with SIGKILL, and checks that nothing is left running. After the last one
-`treadle audit` must find no task skipped and none trained twice, and `treadle replay` the weights of every step again.
+Each cycle starts `treadle train calculator` in fully_async, kills a random part of it (the driver, an engine, that of
+validation, an agent worker, a reward worker) at a random moment with SIGKILL, and checks that nothing is left running.
+After the last one `treadle audit` must find no task skipped and none trained twice, and `treadle replay` the weights of
+every step again.
 """
 
 import argparse

@@ -6,10 +6,22 @@ a shell has it ignored in what it starts in the background, and children inherit
 
 import os
 import signal
+from collections.abc import Iterator
 
+import pytest
 from hypothesis import settings
+
+from tests.loop import Loop
 
 settings.register_profile("here", deadline=None)
 settings.register_profile("ci", deadline=None, derandomize=True)
 settings.load_profile("ci" if os.environ.get("CI") else "here")
 signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+@pytest.fixture(scope="module")
+def loop() -> Iterator[Loop]:
+    """For engines that outlive a test."""
+    made = Loop()
+    yield made
+    made.close()

@@ -28,3 +28,13 @@ class Halting(Mapping[str, Any]):
             if number == 1:
                 self._flag.touch()
                 time.sleep(60)
+
+
+class Tearing(Halting):
+    """A parcel that breaks where the other one stops."""
+
+    def items(self) -> Any:
+        for number, pair in enumerate(self._parcel.items()):
+            yield pair
+            if number == 1:
+                raise ConnectionError("torn")

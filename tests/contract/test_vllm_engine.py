@@ -26,11 +26,12 @@ from transformers import GPT2Config, GPT2LMHeadModel
 
 from tests.contract import test_engine as contract
 from tests.contract.test_engine import Stage
+from tests.halting import Tearing
 from tests.letters import STOP, ask, decode
 from treadle.config import ModelConfig, RolloutConfig
 from treadle.config.rollout import LimitsConfig
 from treadle.engine.native.engine import NativeEngine
-from treadle.engine.protocol import Engine, WeightUpdate
+from treadle.engine.protocol import Engine, EngineGone, WeightUpdate
 from treadle.engine.vllm.engine import VLLMEngine
 from treadle.engine.vllm.process import ServerProcess
 from treadle.errors import ConfigError, DeadlineError, EngineFailure, RequestRefused, RunError
@@ -75,13 +76,6 @@ class Weights:
 
     def tensors(self) -> dict[str, torch.Tensor]:
         return {name: parameter.detach() for name, parameter in self.module.named_parameters()}
-
-
-@pytest.fixture(scope="module")
-def loop() -> Iterator[Loop]:
-    made = Loop()
-    yield made
-    made.close()
 
 
 @pytest.fixture(scope="module")
@@ -390,6 +384,23 @@ def test_the_launch_deadline_is_kept(directory: Path) -> None:
     rollout = RolloutConfig(name="vllm", limits=LimitsConfig(launch_timeout_s=0.5, close_timeout_s=1))
     with pytest.raises(DeadlineError, match=r"did not start within rollout\.limits\.launch_timeout_s = 0\.5"):
         asyncio.run(VLLMEngine.create(rollout, ModelConfig(path=str(directory))))
+
+
+def test_a_server_whose_weights_are_torn_ends_so_that_another_can_take_its_place(loop: Loop, tmp_path: Path) -> None:
+    """vLLM's loader cannot begin again: what it has of a layer would count for the next update."""
+    rollout = RolloutConfig(name="vllm", prompt_length=32, response_length=32, max_num_seqs=4, limits=LIMITS)
+    model = ModelConfig(path="treadle/tiny-calculator")
+    module = load_causal_model(model, dtype=torch.float32, device=torch.device("cpu"))
+
+    async def body() -> None:
+        engine = await VLLMEngine.create(rollout, model)
+        torn = Tearing({name: weight.detach() for name, weight in module.named_parameters()}, tmp_path / "flag")
+        with pytest.raises(EngineGone):
+            await engine.update_weights(WeightUpdate(1, "checksum", torn))
+        assert "with status 1" in await engine.gone()
+        await engine.close()
+
+    loop.run(body())
 
 
 def test_a_killed_server_fails_its_requests_at_once_and_leaves_nobody(loop: Loop, calculator: VLLMEngine) -> None:

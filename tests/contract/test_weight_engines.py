@@ -103,13 +103,6 @@ class Victim(EngineApart):
         return await super().update_weights(replace(update, tensors=Halting(update.tensors, self.flag)))
 
 
-@pytest.fixture(scope="module")
-def loop() -> Iterator[Loop]:
-    made = Loop()
-    yield made
-    made.close()
-
-
 @pytest.fixture(scope="module", params=ENGINES)
 def engine(loop: Loop, request: pytest.FixtureRequest) -> Iterator[Engine]:
     if request.param == "vllm" and find_spec("vllm") is None:

@@ -69,13 +69,6 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> ModelConfig:
 
 
 @pytest.fixture(scope="module")
-def loop() -> Iterator[Loop]:
-    made = Loop()
-    yield made
-    made.close()
-
-
-@pytest.fixture(scope="module")
 def engine(loop: Loop, model: ModelConfig) -> Iterator[VLLMEngine]:
     rollout = RolloutConfig(
         name="vllm",

@@ -16,7 +16,7 @@ STEPS = 30
 WORDS = (*tiny_run(STEPS), "rollout.name=vllm")
 
 
-def test_a_killed_server_comes_back_with_the_current_weights(tmp_path: Path) -> None:
+def test_a_killed_server_comes_back_and_the_run_goes_on(tmp_path: Path) -> None:
     with Start(tmp_path, *WORDS) as start:
         assert start.wait_for("a step", lambda: start.steps >= 2), start.said()
         (server,) = [pid for pid, words in children(start.process.pid) if "treadle.engine.vllm.server" in words]

@@ -1,4 +1,5 @@
 import asyncio
+import time
 
 import pytest
 import torch
@@ -68,3 +69,25 @@ def test_other_weights_end_the_run_naming_both_checksums(policy: SinglePolicy) -
 def test_an_engine_that_does_not_answer_is_named(policy: SinglePolicy) -> None:
     with pytest.raises(DeadlineError, match=r"replica-0 did not confirm the weights of version 2 within 0\.05 s"):
         asyncio.run(send(PolicySender(policy), Receiver(hang=True), 2, timeout_s=0.05))
+
+
+def test_a_push_that_is_cancelled_while_it_is_prepared_is_taken_back_all_the_same(policy: SinglePolicy) -> None:
+    retired = []
+
+    class Slow(PolicySender):
+        async def publish(self, version: int) -> WeightUpdate:
+            await asyncio.to_thread(time.sleep, 0.05)
+            return WeightUpdate(version, "", {})
+
+        async def retire(self, version: int) -> None:
+            retired.append(version)
+
+    async def main() -> None:
+        pushing = asyncio.ensure_future(send(Slow(policy), Receiver(), 4, timeout_s=5))
+        await asyncio.sleep(0.01)
+        pushing.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await pushing
+
+    asyncio.run(main())
+    assert retired == [4]

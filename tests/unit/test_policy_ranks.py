@@ -1,5 +1,5 @@
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from threading import Timer
 from typing import Any
 
@@ -146,3 +146,19 @@ def _mistake() -> ConfigError:
     from treadle.errors import Mistake
 
     return ConfigError([Mistake("actor.ppo_max_token_len_per_gpu", "too small")])
+
+
+def test_a_second_thread_waits_for_its_turn() -> None:
+    """Two calls at once could reach two ranks in different orders, and each would wait for the other for ever."""
+    running, most = [], []
+
+    def works(future: Future[Any]) -> None:
+        running.append(future)
+        most.append(len(running))
+        Timer(0.02, lambda: (running.remove(future), future.set_result(None))).start()
+
+    ranks = Ranks(Handles(works, answers(None)), 5)
+    with ThreadPoolExecutor(4) as pool:
+        for done in [pool.submit(ranks.run, "work", nothing) for _ in range(4)]:
+            done.result()
+    assert max(most) == 1

@@ -388,3 +388,16 @@ def test_half_of_all_requests_failing_still_gives_every_answer_in_the_end() -> N
         assert {state.in_flight for state in door.snapshot()} == {0}
 
     virtual_time.run(main())
+
+
+def test_a_replica_that_somebody_vouches_for_serves_only_the_weights_of_the_others() -> None:
+    async def main() -> None:
+        door = router(replica("a"), replica("b"))
+        await door.update_weights(WeightUpdate(1, "checksum", {}))
+        door.vouch("a", 2)
+        assert healthy(door) == {"a": False, "b": True}
+        door.vouch("a", 1)
+        await door.health()
+        assert healthy(door) == {"a": True, "b": True}
+
+    virtual_time.run(main())

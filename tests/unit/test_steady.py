@@ -236,6 +236,39 @@ def test_what_waits_can_be_aborted_and_a_paused_crew_gets_a_paused_successor() -
     play(body)
 
 
+def test_a_successor_that_is_paused_while_the_crew_resumes_is_resumed_too() -> None:
+    async def body() -> None:
+        scene = Scene()
+        engine = await scene.hire()
+        (nursery,) = scene.nurseries
+        nursery.door.clear()
+        nursery.born[0].kill()
+        await engine.pause()
+        pausing, paused = asyncio.Event(), asyncio.Event()
+
+        class Slow(Frail):
+            async def pause(self) -> None:
+                pausing.set()
+                await paused.wait()
+                self.paused = True
+
+        successor = Slow()
+
+        async def start() -> Frail:
+            return successor
+
+        engine._start = start
+        nursery.door.set()
+        await pausing.wait()
+        await engine.resume()
+        paused.set()
+        await soon(lambda: bool(scene.told))
+        assert not successor.paused
+        await engine.close()
+
+    play(body)
+
+
 def test_a_successor_that_dies_before_it_has_weights_is_succeeded() -> None:
     async def body() -> None:
         scene = Scene(restore=never)
@@ -430,5 +463,33 @@ def test_weights_are_still_between_a_push_and_the_next_step() -> None:
         async with stillness.changing():
             assert seen == [3, 3], "a step waits for whoever reads"
         await looking
+
+    play(body)
+
+
+def test_a_step_that_came_first_leaves_nothing_to_read_until_it_is_pushed() -> None:
+    async def body() -> None:
+        stillness, seen = Stillness(), []
+        stillness.settle(3)
+
+        async def step() -> None:
+            async with stillness.changing():
+                pass
+
+        async def look() -> None:
+            async with stillness.still() as version:
+                seen.append(version)
+
+        async with stillness.idle():
+            stepping = asyncio.ensure_future(step())
+            await asyncio.sleep(0)
+            looking = asyncio.ensure_future(look())
+            await asyncio.sleep(0)
+        await stepping
+        await asyncio.sleep(0.01)
+        assert not seen
+        stillness.settle(4)
+        await looking
+        assert seen == [4]
 
     play(body)

@@ -1,6 +1,7 @@
 """What travels between processes: described, divided, cast."""
 
 import pickle
+import socket
 from collections.abc import Iterator
 
 import pytest
@@ -9,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
+from treadle.weights import ring
 from treadle.weights.parcel import Cast, Parcel, Spec, describe, divide
 
 TENSORS = {
@@ -55,8 +57,33 @@ def test_buckets_hold_every_tensor_once_and_no_more_than_they_may(sizes: list[in
         assert all(end <= after for end, after in zip(ends, (*part.offsets[1:], part.num_bytes), strict=True))
 
 
+def test_a_bucket_lies_at_the_front_of_memory_of_any_size() -> None:
+    (bucket,) = divide(describe(TENSORS), 1 << 10)
+    memory = torch.zeros(bucket.num_bytes + 3, dtype=torch.uint8)
+    bucket.fill(memory, TENSORS)
+    assert all(torch.equal(view, TENSORS[name]) for name, view in bucket.views(memory))
+
+
 def test_casting_leaves_whole_numbers_alone_and_says_the_same_before_as_after() -> None:
     cast = Cast(TENSORS, torch.bfloat16)
     assert cast["a"].dtype is torch.bfloat16 and cast["b"].dtype is torch.int64
     assert cast.specs() == describe(dict(cast.items()))
     assert Cast(TENSORS, None).specs() == describe(TENSORS)
+
+
+def test_what_follows_the_handle_of_a_gpu_at_once_is_not_swallowed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sent by the ring of a GPU, read by its reader: with memory of the host in the place of the GPU's."""
+    monkeypatch.setattr(ring, "_identity", lambda device: "gpu")
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    sent = ring.DeviceRing(torch.zeros(8, dtype=torch.uint8), 4)
+    sent._reader, sent._message = b"me", pickle.dumps(("gpu", make_zeros, tuple(range(8))))
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        sent.send(theirs, b"me")
+        theirs.sendall(b"number 0")
+        found = ring.attach(ours, 4, 2)
+        assert len(found.slots) == 2 and ours.recv(8) == b"number 0"
+
+
+def make_zeros(*_: object) -> torch.Tensor:
+    return torch.zeros(8, dtype=torch.uint8)

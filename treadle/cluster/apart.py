@@ -8,7 +8,7 @@ end; a start on the policy's own GPU waits until no step trains, and a step wait
 """
 
 import asyncio
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
@@ -20,6 +20,9 @@ from treadle.rollout.dispatch import first_error
 from treadle.weights.push import Receiver
 
 T = TypeVar("T")
+
+Start = Callable[[], Coroutine[Any, Any, Mortal]]
+"""Starts an engine, on the rollout's loop."""
 
 Give = Callable[[Receiver, int], Awaitable[object]]
 """Pushes the policy's weights, as a version; on the run's loop."""
@@ -48,7 +51,7 @@ class _Distant:
 class Apart:
     """Made on the run's loop; `start_all` is called on the rollout's."""
 
-    def __init__(self, starts: dict[str, Callable[[], Coroutine[Any, Any, Mortal]]], stillness: Stillness, give: Give):
+    def __init__(self, starts: Mapping[str, Start], stillness: Stillness, give: Give):
         """`starts` starts each engine, by its name."""
         self._starts = starts
         self._stillness = stillness
@@ -60,7 +63,7 @@ class Apart:
         """Every engine. One that `shares_gpu` with the policy starts again between two steps, and then `sleeps`."""
         first = True
 
-        async def start(once: Callable[[], Coroutine[Any, Any, Mortal]]) -> Mortal:
+        async def start(once: Start) -> Mortal:
             if first or not shares_gpu:
                 return await once()
             return await across(self._home, self._start_idle(asyncio.get_running_loop(), once, sleeps))
@@ -78,9 +81,7 @@ class Apart:
         first = False
         return [task.result() for task in hired]
 
-    async def _start_idle(
-        self, there: asyncio.AbstractEventLoop, once: Callable[[], Coroutine[Any, Any, Mortal]], sleeps: bool
-    ) -> Mortal:
+    async def _start_idle(self, there: asyncio.AbstractEventLoop, once: Start, sleeps: bool) -> Mortal:
         async def start() -> Mortal:
             engine = await once()
             if sleeps and isinstance(engine, Sleeper):

@@ -11,14 +11,14 @@ Owns which device each part is on, and whether weights travel: not at all, by ha
 
 import asyncio
 import os
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
-from treadle.cluster.apart import Apart
+from treadle.cluster.apart import Apart, Start
 from treadle.cluster.machine import reward_gpus
 from treadle.cluster.networks import Networks, load_networks, trainer_devices
 from treadle.cluster.runtime import Runtime, push_timeout_s
@@ -135,7 +135,7 @@ async def _start_here(config: TrainConfig, source: "ModelConfig | PreTrainedMode
     return [await NativeEngine.create(config.rollout, source, device=_engine_device(config))]
 
 
-def _starts(config: TrainConfig) -> dict[str, Callable[[], Coroutine[Any, Any, Mortal]]]:
+def _starts(config: TrainConfig) -> dict[str, Start]:
     """What starts each engine, by its name."""
     named = {f"{config.rollout.name}-{at}": gpus for at, gpus in enumerate(_seats(config))}
     return {name: partial(_start_one, config, name, gpus) for name, gpus in named.items()}

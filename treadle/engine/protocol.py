@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
 from treadle.errors import EngineFailure
-from treadle.types import Completion, Request
+from treadle.types import Completion, Request, StopReason
 
 Encode = Callable[[str], Sequence[int]]
 """Text to ids, with no special tokens added."""
@@ -37,6 +37,10 @@ class WeightUpdate:
     """By their Hugging Face names. In one process a dict; to another process a map that can be pickled and opens where
     it is read. Read `items()` through, once: a tensor may be valid only until the next one is taken. Empty: the engine
     holds the sender's own module."""
+
+
+ABORTED = Completion((), (), (), StopReason.ABORT)
+"""The answer to a request that ended before it had a token."""
 
 
 class EngineGone(EngineFailure):

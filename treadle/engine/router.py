@@ -19,13 +19,12 @@ from treadle.config.rollout import FailureConfig, LimitsConfig
 from treadle.engine.fleet import Fleet, Routing
 from treadle.engine.gate import Gate
 from treadle.engine.interrupt import Flight, Flights, Interrupted
-from treadle.engine.protocol import Engine, Forgetter, Sleeper, WeightUpdate
+from treadle.engine.protocol import ABORTED, Engine, Forgetter, Sleeper, WeightUpdate
 from treadle.engine.replica import FlightState, Replica, ReplicaState
 from treadle.errors import DeadlineError, EngineFailure, RequestRefused
-from treadle.types import Completion, Request, StopReason
+from treadle.types import Completion, Request
 
 DEFAULT_ROUTING = Routing()
-_ABORTED = Completion((), (), (), StopReason.ABORT)
 
 
 class Router:
@@ -66,7 +65,7 @@ class Router:
         attempts_left = self._failures.request_retries + 1
         while True:
             if self._gate.shut and not await self._admit(session):
-                return _ABORTED
+                return ABORTED
             if self._fleet.next_probe <= now:
                 self._fleet.probe_due(now)
             replica = self._pick(session, failed)

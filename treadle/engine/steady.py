@@ -17,13 +17,11 @@ from dataclasses import asdict
 from typing import Protocol, Self
 
 from treadle.engine.gate import Gate
-from treadle.engine.protocol import Engine, EngineGone, Forgetter, Mortal, Sleeper, WeightUpdate
+from treadle.engine.protocol import ABORTED, Engine, EngineGone, Forgetter, Mortal, Sleeper, WeightUpdate
 from treadle.engine.recovery import DEFAULT_PATIENCE, Patience, Recovery, print_recovery
 from treadle.engine.router import Router
 from treadle.errors import EngineFailure, RunError, TreadleError
-from treadle.types import Completion, Request, StopReason
-
-_ABORTED = Completion((), (), (), StopReason.ABORT)
+from treadle.types import Completion, Request
 
 
 class Restore(Protocol):
@@ -138,7 +136,7 @@ class SteadyEngine:
             if self._gate.shut:
                 self._refuse()
                 if not await self._gate.admit(request.session):
-                    return _ABORTED
+                    return ABORTED
             engine = self._engine
             assert engine is not None, "the gate is open while there is one"
             try:

@@ -22,11 +22,9 @@ from treadle.cluster.ray.roster import Roster
 from treadle.cluster.ray.seat import Seat
 from treadle.config import RolloutConfig
 from treadle.engine.channel import ChannelClosed
-from treadle.engine.protocol import EngineGone, WeightUpdate
+from treadle.engine.protocol import ABORTED, EngineGone, WeightUpdate
 from treadle.errors import EngineFailure, TreadleError
-from treadle.types import Completion, Request, StopReason
-
-_ABORTED = Completion((), (), (), StopReason.ABORT)
+from treadle.types import Completion, Request
 
 
 class RemoteReplica:
@@ -72,7 +70,7 @@ class RemoteReplica:
         except ChannelClosed:
             if number not in self._saved:
                 raise await self._lost(request.session) from None
-            last = _ABORTED
+            last = ABORTED
         finally:
             saved = self._saved.pop(number, ())
         return _join(saved, last, self.name) if saved else last

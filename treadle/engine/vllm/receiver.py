@@ -5,8 +5,8 @@ pickled), gives every tensor to vLLM's loader, and sums up bit for bit what it g
 loaded parameters back. Knows no transport. vLLM has transports of its own for CUDA IPC and NCCL; they prove nothing of
 what arrived, and one of them needs Ray to import, so all parcels come this way.
 
-What is proven: that of the parameters themselves, put back together from vLLM's fused ones, where that can be done: one
-worker, known fusions, no repacking. Where it cannot, the tensors are summed up on their way to vLLM's loader.
+What is proven is the checksum of the parameters themselves, put back together from vLLM's fused ones, where that can be
+done: one worker, known fusions, no repacking. Where it cannot, it is that of the tensors on their way to the loader.
 
 The loader takes its time: it rebuilds every layer. Once it has shown where each tensor ends up, and that nothing else
 is made of it there, later updates are written straight to these places, and proven by reading them back.
