@@ -1,8 +1,10 @@
-"""Weights to other processes of the same machine, through slots of shared memory.
+"""Weights to other processes of the same machine: through slots of shared memory, or read where they lie on a GPU.
 
 Owns a socket that a parcel leads to. Whoever opens a parcel connects, gets the slots of a ring of its own, and reads
 bucket after bucket; the sender fills the slots in turn, and fills one again only when the reader is done with it. So
 memory is bounded by the ring, readers do not wait for each other, and one that dies is noticed by its socket.
+
+On a GPU that both sides are on, a policy whose weights have the right number format already is read in place: `direct`.
 
 Who waits for whom: a reader waits for the next bucket, the sender for a slot to be free; both for `timeout_s` at most.
 `retire` waits until every reader is done or gone.
@@ -13,14 +15,16 @@ import struct
 import tempfile
 import threading
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from treadle.errors import EngineFailure
+from treadle.weights.direct import Shares, open_shares
 from treadle.weights.parcel import DEVICE_BUCKET_BYTES, Cast, Parcel, Spec
-from treadle.weights.ring import NAME_BYTES, DeviceRing, HostRing, Ring, attach
+from treadle.weights.ring import NAME_BYTES, DeviceRing, HostRing, Ring, attach, introduce, read_exactly
 
 SLOTS = 2
 HOST_BUCKET_BYTES = 4 << 20
@@ -42,10 +46,12 @@ class LocalTransport:
         self._bucket_bytes = bucket_bytes or default
         self._offers: dict[int, _Offer] = {}
         self._rings = _Rings(self._device)
+        self._shares = Shares()
 
     def offer(self, version: int, tensors: Cast) -> Parcel:
         """A parcel of these tensors, to be opened by any number of processes of this machine."""
-        offer = self._offers[version] = _Offer(tensors, self._rings, self._timeout_s, self._bucket_bytes)
+        shares = self._shares if _lie_ready(tensors, self._device) else None
+        offer = self._offers[version] = _Offer(tensors, self._rings, shares, self._timeout_s, self._bucket_bytes)
         return offer.parcel
 
     def retire(self, version: int) -> None:
@@ -61,9 +67,12 @@ class LocalTransport:
 class LocalParcel(Parcel):
     """Opened by connecting to the sender."""
 
-    def __init__(self, specs: Sequence[Spec], bucket_bytes: int, address: str, timeout_s: float) -> None:
+    def __init__(
+        self, specs: Sequence[Spec], bucket_bytes: int, address: str, timeout_s: float, *, direct: bool
+    ) -> None:
         super().__init__(specs, bucket_bytes)
         self._address = address
+        self._direct = direct
         self._timeout_s = timeout_s
 
     def read(self) -> Iterator[tuple[str, Tensor]]:
@@ -78,6 +87,17 @@ class LocalParcel(Parcel):
                 raise EngineFailure(f"the sender of the weights has gone: {error}") from error
 
     def _read(self, connection: socket.socket) -> Iterator[tuple[str, Tensor]]:
+        introduce(connection)
+        yield from self._read_in_place(connection) if self._direct else self._read_slots(connection)
+        connection.sendall(_NUMBER.pack(_DONE))
+
+    def _read_in_place(self, connection: socket.socket) -> Iterator[tuple[str, Tensor]]:
+        tensors = open_shares(connection)
+        _receive(connection)  # whatever was to be computed for them is done
+        yield from zip((spec.name for spec in self.specs), tensors, strict=True)
+        torch.cuda.synchronize()
+
+    def _read_slots(self, connection: socket.socket) -> Iterator[tuple[str, Tensor]]:
         ring = attach(connection, self.largest, SLOTS)
         for number, bucket in enumerate(self.buckets):
             if _receive(connection) != number:
@@ -85,7 +105,6 @@ class LocalParcel(Parcel):
             yield from bucket.views(ring.slots[number % SLOTS])
             ring.settle()  # what was read from a device's slot may still be on its way
             connection.sendall(_NUMBER.pack(number))
-        connection.sendall(_NUMBER.pack(_DONE))
 
 
 class _Rings:
@@ -116,16 +135,20 @@ class _Rings:
 class _Offer:
     """One version on offer: a listening socket, and a thread for each reader."""
 
-    def __init__(self, tensors: Cast, rings: _Rings, timeout_s: float, bucket_bytes: int) -> None:
+    def __init__(
+        self, tensors: Cast, rings: _Rings, shares: Shares | None, timeout_s: float, bucket_bytes: int
+    ) -> None:
         self._folder = Path(tempfile.mkdtemp(prefix="treadle-weights-"))
         self._tensors = tensors
         self._rings = rings
+        self._shares = shares
         self._timeout_s = timeout_s
         self._readers: list[threading.Thread] = []
         self._listener = socket.socket(socket.AF_UNIX)
         self._listener.bind(str(self._folder / "socket"))
         self._listener.listen()
-        self.parcel = LocalParcel(tensors.specs(), bucket_bytes, str(self._folder / "socket"), timeout_s)
+        address = str(self._folder / "socket")
+        self.parcel = LocalParcel(tensors.specs(), bucket_bytes, address, timeout_s, direct=shares is not None)
         self._accepting = threading.Thread(target=self._accept, name="weights", daemon=True)
         self._accepting.start()
 
@@ -142,19 +165,25 @@ class _Offer:
 
     def _serve(self, connection: socket.socket) -> None:
         """Send everything to one reader. It may be gone, or stuck: then it has no claim any more."""
-        size = self.parcel.largest
-        with connection:
-            try:
-                reader = connection.recv(NAME_BYTES, socket.MSG_WAITALL)
-                ring = self._rings.take(size, reader)
-                ring.send(connection, reader)
-                self._stream(connection, ring)
-            except OSError:
-                return  # and the ring with it, which a stuck reader may still look at
-        self._rings.give_back(size, reader, ring)
+        with connection, suppress(OSError):
+            reader = read_exactly(connection, NAME_BYTES)
+            if self._shares is not None:
+                self._share(connection, reader, self._shares)
+            else:
+                self._stream(connection, reader)
 
-    def _stream(self, connection: socket.socket, ring: Ring) -> None:
-        buckets = self.parcel.buckets
+    def _share(self, connection: socket.socket, reader: bytes, shares: Shares) -> None:
+        shares.send(connection, reader, list(self._tensors.sources.values()))
+        torch.cuda.synchronize()
+        connection.sendall(_NUMBER.pack(0))
+        while _receive(connection) != _DONE:
+            continue
+
+    def _stream(self, connection: socket.socket, reader: bytes) -> None:
+        """Through a ring, which goes if this fails: a stuck reader may still look at it."""
+        buckets, size = self.parcel.buckets, self.parcel.largest
+        ring = self._rings.take(size, reader)
+        ring.send(connection, reader)
         with torch.no_grad():
             for number, bucket in enumerate(buckets):
                 if number >= SLOTS:
@@ -164,6 +193,7 @@ class _Offer:
                 connection.sendall(_NUMBER.pack(number))
         while _receive(connection) != _DONE:
             continue
+        self._rings.give_back(size, reader, ring)
 
     def close(self) -> None:
         """Let nobody else in, and wait for those who read."""
@@ -176,9 +206,18 @@ class _Offer:
         self._folder.rmdir()
 
 
+def _lie_ready(tensors: Cast, device: torch.device) -> bool:
+    """Whether everything lies on a GPU as its reader wants it."""
+    pairs = zip(tensors.sources.values(), tensors.specs(), strict=True)
+    return device.type == "cuda" and all(
+        source.device.type == "cuda"
+        and source.device.index == (device.index or 0)
+        and source.dtype == spec.dtype
+        and source.is_contiguous()
+        for source, spec in pairs
+    )
+
+
 def _receive(connection: socket.socket) -> int:
-    message = connection.recv(_NUMBER.size, socket.MSG_WAITALL)
-    if len(message) < _NUMBER.size:
-        raise ConnectionError("the other side has gone")
-    number: int = _NUMBER.unpack(message)[0]
+    number: int = _NUMBER.unpack(read_exactly(connection, _NUMBER.size))[0]
     return number

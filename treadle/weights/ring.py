@@ -12,6 +12,8 @@ import os
 import pickle
 import socket
 import struct
+from collections.abc import Callable
+from functools import cache
 from typing import Any, Protocol
 
 import torch
@@ -55,7 +57,7 @@ class HostRing:
         return cls(descriptor, size, count)
 
     def send(self, connection: socket.socket, reader: bytes) -> None:
-        socket.send_fds(connection, [_SIZE.pack(len(self._name)) + self._name], [self._descriptor])
+        socket.send_fds(connection, [frame(self._name)], [self._descriptor])
 
     def settle(self) -> None:
         if torch.cuda.is_available():
@@ -80,14 +82,8 @@ class DeviceRing:
 
     def send(self, connection: socket.socket, reader: bytes) -> None:
         if reader != self._reader:  # a handle is for one process: torch counts who holds it
-            self._reader, self._message = reader, self._share()
-        connection.sendall(_SIZE.pack(len(self._message)) + self._message)
-
-    def _share(self) -> bytes:
-        from torch.multiprocessing.reductions import reduce_tensor
-
-        rebuild, arguments = reduce_tensor(self._memory)  # type: ignore[no-untyped-call]
-        return pickle.dumps((_identity(self._memory.device), rebuild, arguments))
+            self._reader, self._message = reader, pickle.dumps(reduce(self._memory))
+        connection.sendall(frame(self._message))
 
     def settle(self) -> None:
         torch.cuda.synchronize(self._memory.device)
@@ -100,11 +96,15 @@ class _Attached:
     ring: Ring | None = None
 
 
+def introduce(connection: socket.socket) -> None:
+    """Tell the other end of `connection` which process this is."""
+    connection.sendall(_ME)
+
+
 def attach(connection: socket.socket, size: int, count: int) -> Ring:
     """The slots that the other end of `connection` sends."""
-    connection.sendall(_ME)
     head, descriptors, _, _ = socket.recv_fds(connection, _SIZE.size, 1)
-    message = _read(connection, _SIZE.unpack(head + _read(connection, _SIZE.size - len(head)))[0])
+    message = read_frame(connection, head)
     if message == _Attached.message and _Attached.ring is not None:
         for descriptor in descriptors:
             os.close(descriptor)
@@ -112,26 +112,49 @@ def attach(connection: socket.socket, size: int, count: int) -> Ring:
     if descriptors:
         ring: Ring = HostRing(descriptors[0], size, count)
     else:
-        identity, rebuild, arguments = pickle.loads(message)
-        ring = DeviceRing(rebuild(*_here(arguments, identity)), size)
+        ring = DeviceRing(rebuild(pickle.loads(message)), size)
     _Attached.message, _Attached.ring = message, ring
     return ring
 
 
-def _read(connection: socket.socket, size: int) -> bytes:
+def frame(message: bytes) -> bytes:
+    """A message that others may follow at once."""
+    return _SIZE.pack(len(message)) + message
+
+
+def read_frame(connection: socket.socket, head: bytes = b"") -> bytes:
+    """A message, of which `head` was read already."""
+    head += read_exactly(connection, _SIZE.size - len(head))
+    return read_exactly(connection, _SIZE.unpack(head)[0])
+
+
+def read_exactly(connection: socket.socket, size: int) -> bytes:
     found = connection.recv(size, socket.MSG_WAITALL) if size else b""
     if len(found) < size:
-        raise ConnectionError("the sender has gone")
+        raise ConnectionError("the other side has gone")
     return found
 
 
-def _here(arguments: tuple[Any, ...], identity: str) -> tuple[Any, ...]:
-    """The arguments of a CUDA tensor, with the number that its device has in this process."""
+Handle = tuple[str, Callable[..., Tensor], tuple[Any, ...]]
+"""A CUDA tensor for another process: its GPU, and how it is opened there."""
+
+
+def reduce(tensor: Tensor) -> Handle:
+    from torch.multiprocessing.reductions import reduce_tensor
+
+    rebuilding, arguments = reduce_tensor(tensor)  # type: ignore[no-untyped-call]
+    return _identity(tensor.device), rebuilding, arguments
+
+
+def rebuild(handle: Handle) -> Tensor:
+    """The tensor behind a handle, whatever number its GPU has in this process."""
+    identity, rebuilding, arguments = handle
     for index in range(torch.cuda.device_count()):
         if _identity(torch.device("cuda", index)) == identity:
-            return (*arguments[:6], index, *arguments[7:])
+            return rebuilding(*arguments[:6], index, *arguments[7:])
     raise RuntimeError(f"the weights are on GPU {identity}, which this process does not see")
 
 
+@cache
 def _identity(device: torch.device) -> str:
     return str(torch.cuda.get_device_properties(device).uuid)

@@ -1,0 +1,65 @@
+"""Weights that are read where they lie: handles are made once, and again when the tensors have moved."""
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import Tensor
+
+from treadle.weights import direct, local
+from treadle.weights.local import LocalTransport
+from treadle.weights.parcel import Cast
+
+HELD: dict[int, Tensor] = {}
+"""Stands in for a GPU that both sides see."""
+
+
+@pytest.fixture(autouse=True)
+def made(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
+    """The handles that were made, by where the tensors are."""
+    handles: list[int] = []
+
+    def reduce(tensor: Tensor) -> int:
+        handles.append(tensor.data_ptr())
+        HELD[tensor.data_ptr()] = tensor
+        return tensor.data_ptr()
+
+    monkeypatch.setattr(direct, "reduce", reduce)
+    monkeypatch.setattr(direct, "rebuild", HELD.__getitem__)
+    monkeypatch.setattr(local, "_lie_ready", lambda tensors, device: True)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda *_: None)
+    yield handles
+    HELD.clear()
+
+
+def read(transport: LocalTransport, version: int, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    parcel = transport.offer(version, Cast(tensors, None))
+    found = dict(parcel.read())
+    transport.retire(version)
+    return found
+
+
+def test_nothing_is_copied_and_handles_are_made_once(made: list[int]) -> None:
+    transport, tensors = LocalTransport(timeout_s=10), {"a": torch.ones(3), "b": torch.zeros(2, 2)}
+    for version in (1, 2):
+        found = read(transport, version, tensors)
+        assert {name: tensor.data_ptr() for name, tensor in found.items()} == {
+            name: tensor.data_ptr() for name, tensor in tensors.items()
+        }
+    assert len(made) == 2
+
+
+def test_tensors_that_moved_are_shared_again(made: list[int]) -> None:
+    transport, tensors = LocalTransport(timeout_s=10), {"a": torch.ones(3), "b": torch.zeros(2, 2)}
+    read(transport, 1, tensors)
+    tensors["b"] = torch.full((2, 2), 7.0)
+    assert read(transport, 2, tensors)["b"].tolist() == [[7.0, 7.0], [7.0, 7.0]]
+    assert len(made) == 4
+
+
+def test_a_reader_that_opened_others_meanwhile_asks_again(made: list[int]) -> None:
+    first, second = LocalTransport(timeout_s=10), LocalTransport(timeout_s=10)
+    one, other = {"a": torch.ones(3)}, {"a": torch.zeros(3)}
+    assert read(first, 1, one)["a"].sum() == 3 and read(second, 1, other)["a"].sum() == 0
+    assert read(first, 2, one)["a"].sum() == 3
+    assert len(made) == 3
