@@ -30,8 +30,8 @@ PROMPT = tuple(range(10, 40))
 class Weights:
     """A policy that is nothing but its weights."""
 
-    def __init__(self, model: ModelConfig) -> None:
-        loaded: Any = AutoModelForCausalLM.from_pretrained(model.path, dtype=torch.bfloat16)
+    def __init__(self, model: ModelConfig, dtype: torch.dtype) -> None:
+        loaded: Any = AutoModelForCausalLM.from_pretrained(model.path, dtype=dtype)
         self.module: nn.Module = loaded.to(DEVICE)
 
     def change(self, seed: int) -> None:
@@ -84,13 +84,14 @@ def engine(loop: Loop, model: ModelConfig) -> Iterator[VLLMEngine]:
     loop.run(made.close())
 
 
-@pytest.fixture
-def weights(model: ModelConfig) -> Weights:
-    return Weights(model)
+@pytest.fixture(params=[torch.bfloat16, torch.float32], ids=["read in place", "cast on the way"])
+def weights(model: ModelConfig, request: pytest.FixtureRequest) -> Weights:
+    return Weights(model, request.param)
 
 
 def sender(weights: Weights, kind: type[LocalTransport] = LocalTransport) -> PolicySender:
-    return PolicySender(weights, transport=kind(device=DEVICE, timeout_s=20))  # type: ignore[arg-type]
+    transport = kind(device=DEVICE, timeout_s=20)
+    return PolicySender(weights, dtype=torch.bfloat16, transport=transport)  # type: ignore[arg-type]
 
 
 async def answer(engine: VLLMEngine) -> Completion:

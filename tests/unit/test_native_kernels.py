@@ -28,7 +28,7 @@ from treadle.engine.native.stack import Stack  # noqa: E402
 from treadle.engine.native.transfer import copy_pages  # noqa: E402
 from treadle.model.attention import PackedPlan  # noqa: E402
 from treadle.model.causal import compute_logits, hidden_states, prepare_module  # noqa: E402
-from treadle.model.checksum import _MIX, _PLACE, _sum_words  # noqa: E402
+from treadle.model.checksum import _MIX, _PLACE, _sum_here  # noqa: E402
 from treadle.model.fused import fuse_layers  # noqa: E402
 from treadle.model.summing import sum_words  # noqa: E402
 
@@ -38,11 +38,14 @@ pytestmark = [  # the interpreter computes what masks leave out, and uses numpy 
 ]
 
 
-@pytest.mark.parametrize("count", [0, 1, 4095, 4096, 10_001])
-def test_one_kernel_sums_up_what_a_checksum_needs(count: int) -> None:
-    words = torch.randint(-(2**63), 2**63 - 1, (count,), generator=torch.Generator().manual_seed(3))
-    here = sum_words(words.to(DEVICE), _PLACE, _MIX)
-    assert here.item() == _sum_words(words).item()
+def test_one_kernel_sums_up_what_a_checksum_needs() -> None:
+    generator = torch.Generator().manual_seed(3)
+    tensors = [
+        torch.randint(-(2**63), 2**63 - 1, (count,), generator=generator)
+        for count in (0, 1, 2047, 2048, 10_001, 128 * 2048 + 3)
+    ]
+    there = sum_words([words.to(DEVICE) for words in tensors], _PLACE, _MIX)
+    assert there.tolist() == [_sum_here(words).item() for words in tensors]
 
 
 def small(family: str) -> torch.nn.Module:

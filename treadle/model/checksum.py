@@ -5,7 +5,7 @@ Whole numbers add up to the same in any order, so every device computes the same
 permuted, renamed or reshaped tensors give another word. Not meant against an adversary.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from hashlib import blake2b
 
 import torch
@@ -13,58 +13,74 @@ from torch import Tensor
 
 _PLACE = -0x61C8864680B583EB
 _MIX = -0x40A7B892E31B1A47
+_BATCH_BYTES = 1 << 28
 _CHUNK = 1 << 15
-"""Words at a time: they stay in a core's cache, and are few enough that torch does not share them out to threads, which
-costs more than it gains."""
+"""Words at a time on a CPU: they stay in a core's cache, and are few enough that torch does not share them out to
+threads, which costs more than it gains."""
 
 
 def checksum(tensors: Mapping[str, Tensor]) -> str:
     """16 hex digits for named tensors. The order of the map does not matter; names, shapes, types and bits do."""
     tally = Tally()
-    for name in tensors:
-        tally.add(name, tensors[name])
+    for batch in _batches(tensors):
+        tally.add_all(batch)
     return tally.word()
 
 
 class Tally:
-    """The checksum of tensors that come one by one, in any order; none is kept."""
+    """The checksum of tensors that come by and by, in any order; none is kept."""
 
     def __init__(self) -> None:
         self._kinds: dict[str, str] = {}
-        self._sums: dict[str, Tensor] = {}
+        self._sums: list[Tensor] = []
+        """Of all names, in their order, in pieces."""
 
     def add(self, name: str, tensor: Tensor) -> None:
+        self.add_all({name: tensor})
+
+    def add_all(self, tensors: Mapping[str, Tensor]) -> None:
+        """Tensors of one device: on a GPU all of them cost what one does."""
         with torch.no_grad():
-            self._sums[name] = _sum_words(tensor.detach())
-        self._kinds[name] = f"{tensor.dtype}\0{tuple(tensor.shape)}"
+            self._sums.append(_sum_words([_words(tensor.detach()) for tensor in tensors.values()]))
+        self._kinds |= {name: f"{tensor.dtype}\0{tuple(tensor.shape)}" for name, tensor in tensors.items()}
 
     def word(self) -> str:
-        names = sorted(self._sums)
+        totals = torch.cat([part.to(self._sums[0].device) for part in self._sums]).tolist() if self._sums else []
         digest = blake2b(digest_size=8)
-        for name, total in zip(names, _gather([self._sums[name] for name in names]), strict=True):
-            digest.update(f"{name}\0{self._kinds[name]}\0{total}\0".encode())
+        for (name, kind), total in sorted(zip(self._kinds.items(), totals, strict=True)):
+            digest.update(f"{name}\0{kind}\0{total}\0".encode())
         return digest.hexdigest()
 
 
-def _gather(sums: list[Tensor]) -> list[int]:
-    """The sums as numbers, with one copy from each device."""
-    found: dict[int, int] = {}
-    for device in {total.device for total in sums}:
-        places = [at for at, total in enumerate(sums) if total.device == device]
-        found |= dict(zip(places, torch.stack([sums[at] for at in places]).tolist(), strict=True))
-    return [found[at] for at in range(len(sums))]
+def _batches(tensors: Mapping[str, Tensor]) -> Iterator[dict[str, Tensor]]:
+    """Each of one device, and not too much at a time: what is looked up may be made for that."""
+    batch: dict[str, Tensor] = {}
+    room = _BATCH_BYTES
+    for name in tensors:
+        tensor = tensors[name]
+        if batch and (room < 0 or tensor.device != next(iter(batch.values())).device):
+            yield batch
+            batch, room = {}, _BATCH_BYTES
+        batch[name] = tensor
+        room -= tensor.nbytes
+    if batch:
+        yield batch
 
 
-def _sum_words(tensor: Tensor) -> Tensor:
-    words = _words(tensor)
-    if words.is_cuda:
+def _sum_words(tensors: Sequence[Tensor]) -> Tensor:
+    """Each tensor's words, mixed with their places and added up."""
+    if tensors[0].is_cuda:
         from treadle.model.summing import sum_words  # triton comes with it, which CPU machines do not have
 
-        return sum_words(words, _PLACE, _MIX)
-    total = torch.zeros((), dtype=torch.int64, device=words.device)
+        return sum_words(tensors, _PLACE, _MIX)
+    return torch.stack([_sum_here(words) for words in tensors])
+
+
+def _sum_here(words: Tensor) -> Tensor:
+    total = torch.zeros((), dtype=torch.int64)
     for start in range(0, len(words), _CHUNK):
         chunk = words[start : start + _CHUNK]
-        mixed = torch.arange(start, start + len(chunk), device=words.device).mul_(_PLACE).bitwise_xor_(chunk)
+        mixed = torch.arange(start, start + len(chunk)).mul_(_PLACE).bitwise_xor_(chunk)
         mixed.mul_(_MIX)
         total += mixed.bitwise_xor_(mixed >> 29).sum()
     return total

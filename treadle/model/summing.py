@@ -1,25 +1,36 @@
-"""The sum of a checksum in one Triton kernel a tensor. Imported on CUDA only; `checksum` owns the arithmetic."""
+"""The sums of a checksum, for many tensors in one Triton kernel. CUDA only; `checksum` owns the arithmetic."""
+
+from collections.abc import Sequence
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-_BLOCK = 4096
+_BLOCK = 2048
+_PARTS = 128
+"""Programs for each tensor, which go through it together: a small one costs little, and a large one fills a GPU."""
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _sum(words, total, count, PLACE: tl.constexpr, MIX: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
-    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    inside = at < count
-    mixed = ((at * PLACE) ^ tl.load(words + at, mask=inside, other=0)) * MIX
-    mixed = tl.where(inside, mixed ^ (mixed >> 29), 0)
-    tl.atomic_add(total, tl.sum(mixed, axis=0))
+def _sum(addresses, counts, totals, PLACE: tl.constexpr, MIX: tl.constexpr, PARTS: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+    which = tl.program_id(0)
+    words = tl.load(addresses + which).to(tl.pointer_type(tl.int64))
+    count = tl.load(counts + which)
+    total = tl.zeros([BLOCK], tl.int64)
+    for start in range(tl.program_id(1).to(tl.int64) * BLOCK, count, PARTS * BLOCK):
+        at = start + tl.arange(0, BLOCK).to(tl.int64)
+        inside = at < count
+        mixed = ((at * PLACE) ^ tl.load(words + at, mask=inside, other=0)) * MIX
+        total += tl.where(inside, mixed ^ (mixed >> 29), 0)
+    tl.atomic_add(totals + which, tl.sum(total, axis=0))
 
 
-def sum_words(words: Tensor, place: int, mix: int) -> Tensor:
-    """Each 64-bit word mixed with its place, all added up; both wrap."""
-    total = torch.zeros((), dtype=torch.int64, device=words.device)
-    if len(words):
-        _sum[(triton.cdiv(len(words), _BLOCK),)](words, total, len(words), place, mix, _BLOCK)
-    return total
+def sum_words(tensors: Sequence[Tensor], place: int, mix: int) -> Tensor:
+    """For each tensor of 64-bit words: each word mixed with its place, all added up; both wrap. All on one device."""
+    device = tensors[0].device
+    places = [(words.data_ptr(), len(words)) for words in tensors]
+    addresses, counts = torch.tensor(places, dtype=torch.int64).T.contiguous().to(device)
+    totals = torch.zeros(len(tensors), dtype=torch.int64, device=device)
+    _sum[(len(tensors), _PARTS)](addresses, counts, totals, place, mix, _PARTS, _BLOCK)
+    return totals

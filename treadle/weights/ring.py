@@ -22,7 +22,7 @@ from torch import Tensor
 NAME_BYTES = 16
 _SIZE = struct.Struct("<I")
 """Before every handle, as other messages follow it at once."""
-_ME = os.urandom(NAME_BYTES)
+ME = os.urandom(NAME_BYTES)
 """This process, to the rings it attaches to."""
 
 
@@ -94,11 +94,6 @@ class _Attached:
 
     message: bytes = b""
     ring: Ring | None = None
-
-
-def introduce(connection: socket.socket) -> None:
-    """Tell the other end of `connection` which process this is."""
-    connection.sendall(_ME)
 
 
 def attach(connection: socket.socket, size: int, count: int) -> Ring:

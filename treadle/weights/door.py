@@ -1,0 +1,73 @@
+"""A socket that other processes of this machine, and of this user, reach by its name.
+
+Owns the name and who gets in. It is no file, so nothing stays behind a process that was killed; but anybody on the
+machine can read such names, so either side looks whose process the other one is.
+"""
+
+import os
+import secrets
+import socket
+import struct
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+
+_CREDENTIALS = struct.Struct("3i")
+"""Process, user and group at the other end, as Linux tells them."""
+_CROWDED_S = 0.05
+"""How long to wait where the process has no descriptor left for a guest."""
+
+
+class Door:
+    """Calls `serve` with each guest's connection, in a thread of its own; what it raises of OSError ends that guest."""
+
+    def __init__(self, serve: Callable[[socket.socket], None], *, timeout_s: float) -> None:
+        self.address = f"\0treadle-{secrets.token_hex(8)}"
+        self._serve = serve
+        self._timeout_s = timeout_s
+        self._closed = False
+        self._listener = socket.socket(socket.AF_UNIX)
+        self._listener.bind(self.address)
+        self._listener.listen()
+        self._accepting = threading.Thread(target=self._accept, name="door", daemon=True)
+        self._accepting.start()
+
+    def _accept(self) -> None:
+        while not self._closed:
+            try:
+                connection, _ = self._listener.accept()
+            except OSError:
+                time.sleep(0 if self._closed else _CROWDED_S)
+            else:
+                threading.Thread(target=self._meet, args=(connection,), name="door guest", daemon=True).start()
+
+    def _meet(self, connection: socket.socket) -> None:
+        connection.settimeout(self._timeout_s)
+        with connection, suppress(OSError):
+            _require_same_user(connection)
+            self._serve(connection)
+
+    def close(self) -> None:
+        """Let nobody else in. Those who are, stay."""
+        self._closed = True
+        self._listener.shutdown(socket.SHUT_RDWR)
+        self._accepting.join()
+        self._listener.close()
+
+
+@contextmanager
+def enter(address: str, *, timeout_s: float) -> Iterator[socket.socket]:
+    """A connection through the door with this name; OSError where there is none, or another user's."""
+    with socket.socket(socket.AF_UNIX) as connection:
+        connection.settimeout(timeout_s)
+        connection.connect(address)
+        _require_same_user(connection)
+        yield connection
+
+
+def _require_same_user(connection: socket.socket) -> None:
+    credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+    process, user, _ = _CREDENTIALS.unpack(credentials)
+    if user != os.geteuid():
+        raise PermissionError(f"process {process} is of another user: {user}")
