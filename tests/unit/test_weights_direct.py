@@ -26,7 +26,7 @@ def made(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
 
     monkeypatch.setattr(direct, "reduce", reduce)
     monkeypatch.setattr(direct, "rebuild", HELD.__getitem__)
-    monkeypatch.setattr(local, "_lie_ready", lambda tensors, device: True)
+    monkeypatch.setattr(local, "_lie_ready", lambda *_: True)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda *_: None)
     yield handles
     HELD.clear()

@@ -2,7 +2,7 @@
 
 import pickle
 import socket
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import pytest
 import torch
@@ -27,11 +27,11 @@ class Copied(Parcel):
         super().__init__(describe(tensors), bucket_bytes)
         self.tensors = tensors
 
-    def read(self) -> Iterator[tuple[str, Tensor]]:
+    def batches(self) -> Iterator[Sequence[tuple[str, Tensor]]]:
         for bucket in self.buckets:
             memory = torch.zeros(bucket.num_bytes, dtype=torch.uint8)
             bucket.fill(memory, self.tensors)
-            yield from bucket.views(memory)
+            yield [*bucket.views(memory)]
 
 
 def test_a_parcel_is_a_map_that_survives_pickling() -> None:

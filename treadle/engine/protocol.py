@@ -5,7 +5,7 @@ promise. Failures are `EngineFailure`; a request that was aborted is not a failu
 tokens it has. Refuses to know where an engine runs and who asks.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
@@ -35,8 +35,24 @@ class WeightUpdate:
     checksum: str
     tensors: Mapping[str, Any]
     """By their Hugging Face names. In one process a dict; to another process a map that can be pickled and opens where
-    it is read. Read `items()` through, once: a tensor may be valid only until the next one is taken. Empty: the engine
+    it is read. Read `batches_of` it through, once: a tensor may be gone when the next batch is taken. Empty: the engine
     holds the sender's own module."""
+
+
+@runtime_checkable
+class Batched(Protocol):
+    """A map that is read some tensors at a time."""
+
+    def batches(self) -> Iterator[Sequence[tuple[str, Any]]]: ...
+
+
+def batches_of(tensors: Mapping[str, Any]) -> Iterator[Sequence[tuple[str, Any]]]:
+    """The tensors of an update, those together that are there at once."""
+    if isinstance(tensors, Batched):
+        return tensors.batches()
+    if isinstance(tensors, dict):
+        return iter([list(tensors.items())] if tensors else [])
+    return ([pair] for pair in tensors.items())
 
 
 ABORTED = Completion((), (), (), StopReason.ABORT)

@@ -41,7 +41,7 @@ class Tally:
     def add_all(self, tensors: Mapping[str, Tensor]) -> None:
         """Tensors of one device: on a GPU all of them cost what one does."""
         with torch.no_grad():
-            self._sums.append(_sum_words([_words(tensor.detach()) for tensor in tensors.values()]))
+            self._sums.append(_sum_words(list(tensors.values())))
         self._kinds |= {name: f"{tensor.dtype}\0{tuple(tensor.shape)}" for name, tensor in tensors.items()}
 
     def word(self) -> str:
@@ -72,8 +72,8 @@ def _sum_words(tensors: Sequence[Tensor]) -> Tensor:
     if tensors[0].is_cuda:
         from treadle.model.summing import sum_words  # triton comes with it, which CPU machines do not have
 
-        return sum_words(tensors, _PLACE, _MIX)
-    return torch.stack([_sum_here(words) for words in tensors])
+        return sum_words([tensor if _is_words(tensor) else _words(tensor) for tensor in tensors], _PLACE, _MIX)
+    return torch.stack([_sum_here(_words(tensor)) for tensor in tensors])
 
 
 def _sum_here(words: Tensor) -> Tensor:
@@ -86,9 +86,14 @@ def _sum_here(words: Tensor) -> Tensor:
     return total
 
 
+def _is_words(tensor: Tensor) -> bool:
+    """Whether its memory can be read as 64-bit words just as it is."""
+    return tensor.is_contiguous() and not tensor.nbytes % 8 and not tensor.data_ptr() % 8
+
+
 def _words(tensor: Tensor) -> Tensor:
     """The bytes as 64-bit words, filled up with zeros."""
-    octets = tensor.contiguous().flatten().view(torch.uint8)
+    octets = tensor.detach().contiguous().flatten().view(torch.uint8)
     if len(octets) % 8 or octets.storage_offset() % 8:
         octets = torch.nn.functional.pad(octets, (0, -len(octets) % 8)).clone()
     return octets.view(torch.int64)

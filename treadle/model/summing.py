@@ -27,9 +27,9 @@ def _sum(addresses, counts, totals, PLACE: tl.constexpr, MIX: tl.constexpr, PART
 
 
 def sum_words(tensors: Sequence[Tensor], place: int, mix: int) -> Tensor:
-    """For each tensor of 64-bit words: each word mixed with its place, all added up; both wrap. All on one device."""
+    """For each tensor, whole 64-bit words of one device: each word mixed with its place, all added up; both wrap."""
     device = tensors[0].device
-    places = [(words.data_ptr(), len(words)) for words in tensors]
+    places = [(tensor.data_ptr(), tensor.nbytes // 8) for tensor in tensors]
     addresses, counts = torch.tensor(places, dtype=torch.int64).T.contiguous().to(device)
     totals = torch.zeros(len(tensors), dtype=torch.int64, device=device)
     _sum[(len(tensors), _PARTS)](addresses, counts, totals, place, mix, _PARTS, _BLOCK)

@@ -92,7 +92,7 @@ class CollectiveParcel(Parcel):
         """How long a round may stand still: less than a receiver has in all, so that there is time for another."""
         return self.timeout_s / 4
 
-    def read(self) -> Iterator[tuple[str, Tensor]]:
+    def batches(self) -> Iterator[Sequence[tuple[str, Tensor]]]:
         """A round begins with the first bucket; those that were in an earlier round are passed over."""
         device = torch.device(self._kind, torch.cuda.current_device()) if self._kind == "cuda" else torch.device("cpu")
         done, memory = 0, make_room(self, device)
@@ -102,7 +102,7 @@ class CollectiveParcel(Parcel):
                     for number, bucket in enumerate(self.buckets):
                         circle.broadcast(memory[: bucket.num_bytes])
                         if number == done:
-                            yield from bucket.views(memory)
+                            yield [*bucket.views(memory)]
                             done += 1
                 return
             except RuntimeError as error:  # what torch raises for a peer that has gone, and for time that is over

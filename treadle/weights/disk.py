@@ -69,11 +69,11 @@ class DiskParcel(Parcel):
     def file(self, number: int) -> Path:
         return self._folder / f"bucket-{number:05}.safetensors"
 
-    def read(self) -> Iterator[tuple[str, Tensor]]:
+    def batches(self) -> Iterator[Sequence[tuple[str, Tensor]]]:
         for number, bucket in enumerate(self.buckets):
             try:
                 with safe_open(self.file(number), "pt") as opened:
                     tensors: dict[str, Tensor] = {spec.name: opened.get_tensor(spec.name) for spec in bucket.specs}
             except (OSError, SafetensorError) as error:
                 raise EngineFailure(f"weights on disk, {self.file(number)}: {error}") from error
-            yield from tensors.items()
+            yield [*tensors.items()]

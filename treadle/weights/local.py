@@ -54,14 +54,9 @@ class LocalTransport:
     def offer(self, version: int, tensors: Cast) -> Parcel:
         """A parcel of these tensors, to be opened by any number of processes of this machine."""
         self._door = self._door or Door(self._serve, timeout_s=self._timeout_s)
-        parcel = LocalParcel(
-            tensors.specs(),
-            self._bucket_bytes,
-            self._door.address,
-            version,
-            self._timeout_s,
-            direct=_lie_ready(tensors, self._device),
-        )
+        specs, way = tensors.specs(), (self._door.address, version, self._timeout_s)
+        direct = _lie_ready(tensors.sources, specs, self._device)
+        parcel = LocalParcel(specs, self._bucket_bytes, *way, direct=direct)
         with self._changed:
             self._offers[version] = _Offer(parcel, tensors.sources)
         return parcel
@@ -100,9 +95,8 @@ class LocalTransport:
                 self._changed.notify_all()
 
     def _share(self, offer: "_Offer", connection: socket.socket, reader: bytes) -> None:
+        torch.cuda.synchronize(self._device)  # whatever was to be computed for them is done
         self._shares.send(connection, reader, list(offer.tensors.values()))
-        torch.cuda.synchronize(self._device)
-        connection.sendall(_NUMBER.pack(0))
         _await_end(connection)
 
     def _stream(self, offer: "_Offer", connection: socket.socket, reader: bytes) -> None:
@@ -141,30 +135,29 @@ class LocalParcel(Parcel):
         self._version = version
         self._timeout_s = timeout_s
 
-    def read(self) -> Iterator[tuple[str, Tensor]]:
+    def batches(self) -> Iterator[Sequence[tuple[str, Tensor]]]:
         try:
             with enter(self._address, timeout_s=self._timeout_s) as connection:
                 connection.sendall(ME + _NUMBER.pack(self._version))
-                yield from self._read_in_place(connection) if self.direct else self._read_slots(connection)
+                yield from self._open(connection) if self.direct else self._empty_slots(connection)
                 connection.sendall(_NUMBER.pack(_DONE))
         except TimeoutError:
             raise EngineFailure(f"the sender of the weights was silent for {self._timeout_s:g} s") from None
         except OSError as error:
             raise EngineFailure(f"the sender of the weights has gone: {error}") from error
 
-    def _read_in_place(self, connection: socket.socket) -> Iterator[tuple[str, Tensor]]:
+    def _open(self, connection: socket.socket) -> Iterator[Sequence[tuple[str, Tensor]]]:
         tensors = open_shares(connection)
-        _receive(connection)  # whatever was to be computed for them is done
-        yield from zip((spec.name for spec in self.specs), tensors, strict=True)
+        yield [*zip((spec.name for spec in self.specs), tensors, strict=True)]
         for device in {tensor.device for tensor in tensors}:
             torch.cuda.synchronize(device)  # what was read may still be on its way
 
-    def _read_slots(self, connection: socket.socket) -> Iterator[tuple[str, Tensor]]:
+    def _empty_slots(self, connection: socket.socket) -> Iterator[Sequence[tuple[str, Tensor]]]:
         ring = attach(connection, self.largest, SLOTS)
         for number, bucket in enumerate(self.buckets):
             if _receive(connection) != number:
                 raise ConnectionError("the sender skipped a bucket")
-            yield from bucket.views(ring.slots[number % SLOTS])
+            yield [*bucket.views(ring.slots[number % SLOTS])]
             ring.settle()
             connection.sendall(_NUMBER.pack(number))
 
@@ -204,15 +197,14 @@ class _Offer:
     """Processes that read it now."""
 
 
-def _lie_ready(tensors: Cast, device: torch.device) -> bool:
+def _lie_ready(tensors: Mapping[str, Tensor], specs: Sequence[Spec], device: torch.device) -> bool:
     """Whether everything lies on a GPU as its reader wants it."""
-    pairs = zip(tensors.sources.values(), tensors.specs(), strict=True)
-    return device.type == "cuda" and all(
-        source.device.type == "cuda"
-        and source.device.index == (device.index or 0)
-        and source.dtype == spec.dtype
-        and source.is_contiguous()
-        for source, spec in pairs
+    if device.type != "cuda":
+        return False
+    there = torch.device("cuda", device.index or 0)
+    pairs = zip(tensors.values(), specs, strict=True)
+    return all(
+        tensor.device == there and tensor.dtype == spec.dtype and tensor.is_contiguous() for tensor, spec in pairs
     )
 
 

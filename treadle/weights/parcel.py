@@ -1,8 +1,8 @@
 """Weights on their way to another process: a map that can be pickled, and opens where it is read.
 
 Owns what every transport shares: names, shapes and number formats, known at once, and the division into buckets that
-bounds memory. Refuses to know how bytes travel. Invariant: `items` gives every tensor once, bucket by bucket; a tensor
-is valid until the next one is taken, so whoever keeps it copies it.
+bounds memory. Refuses to know how bytes travel. Invariant: `items` gives every tensor once, batch by batch; a tensor is
+valid until the next batch is taken, so whoever keeps it copies it.
 """
 
 import math
@@ -10,7 +10,7 @@ from abc import abstractmethod
 from collections.abc import ItemsView, Iterator, Mapping, Sequence, ValuesView
 from dataclasses import dataclass
 from functools import cached_property
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -97,8 +97,12 @@ class Parcel(Mapping[str, Tensor]):
         self.bucket_bytes = bucket_bytes
 
     @abstractmethod
+    def batches(self) -> Iterator[Sequence[tuple[str, Tensor]]]:
+        """Every tensor once, in order: those together that are there at once. Each wait in it has a deadline."""
+
     def read(self) -> Iterator[tuple[str, Tensor]]:
-        """Every tensor once, in order. Each wait in it has a deadline."""
+        for batch in self.batches():
+            yield from batch
 
     @cached_property
     def buckets(self) -> tuple[Bucket, ...]:
@@ -138,8 +142,13 @@ class Parcel(Mapping[str, Tensor]):
     def values(self) -> ValuesView[Tensor]:
         return _Values(self)
 
-    def __getstate__(self) -> dict[str, object]:
-        return {name: value for name, value in vars(self).items() if name != "buckets"}
+    def __getstate__(self) -> dict[str, Any]:
+        """Specs by columns: one by one they take a while."""
+        columns = {"specs": [*zip(*self.specs, strict=True)]}
+        return {name: value for name, value in vars(self).items() if name != "buckets"} | columns
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state | {"specs": tuple(map(Spec._make, zip(*state["specs"], strict=True)))})
 
 
 class _Items(ItemsView[str, Tensor]):
@@ -162,7 +171,7 @@ class Cast(Mapping[str, Tensor]):
     """Tensors in another number format, made when they are looked at; whole numbers stay as they are."""
 
     def __init__(self, tensors: Mapping[str, Tensor], dtype: torch.dtype | None) -> None:
-        self.sources = {name: tensor.detach() for name, tensor in tensors.items()}
+        self.sources = dict(tensors)
         """The tensors as they are, for whoever copies into the other format at once."""
         self._dtype = dtype
 

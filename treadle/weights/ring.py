@@ -14,6 +14,7 @@ import socket
 import struct
 from collections.abc import Callable
 from functools import cache
+from multiprocessing.util import Finalize
 from typing import Any, Protocol
 
 import torch
@@ -108,8 +109,14 @@ def attach(connection: socket.socket, size: int, count: int) -> Ring:
         ring: Ring = HostRing(descriptors[0], size, count)
     else:
         ring = DeviceRing(rebuild(pickle.loads(message)), size)
+        Finalize(None, _detach, exitpriority=1)
     _Attached.message, _Attached.ring = message, ring
     return ring
+
+
+def _detach() -> None:
+    """The other side's memory is its own again; otherwise torch warns of it when that side ends."""
+    _Attached.message, _Attached.ring = b"", None
 
 
 def frame(message: bytes) -> bytes:

@@ -65,7 +65,7 @@ class PolicySender:
         return await asyncio.to_thread(self._publish, version)
 
     def _publish(self, version: int) -> WeightUpdate:
-        tensors = Cast(dict(self._policy.tensors()), self._dtype)
+        tensors = Cast(self._policy.tensors(), self._dtype)
         expected = checksum(tensors)
         if self._shared:
             return WeightUpdate(version, expected, {})

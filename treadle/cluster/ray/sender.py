@@ -32,9 +32,9 @@ class StoredParcel(Parcel, InStore):
         super().__init__(specs, bucket_bytes=sum(spec.num_bytes for spec in specs))
         self.reference = reference
 
-    def read(self) -> Iterator[tuple[str, Tensor]]:
+    def batches(self) -> Iterator[Sequence[tuple[str, Tensor]]]:
         packed: Mapping[str, Packed] = ray.get(self.reference)
-        yield from StoredTensors(packed).items()
+        yield [*StoredTensors(packed).items()]
 
 
 class RankSender:

@@ -28,7 +28,7 @@ from treadle.engine.native.parking import Parking
 from treadle.engine.native.rows import MAX_STOPS
 from treadle.engine.native.scheduler import Scheduler
 from treadle.engine.native.worker import Answered, Worker
-from treadle.engine.protocol import Decode, WeightUpdate
+from treadle.engine.protocol import Decode, WeightUpdate, batches_of
 from treadle.engine.refusal import refuse_unfit
 from treadle.errors import MisuseError
 from treadle.model.causal import load_causal_model, output_weight, prepare_module
@@ -157,15 +157,12 @@ class NativeEngine:
         return confirmed
 
     def _load(self, tensors: Mapping[str, Tensor]) -> str:
-        """Read through once: tensors from elsewhere may be gone then. Those of this process are checked first."""
         held = self._module.state_dict(keep_vars=True)
-        if isinstance(tensors, dict):
-            for name, tensor in tensors.items():
-                self._fit(name, tensor, held)
         with torch.no_grad():
-            for name, tensor in tensors.items():
-                self._fit(name, tensor, held)
-                held[name].copy_(tensor)
+            for batch in batches_of(tensors):
+                for name, tensor in batch:
+                    self._fit(name, tensor, held)
+                torch._foreach_copy_([held[name] for name, _ in batch], [tensor for _, tensor in batch])
         return self._checksum(dict(self._module.named_parameters()))
 
     def _fit(self, name: str, tensor: Tensor, held: Mapping[str, Tensor]) -> None:

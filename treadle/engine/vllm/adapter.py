@@ -3,7 +3,7 @@
 Owns the way from our config to vLLM's arguments, from an order to its sampling parameters, and from its outputs to
 pieces. Runs in the server process; importing it imports vLLM. Tested with 0.24 (CUDA) and 0.32 (CPU).
 
-    0.24   the worker prepares layers for an update, if told to, and hands out the loader; 0.32 leaves both to us
+    0.24   the worker prepares layers for an update, and hands out the loader; 0.32 leaves both to us
     0.24   its second model runner serves some architectures; in 0.32 it serves all, where there is Triton
     0.24   `wake_up` returns nothing; in 0.32 it says whether everything is awake
 
@@ -13,7 +13,6 @@ model runner at a temperature other than 0 and 1 they are taken after top-k and 
 
 import asyncio
 import dataclasses
-import inspect
 import itertools
 import os
 from collections.abc import Mapping, Sequence
@@ -69,6 +68,7 @@ class VLLMSampler:
         self._doorway: str | None = None
         self._in_place = False
         """Whether the workers know where the next weights are to be written."""
+        self._asleep = False
         self._torn = False
 
     @classmethod
@@ -144,17 +144,14 @@ class VLLMSampler:
         """The checksum all workers agree on: of the parameters where they can be read back, else of what arrived."""
         in_place, self._in_place = self._in_place, False
         try:
-            asleep = await self._llm.is_sleeping()
-            if asleep:
+            if self._asleep:
                 await self._llm.wake_up(["weights"])
             await self._pause()
-            await self._start_update(in_place)
-            await self._llm.update_weights(WeightTransferUpdateRequest(update_info={"parcel": parcel}))
-            await self._llm.finish_weight_update()
-            found = await self._llm.collective_rpc("treadle_settle")
-            if asleep:
+            found = await (self._write(parcel) if in_place else self._load(parcel))
+            if self._asleep:
                 await self._llm.wake_up(["kv_cache"])
             await self._llm.resume_generation()
+            self._asleep = False
         except Exception as error:
             await self._look_for_damage()
             raise _failure(error) from error
@@ -178,16 +175,26 @@ class VLLMSampler:
         """What `pause_generation` does, but for the 20 ms it waits in the end: nothing of ours is being sampled."""
         await self._llm.engine_core.pause_scheduler_async(mode="abort", clear_cache=True)
 
-    async def _start_update(self, in_place: bool) -> None:
-        asks = "is_checkpoint_format" in inspect.signature(self._llm.start_weight_update).parameters
-        await self._llm.start_weight_update(**({"is_checkpoint_format": not in_place} if asks else {}))
+    async def _load(self, parcel: bytes) -> Sequence[tuple[str, bool]]:
+        """Through vLLM's loader. What each worker holds then, and whether the next update may be written in place."""
+        await self._llm.start_weight_update()
+        await self._llm.update_weights(WeightTransferUpdateRequest(update_info={"parcel": parcel}))
+        await self._llm.finish_weight_update()
+        found: Sequence[tuple[str, bool]] = await self._llm.collective_rpc("treadle_settle")
+        return found
+
+    async def _write(self, parcel: bytes) -> Sequence[tuple[str, bool]]:
+        found: Sequence[tuple[str, bool]] = await self._llm.collective_rpc("treadle_write", args=(parcel,))
+        return found
 
     async def sleep(self, level: int) -> None:
         await self._llm.sleep(level)
+        self._asleep = True
 
     async def wake(self) -> None:
         await self._llm.wake_up()
         await self._llm.resume_generation()
+        self._asleep = False
 
     async def check(self) -> None:
         if self._torn:

@@ -30,6 +30,7 @@ from vllm.distributed.weight_transfer.base import (
 )
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 
+from treadle.engine.protocol import batches_of
 from treadle.model.checksum import Tally, checksum
 
 BACKEND = "treadle"
@@ -98,39 +99,32 @@ class Receiver(WeightTransferEngine):  # type: ignore[misc]
     def start_weight_update(self) -> None:
         from vllm.model_executor.model_loader.reload import initialize_layerwise_reload
 
-        if not self.places:
-            initialize_layerwise_reload(self.model)
+        initialize_layerwise_reload(self.model)
 
     def finish_weight_update(self) -> None:
         from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
 
-        if not self.places:
-            finalize_layerwise_reload(self.model, self.model_config)
+        finalize_layerwise_reload(self.model, self.model_config)
 
     def receive_weights(
         self, update_info: UpdateInfo, load_weights: Callable[[Iterator[tuple[str, Tensor]]], Any] | None = None
     ) -> None:
-        tensors: Mapping[str, Tensor] = pickle.loads(update_info.parcel)
+        tally = Tally()
+        self.kinds, self.arrived = {}, ""
         with torch.no_grad():
-            if self.places:
-                self._write(tensors)
-            else:
-                self._load(tensors, load_weights or self.model.load_weights)
+            (load_weights or self.model.load_weights)(self._counted(pickle.loads(update_info.parcel), tally))
+        self.arrived, self.torn = tally.word(), False
 
-    def _write(self, tensors: Mapping[str, Tensor]) -> None:
-        """Straight to where they belong. If that fails, the next update goes through the loader again."""
+    def write(self, tensors: Mapping[str, Tensor]) -> str:
+        """Straight to where they belong; the checksum of what is there then. If it fails, the loader has to mend it."""
         places, self.places = self.places, {}
         if list(tensors) != list(places):
             raise ValueError("the tensors have other names than those that came before")
-        for name, tensor in tensors.items():
-            places[name].copy_(tensor)
+        with torch.no_grad():
+            for batch in batches_of(tensors):
+                torch._foreach_copy_([places[name] for name, _ in batch], [tensor for _, tensor in batch])
         self.places = places
-
-    def _load(self, tensors: Mapping[str, Tensor], load: Callable[[Iterator[tuple[str, Tensor]]], Any]) -> None:
-        tally = Tally()
-        self.kinds, self.arrived = {}, ""
-        load(self._counted(tensors, tally))
-        self.arrived, self.torn = tally.word(), False
+        return checksum(places)
 
     def _counted(self, tensors: Mapping[str, Tensor], tally: Tally) -> Iterator[tuple[str, Tensor]]:
         """Each tensor as it arrives. A copy: the loader keeps it until its layer is whole, the transport does not."""
@@ -157,16 +151,18 @@ class WorkerExtension:
     model_runner: Any
 
     def treadle_settle(self) -> tuple[str, bool]:
-        """Finish an update: the checksum of this worker's weights, and whether the next may be written in place."""
+        """Finish a load: the checksum of this worker's weights, and whether the next update may be written in place."""
         receiver, model = self.weight_transfer_engine, self.model_runner.get_model()
-        if receiver.places:
-            return checksum(receiver.places), True
         _repack_tied(model)
         found = _locate(model, receiver.kinds)
         held = checksum(found) if found else receiver.arrived
         if found and held == receiver.arrived and _stays_as_written(model):
             receiver.places = found
         return held, bool(receiver.places)
+
+    def treadle_write(self, parcel: bytes) -> tuple[str, bool]:
+        """Take an update in place; the same as `treadle_settle` tells."""
+        return self.weight_transfer_engine.write(pickle.loads(parcel)), True
 
     def treadle_is_torn(self) -> bool:
         """Whether an update broke off in a way that only a new process mends."""
