@@ -5,7 +5,6 @@ One server serves the whole module: each test attaches a client of its own. Need
 
 import asyncio
 import os
-import pickle
 import signal
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
@@ -337,16 +336,16 @@ def test_what_is_held_is_put_back_together_from_fused_parameters() -> None:
 
 @pytest.mark.filterwarnings("ignore")
 def test_known_places_are_written_and_other_names_refused() -> None:
-    from treadle.engine.vllm.receiver import Receiver, UpdateInfo
+    from treadle.engine.vllm.receiver import Receiver
 
     receiver = Receiver.__new__(Receiver)  # vLLM's worker makes the real ones
     fused = torch.zeros(5, 2)
     receiver.places = {"q": fused[:3], "k": fused[3:]}
     new = {"q": torch.ones(3, 2), "k": torch.full((2, 2), 2.0)}
-    receiver.receive_weights(UpdateInfo(parcel=pickle.dumps(new)))
+    assert receiver.write(new) == checksum(new)
     assert fused.tolist() == [[1.0, 1.0]] * 3 + [[2.0, 2.0]] * 2
     with pytest.raises(ValueError, match="other names"):
-        receiver.receive_weights(UpdateInfo(parcel=pickle.dumps({"q": new["q"]})))
+        receiver.write({"q": new["q"]})
     assert not receiver.places  # the next update goes through vLLM's loader
 
 

@@ -110,7 +110,7 @@ class Receiver(WeightTransferEngine):  # type: ignore[misc]
         self, update_info: UpdateInfo, load_weights: Callable[[Iterator[tuple[str, Tensor]]], Any] | None = None
     ) -> None:
         tally = Tally()
-        self.kinds, self.arrived = {}, ""
+        self.kinds, self.places, self.arrived = {}, {}, ""
         with torch.no_grad():
             (load_weights or self.model.load_weights)(self._counted(pickle.loads(update_info.parcel), tally))
         self.arrived, self.torn = tally.word(), False
