@@ -96,7 +96,7 @@ def test_an_update_splits_an_answer_exactly_where_the_version_changed() -> None:
     async def body(serving: Serving[Segment], counter: Counter) -> None:
         task = begin(serving, 1)
         await asyncio.sleep(4.5)
-        assert await serving.update(7, b"word") == "word"
+        assert await serving.update(7, b"word", "word") == "word"
         answer = await task
         assert answer.ids == tuple(range(10)) and answer.stop is StopReason.LENGTH
         assert answer.versions() == (0,) * 4 + (7,) * 6
@@ -106,7 +106,7 @@ def test_an_update_splits_an_answer_exactly_where_the_version_changed() -> None:
 
 def test_a_request_that_comes_during_an_update_has_the_new_version_only() -> None:
     async def body(serving: Serving[Segment], counter: Counter) -> None:
-        updating = asyncio.ensure_future(serving.update(1, b"word"))
+        updating = asyncio.ensure_future(serving.update(1, b"word", "word"))
         await asyncio.sleep(0.5)
         answer = await begin(serving, 1, 3)
         assert answer.versions() == (1, 1, 1) and updating.done()
@@ -118,7 +118,7 @@ def test_a_request_that_is_being_registered_is_not_missed_by_an_update() -> None
     async def body(serving: Serving[Segment], counter: Counter) -> None:
         task = begin(serving, 1, 3)
         await asyncio.sleep(0.005)  # in the middle of `begin`
-        await serving.update(1, b"word")
+        await serving.update(1, b"word", "word")
         assert (await task).versions() == (1, 1, 1)
 
     play(body)
@@ -129,7 +129,7 @@ def test_many_updates_in_a_row_lose_no_token() -> None:
         tasks = [begin(serving, at, 20) for at in range(8)]
         for version in range(1, 6):
             await asyncio.sleep(2.5)
-            await serving.update(version, b"word")
+            await serving.update(version, b"word", "word")
         for task in tasks:
             answer = await task
             assert answer.ids == tuple(range(20))
@@ -155,7 +155,7 @@ def test_an_abort_during_an_update_ends_the_request_after_it() -> None:
     async def body(serving: Serving[Segment], counter: Counter) -> None:
         task = begin(serving, 1)
         await asyncio.sleep(3.5)
-        updating = asyncio.ensure_future(serving.update(1, b"word"))
+        updating = asyncio.ensure_future(serving.update(1, b"word", "word"))
         await asyncio.sleep(0.5)
         await serving.abort([(0, 1)])
         answer = await task
@@ -167,7 +167,7 @@ def test_an_abort_during_an_update_ends_the_request_after_it() -> None:
 
 def test_a_request_that_is_aborted_while_it_waits_never_begins() -> None:
     async def body(serving: Serving[Segment], counter: Counter) -> None:
-        updating = asyncio.ensure_future(serving.update(1, b"word"))
+        updating = asyncio.ensure_future(serving.update(1, b"word", "word"))
         await asyncio.sleep(0.5)
         aborting = asyncio.ensure_future(serving.abort([(0, 1)]))
         await asyncio.sleep(0.1)
@@ -184,14 +184,27 @@ def test_a_failed_load_serves_nothing_until_a_later_one_succeeds() -> None:
         task = begin(serving, 1)
         await asyncio.sleep(1.5)
         with pytest.raises(EngineFailure, match="no"):
-            await serving.update(1, b"word")
+            await serving.update(1, b"word", "word")
         with pytest.raises(EngineFailure, match="version 1 did not arrive whole"):
             await task
         with pytest.raises(EngineFailure, match="version 1 did not arrive whole"):
             await serving.health()
         counter.load_error = None
-        await serving.update(2, b"word")
+        await serving.update(2, b"word", "word")
         await serving.health()
+        assert (await begin(serving, 2, 2)).versions() == (2, 2)
+
+    play(body)
+
+
+def test_weights_with_another_checksum_serve_nobody() -> None:
+    async def body(serving: Serving[Segment], counter: Counter) -> None:
+        task = begin(serving, 1)
+        await asyncio.sleep(1.5)
+        assert await serving.update(1, b"other", "word") == "other", "whoever pushed compares, too"
+        with pytest.raises(EngineFailure, match="version 1 did not arrive whole"):
+            await task
+        await serving.update(2, b"word", "word")
         assert (await begin(serving, 2, 2)).versions() == (2, 2)
 
     play(body)
@@ -199,8 +212,8 @@ def test_a_failed_load_serves_nothing_until_a_later_one_succeeds() -> None:
 
 def test_an_update_without_tensors_only_counts() -> None:
     async def body(serving: Serving[Segment], counter: Counter) -> None:
-        await serving.update(1, b"word")
-        assert await serving.update(2, None) == "word" and counter.loads == [b"word"]
+        await serving.update(1, b"word", "word")
+        assert await serving.update(2, None, "") == "word" and counter.loads == [b"word"]
 
     play(body)
 
@@ -211,7 +224,7 @@ def test_a_sleeping_engine_serves_nothing_and_an_update_wakes_it() -> None:
         with pytest.raises(EngineFailure, match="given up in sleep"):
             await begin(serving, 1)
         await serving.health()
-        await serving.update(1, b"word")
+        await serving.update(1, b"word", "word")
         assert (await begin(serving, 2, 1)).versions() == (1,)
         await serving.sleep(1)
         with pytest.raises(EngineFailure, match="asleep"):
@@ -229,7 +242,7 @@ def test_requests_that_do_not_end_are_named_within_the_deadline() -> None:
         task = begin(serving, 1, 100)
         await asyncio.sleep(1.5)
         with pytest.raises(EngineFailure, match="waited 30 s for running requests to end"):
-            await serving.update(1, b"word")
+            await serving.update(1, b"word", "word")
         task.cancel()
 
     play(body)
@@ -254,6 +267,6 @@ def test_a_cancelled_request_leaves_nothing_behind() -> None:
         task.cancel()
         await asyncio.wait([task])
         assert not counter.running
-        await serving.update(1, b"word")
+        await serving.update(1, b"word", "word")
 
     play(body)

@@ -105,7 +105,7 @@ class VLLMEngine:
         """Use a server. The `owner` ends it when it closes."""
         link, hello = await server.connect()
         engine = cls(rollout, server, link, hello, name=name, decode=decode, owner=owner)
-        await engine._call("update", version, None)
+        await engine._call("update", version, None, "")
         engine.version = version
         return engine
 
@@ -163,7 +163,7 @@ class VLLMEngine:
         if isinstance(update.tensors, dict) and update.tensors:
             raise MisuseError(f"{self.name} is another process: give it weights that can travel (treadle.weights)")
         parcel = pickle.dumps(update.tensors, pickle.HIGHEST_PROTOCOL) if update.tensors else None
-        confirmed: str = await self._call("update", update.version, parcel)
+        confirmed: str = await self._call("update", update.version, parcel, update.checksum)
         self.version = update.version
         self._rouse(parcel is not None)
         return confirmed

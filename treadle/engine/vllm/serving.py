@@ -159,18 +159,20 @@ class Serving(Generic[Ticket]):
             await self._sampler.end(tickets)
         await self._within(asyncio.gather(*(flight.ended.wait() for flight in flights)), "running requests to end")
 
-    async def update(self, version: int, parcel: bytes | None) -> str:
+    async def update(self, version: int, parcel: bytes | None, expected: str) -> str:
         """Swap the weights under all requests, which go on with the new ones; the checksum of what is held then.
 
-        Without a parcel only the version changes. A load that fails leaves the weights damaged: nothing is served
-        until a later one succeeds.
+        Without a parcel only the version changes. A load that fails, or has another checksum than `expected`, leaves
+        the weights damaged: nothing is served until a later one succeeds.
         """
         async with self._door:
             await self._stop(list(self._flights.values()))
             if parcel is not None:
                 self._damage = f"the weights of version {version} did not arrive whole"
                 self._confirmed = await self._sampler.load(parcel)
-                self._damage, self._asleep = None, 0
+                self._asleep = 0
+                if self._confirmed == expected:
+                    self._damage = None
             self.version = version
             return self._confirmed
 
