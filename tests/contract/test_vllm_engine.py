@@ -179,9 +179,9 @@ def test_a_parcel_that_cannot_be_opened_fails_the_update_and_the_next_one_mends_
         await sender.retire(1)
         with pytest.raises(EngineFailure, match="vLLM"):
             await engine.update_weights(gone)
-        with pytest.raises(EngineFailure, match="did not arrive whole"):
+        with pytest.raises(EngineFailure, match="did not arrive as they were sent"):
             await engine.health()
-        with pytest.raises(EngineFailure, match="did not arrive whole"):
+        with pytest.raises(EngineFailure, match="did not arrive as they were sent"):
             await engine.generate(ask())
         await engine.update_weights(WeightUpdate(0, "checksum", {}))
         await engine.health()
@@ -347,6 +347,86 @@ def test_known_places_are_written_and_other_names_refused() -> None:
     with pytest.raises(ValueError, match="other names"):
         receiver.write({"q": new["q"]})
     assert not receiver.places  # the next update goes through vLLM's loader
+
+
+class Sleepy:
+    """vLLM's asynchronous engine, as far as an update needs it: keeps what it was told."""
+
+    def __init__(self) -> None:
+        self.told: list[str] = []
+        self.broken = ""
+        self.engine_core = self
+
+    async def _hear(self, word: str) -> None:
+        self.told.append(word)
+        await asyncio.sleep(0)
+        if word == self.broken:
+            raise OSError(f"broken: {word}")
+
+    async def sleep(self, level: int) -> None:
+        await self._hear("sleep")
+
+    async def wake_up(self, tags: list[str]) -> None:
+        await self._hear(f"wake {tags[0]}")
+
+    async def pause_scheduler_async(self, **options: object) -> None:
+        await self._hear("pause")
+
+    async def start_weight_update(self) -> None: ...
+
+    async def update_weights(self, request: object) -> None:
+        await self._hear("load")
+
+    async def finish_weight_update(self) -> None: ...
+
+    async def resume_generation(self) -> None:
+        await self._hear("resume")
+
+    async def collective_rpc(self, name: str, args: tuple[bytes, ...] = ()) -> list[object]:
+        if name == "treadle_write":
+            await self._hear("write")
+        return [False] if name == "treadle_is_torn" else [("word", True)]
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_the_first_update_is_loaded_later_ones_are_written_and_failed_ones_mended_by_the_loader() -> None:
+    from treadle.engine.vllm.adapter import VLLMSampler
+
+    async def body() -> None:
+        llm = Sleepy()
+        sampler = VLLMSampler(llm, keyed=True, room=8)
+        assert [await sampler.load(b"") for _ in range(2)] == ["word", "word"]
+        llm.broken = "write"
+        with pytest.raises(EngineFailure, match="broken: write"):
+            await sampler.load(b"")
+        llm.broken = ""
+        await sampler.load(b"")
+        assert [word for word in llm.told if word in ("load", "write")] == ["load", "write", "write", "load"]
+
+    asyncio.run(body())
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_weights_wake_what_may_sleep_however_its_sleep_and_earlier_updates_ended() -> None:
+    from treadle.engine.vllm.adapter import VLLMSampler
+
+    async def body() -> None:
+        llm = Sleepy()
+        sampler = VLLMSampler(llm, keyed=True, room=8)
+        sleeping = asyncio.ensure_future(sampler.sleep(1))
+        await asyncio.sleep(0)
+        sleeping.cancel()
+        llm.broken = "load"
+        with pytest.raises(EngineFailure, match="broken: load"):
+            await sampler.load(b"")
+        llm.broken, llm.told = "", []
+        await sampler.load(b"")
+        assert llm.told == ["wake weights", "pause", "load", "wake kv_cache", "resume"]
+        llm.told = []
+        await sampler.load(b"")
+        assert llm.told == ["pause", "write", "resume"]
+
+    asyncio.run(body())
 
 
 @pytest.mark.filterwarnings("ignore")

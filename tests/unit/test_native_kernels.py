@@ -28,7 +28,7 @@ from treadle.engine.native.stack import Stack  # noqa: E402
 from treadle.engine.native.transfer import copy_pages  # noqa: E402
 from treadle.model.attention import PackedPlan  # noqa: E402
 from treadle.model.causal import compute_logits, hidden_states, prepare_module  # noqa: E402
-from treadle.model.checksum import _MIX, _PLACE, _sum_here  # noqa: E402
+from treadle.model.checksum import _MIX, _PLACE, _sum_here, checksum  # noqa: E402
 from treadle.model.fused import fuse_layers  # noqa: E402
 from treadle.model.summing import sum_words  # noqa: E402
 
@@ -46,6 +46,18 @@ def test_one_kernel_sums_up_what_a_checksum_needs() -> None:
     ]
     there = sum_words([words.to(DEVICE) for words in tensors], _PLACE, _MIX)
     assert there.tolist() == [_sum_here(words).item() for words in tensors]
+
+
+@pytest.mark.skipif(DEVICE.type == "cpu", reason="needs a GPU")
+@pytest.mark.parametrize("batch_bytes", [64, 1 << 20])
+def test_a_gpu_has_the_same_checksum(batch_bytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("treadle.model.checksum._BATCH_BYTES", batch_bytes)
+    wide = torch.randn(9, 8, generator=torch.Generator().manual_seed(0)).bfloat16()
+    tensors = {"whole": wide, "odd": wide[0, :3], "off": wide[1:, 1:7], "turned": wide.T, "one": wide[0, 0]}
+    there = wide.to(DEVICE)
+    views = {"whole": there, "odd": there[0, :3], "off": there[1:, 1:7], "turned": there.T, "one": there[0, 0]}
+    empty = {"empty": torch.zeros(0)}
+    assert checksum(views | empty) == checksum(tensors | empty)
 
 
 def small(family: str) -> torch.nn.Module:

@@ -185,9 +185,9 @@ def test_a_failed_load_serves_nothing_until_a_later_one_succeeds() -> None:
         await asyncio.sleep(1.5)
         with pytest.raises(EngineFailure, match="no"):
             await serving.update(1, b"word", "word")
-        with pytest.raises(EngineFailure, match="version 1 did not arrive whole"):
+        with pytest.raises(EngineFailure, match="version 1 did not arrive as they were sent"):
             await task
-        with pytest.raises(EngineFailure, match="version 1 did not arrive whole"):
+        with pytest.raises(EngineFailure, match="version 1 did not arrive as they were sent"):
             await serving.health()
         counter.load_error = None
         await serving.update(2, b"word", "word")
@@ -202,7 +202,7 @@ def test_weights_with_another_checksum_serve_nobody() -> None:
         task = begin(serving, 1)
         await asyncio.sleep(1.5)
         assert await serving.update(1, b"other", "word") == "other", "whoever pushed compares, too"
-        with pytest.raises(EngineFailure, match="version 1 did not arrive whole"):
+        with pytest.raises(EngineFailure, match="version 1 did not arrive as they were sent"):
             await task
         await serving.update(2, b"word", "word")
         assert (await begin(serving, 2, 2)).versions() == (2, 2)
@@ -213,7 +213,7 @@ def test_weights_with_another_checksum_serve_nobody() -> None:
 def test_an_update_without_tensors_only_counts() -> None:
     async def body(serving: Serving[Segment], counter: Counter) -> None:
         await serving.update(1, b"word", "word")
-        assert await serving.update(2, None, "") == "word" and counter.loads == [b"word"]
+        assert await serving.update(2, None) == "word" and counter.loads == [b"word"]
 
     play(body)
 

@@ -1,14 +1,15 @@
 """Weights that are read where they lie: handles are made once, and again when the tensors have moved."""
 
 from collections.abc import Iterator
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 from torch import Tensor
 
 from treadle.weights import direct, local
-from treadle.weights.local import LocalTransport
-from treadle.weights.parcel import Cast
+from treadle.weights.local import LocalTransport, _lie_ready
+from treadle.weights.parcel import Cast, Spec
 
 HELD: dict[int, Tensor] = {}
 """Stands in for a GPU that both sides see."""
@@ -19,13 +20,13 @@ def made(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
     """The handles that were made, by where the tensors are."""
     handles: list[int] = []
 
-    def reduce(tensor: Tensor) -> int:
+    def make_handle(tensor: Tensor) -> int:
         handles.append(tensor.data_ptr())
         HELD[tensor.data_ptr()] = tensor
         return tensor.data_ptr()
 
-    monkeypatch.setattr(direct, "reduce", reduce)
-    monkeypatch.setattr(direct, "rebuild", HELD.__getitem__)
+    monkeypatch.setattr(direct, "make_handle", make_handle)
+    monkeypatch.setattr(direct, "open_handle", HELD.__getitem__)
     monkeypatch.setattr(local, "_lie_ready", lambda *_: True)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda *_: None)
     yield handles
@@ -57,9 +58,44 @@ def test_tensors_that_moved_are_shared_again(made: list[int]) -> None:
     assert len(made) == 4
 
 
+def test_what_lies_at_the_same_place_in_another_shape_is_shared_again(made: list[int]) -> None:
+    transport, weight = LocalTransport(timeout_s=10), torch.arange(6.0)
+    for version, shape in enumerate([(2, 3), (3, 2)]):
+        assert read(transport, version, {"a": weight.view(shape)})["a"].shape == shape
+    assert len(made) == 2
+
+
 def test_a_reader_that_opened_others_meanwhile_asks_again(made: list[int]) -> None:
     first, second = LocalTransport(timeout_s=10), LocalTransport(timeout_s=10)
     one, other = {"a": torch.ones(3)}, {"a": torch.zeros(3)}
     assert read(first, 1, one)["a"].sum() == 3 and read(second, 1, other)["a"].sum() == 0
     assert read(first, 2, one)["a"].sum() == 3
     assert len(made) == 3
+
+
+class Lying(NamedTuple):
+    """A tensor as far as it matters where it lies."""
+
+    device: torch.device = torch.device("cuda", 0)
+    dtype: torch.dtype = torch.bfloat16
+    contiguous: bool = True
+
+    def is_contiguous(self) -> bool:
+        return self.contiguous
+
+
+@pytest.mark.parametrize(
+    ("tensor", "device", "ready"),
+    [
+        (Lying(), "cuda", True),
+        (Lying(), "cuda:0", True),
+        (Lying(), "cuda:1", False),
+        (Lying(), "cpu", False),
+        (Lying(device=torch.device("cpu")), "cuda", False),
+        (Lying(dtype=torch.float32), "cuda", False),
+        (Lying(contiguous=False), "cuda", False),
+    ],
+)
+def test_only_what_lies_ready_on_the_gpu_is_read_there(tensor: Any, device: str, ready: bool) -> None:
+    specs = [Spec("a", (2,), torch.bfloat16), Spec("b", (2,), torch.bfloat16)]
+    assert _lie_ready({"a": Lying(), "b": tensor}, specs, torch.device(device)) is ready  # type: ignore[dict-item]

@@ -1,14 +1,15 @@
-"""A door of this machine: who gets in, and what is told to those who come too late."""
+"""A door of this machine: who gets in, how messages are read, and what is told to those who come too late."""
 
 import os
 import socket
+import struct
 import threading
 
 import pytest
 import torch
 
 from treadle.errors import EngineFailure
-from treadle.weights.door import Door, enter
+from treadle.weights.door import Door, _require_same_user, enter, frame, read_frame
 from treadle.weights.local import LocalTransport
 from treadle.weights.parcel import Cast
 
@@ -42,14 +43,54 @@ def test_another_user_neither_gets_in_nor_is_trusted(monkeypatch: pytest.MonkeyP
     door.close()
 
 
+def test_large_user_numbers_are_numbers_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Peer:
+        def getsockopt(self, *_: int) -> bytes:
+            return struct.pack("iII", 7, 3_000_000_000, 0)
+
+    monkeypatch.setattr(os, "geteuid", lambda: 3_000_000_000)
+    _require_same_user(Peer())  # type: ignore[arg-type]
+
+
+def test_a_long_message_comes_in_pieces_and_is_whole() -> None:
+    ours, theirs = socket.socketpair()
+    message = os.urandom(3 << 20)
+    with ours, theirs:
+        for end in (ours, theirs):
+            end.settimeout(10)
+        sending = threading.Thread(target=theirs.sendall, args=(frame(message) + frame(b"next"),))
+        sending.start()
+        assert read_frame(ours) == message and read_frame(ours) == b"next"
+        sending.join()
+        theirs.close()
+        with pytest.raises(ConnectionError, match="the other side has gone"):
+            read_frame(ours)
+
+
+def test_a_closed_transport_can_be_closed_again_and_offers_again() -> None:
+    transport = LocalTransport(timeout_s=5)
+    for version in (1, 2):
+        parcel = transport.offer(version, Cast({"a": torch.ones(3), "none": torch.ones(0)}, None))
+        assert [len(tensor) for tensor in parcel.values()] == [3, 0]
+        transport.close()
+        transport.close()
+
+
+def test_a_parcel_of_nothing_is_read_too() -> None:
+    transport = LocalTransport(timeout_s=5)
+    parcel = transport.offer(1, Cast({"none": torch.ones(0)}, None))
+    assert len(dict(parcel.items())["none"]) == 0
+    transport.close()
+
+
 def test_whoever_opens_a_parcel_too_late_is_told() -> None:
     transport = LocalTransport(timeout_s=5)
     late = transport.offer(1, Cast({"a": torch.ones(3)}, None))
     transport.retire(1)
     now = transport.offer(2, Cast({"a": torch.zeros(3)}, None))
-    with pytest.raises(EngineFailure, match="the sender of the weights has gone"):
+    with pytest.raises(EngineFailure, match="the sender of the weights has gone, or taken them back"):
         dict(late.read())
     assert dict(now.read())["a"].tolist() == [0, 0, 0]
     transport.close()
-    with pytest.raises(EngineFailure, match="the sender of the weights has gone"):
+    with pytest.raises(EngineFailure, match="the sender of the weights has gone, or taken them back"):
         dict(now.read())

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from treadle.weights import ring
+from treadle.weights import handles, ring
 from treadle.weights.parcel import Cast, Parcel, Spec, describe, divide
 
 TENSORS = {
@@ -64,6 +64,11 @@ def test_a_bucket_lies_at_the_front_of_memory_of_any_size() -> None:
     assert all(torch.equal(view, TENSORS[name]) for name, view in bucket.views(memory))
 
 
+def test_what_requires_gradients_is_cast_without_them() -> None:
+    weight = torch.nn.Parameter(torch.ones(3))
+    assert not Cast({"a": weight}, torch.bfloat16)["a"].requires_grad
+
+
 def test_casting_leaves_whole_numbers_alone_and_says_the_same_before_as_after() -> None:
     cast = Cast(TENSORS, torch.bfloat16)
     assert cast["a"].dtype is torch.bfloat16 and cast["b"].dtype is torch.int64
@@ -73,7 +78,7 @@ def test_casting_leaves_whole_numbers_alone_and_says_the_same_before_as_after() 
 
 def test_what_follows_the_handle_of_a_gpu_at_once_is_not_swallowed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Sent by the ring of a GPU, read by its reader: with memory of the host in the place of the GPU's."""
-    monkeypatch.setattr(ring, "_identity", lambda device: "gpu")
+    monkeypatch.setattr(handles, "_identity", lambda device: "gpu")
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     sent = ring.DeviceRing(torch.zeros(8, dtype=torch.uint8), 4)
     sent._reader, sent._message = b"me", pickle.dumps(("gpu", make_zeros, tuple(range(8))))

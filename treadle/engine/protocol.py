@@ -47,12 +47,14 @@ class Batched(Protocol):
 
 
 def batches_of(tensors: Mapping[str, Any]) -> Iterator[Sequence[tuple[str, Any]]]:
-    """The tensors of an update, those together that are there at once."""
+    """The tensors of an update, those together that are there at once; no batch is empty."""
     if isinstance(tensors, Batched):
-        return tensors.batches()
-    if isinstance(tensors, dict):
-        return iter([list(tensors.items())] if tensors else [])
-    return ([pair] for pair in tensors.items())
+        yield from filter(None, tensors.batches())
+    elif isinstance(tensors, dict):
+        yield from filter(None, [list(tensors.items())])
+    else:
+        for pair in tensors.items():
+            yield [pair]
 
 
 ABORTED = Completion((), (), (), StopReason.ABORT)

@@ -39,7 +39,8 @@ class Tally:
         self.add_all({name: tensor})
 
     def add_all(self, tensors: Mapping[str, Tensor]) -> None:
-        """Tensors of one device: on a GPU all of them cost what one does."""
+        """Some tensors of one device, with new names. On a GPU all of them cost what one does."""
+        assert not self._kinds.keys() & tensors.keys(), "each name counts once"
         with torch.no_grad():
             self._sums.append(_sum_words(list(tensors.values())))
         self._kinds |= {name: f"{tensor.dtype}\0{tuple(tensor.shape)}" for name, tensor in tensors.items()}
@@ -53,12 +54,12 @@ class Tally:
 
 
 def _batches(tensors: Mapping[str, Tensor]) -> Iterator[dict[str, Tensor]]:
-    """Each of one device, and not too much at a time: what is looked up may be made for that."""
+    """On a GPU many at a time, but not too many, as what is looked up may be made for that; elsewhere one by one."""
     batch: dict[str, Tensor] = {}
     room = _BATCH_BYTES
     for name in tensors:
         tensor = tensors[name]
-        if batch and (room < 0 or tensor.device != next(iter(batch.values())).device):
+        if batch and (room < 0 or not tensor.is_cuda or tensor.device != next(iter(batch.values())).device):
             yield batch
             batch, room = {}, _BATCH_BYTES
         batch[name] = tensor
@@ -77,10 +78,10 @@ def _sum_words(tensors: Sequence[Tensor]) -> Tensor:
 
 
 def _sum_here(words: Tensor) -> Tensor:
-    total = torch.zeros((), dtype=torch.int64)
+    total = torch.zeros((), dtype=torch.int64, device=words.device)
     for start in range(0, len(words), _CHUNK):
         chunk = words[start : start + _CHUNK]
-        mixed = torch.arange(start, start + len(chunk)).mul_(_PLACE).bitwise_xor_(chunk)
+        mixed = torch.arange(start, start + len(chunk), device=words.device).mul_(_PLACE).bitwise_xor_(chunk)
         mixed.mul_(_MIX)
         total += mixed.bitwise_xor_(mixed >> 29).sum()
     return total

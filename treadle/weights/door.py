@@ -1,7 +1,7 @@
 """A socket that other processes of this machine, and of this user, reach by its name.
 
-Owns the name and who gets in. It is no file, so nothing stays behind a process that was killed; but anybody on the
-machine can read such names, so either side looks whose process the other one is.
+Owns the name, who gets in, and how messages are told apart. It is no file, so nothing stays behind a process that was
+killed; but anybody on the machine can read such names, so either side looks whose process the other one is.
 """
 
 import os
@@ -13,7 +13,14 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 
-_CREDENTIALS = struct.Struct("3i")
+NAME_BYTES = 16
+ME = os.urandom(NAME_BYTES)
+"""This process, to those it visits."""
+
+_SIZE = struct.Struct("<I")
+HEAD_BYTES = _SIZE.size
+"""What precedes a frame."""
+_CREDENTIALS = struct.Struct("iII")
 """Process, user and group at the other end, as Linux tells them."""
 _CROWDED_S = 0.05
 """How long to wait where the process has no descriptor left for a guest."""
@@ -49,7 +56,7 @@ class Door:
             self._serve(connection)
 
     def close(self) -> None:
-        """Let nobody else in. Those who are, stay."""
+        """Let nobody else in. Guests who are inside are served to the end."""
         self._closed = True
         self._listener.shutdown(socket.SHUT_RDWR)
         self._accepting.join()
@@ -64,6 +71,28 @@ def enter(address: str, *, timeout_s: float) -> Iterator[socket.socket]:
         connection.connect(address)
         _require_same_user(connection)
         yield connection
+
+
+def frame(message: bytes) -> bytes:
+    """A message that others may follow at once."""
+    return _SIZE.pack(len(message)) + message
+
+
+def read_frame(connection: socket.socket, head: bytes = b"") -> bytes:
+    """A message, of which `head` was read already."""
+    head += read_exactly(connection, HEAD_BYTES - len(head))
+    return read_exactly(connection, _SIZE.unpack(head)[0])
+
+
+def read_exactly(connection: socket.socket, size: int) -> bytes:
+    """Wait for all of it: what is long comes in pieces."""
+    found = bytearray()
+    while len(found) < size:
+        more = connection.recv(size - len(found))
+        if not more:
+            raise ConnectionError("the other side has gone")
+        found += more
+    return bytes(found)
 
 
 def _require_same_user(connection: socket.socket) -> None:

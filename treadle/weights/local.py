@@ -7,8 +7,8 @@ socket.
 
 On a GPU that both sides are on, a policy whose weights have the right number format already is read in place: `direct`.
 
-Who waits for whom: a reader waits for the next bucket, the sender for a slot to be free; both for `timeout_s` at most.
-`retire` waits until every reader is done or gone.
+Who waits for whom: a reader waits for the next bucket, the sender for a slot to be free, or for the end of a reading in
+place; each for `timeout_s` at most. `retire` waits until every reader is done or gone.
 """
 
 import socket
@@ -23,9 +23,9 @@ from torch import Tensor
 
 from treadle.errors import EngineFailure
 from treadle.weights.direct import Shares, open_shares
-from treadle.weights.door import Door, enter
+from treadle.weights.door import ME, NAME_BYTES, Door, enter, read_exactly
 from treadle.weights.parcel import DEVICE_BUCKET_BYTES, Cast, Parcel, Spec
-from treadle.weights.ring import ME, NAME_BYTES, DeviceRing, HostRing, Ring, attach, read_exactly
+from treadle.weights.ring import DeviceRing, HostRing, Ring, attach
 
 SLOTS = 2
 HOST_BUCKET_BYTES = 4 << 20
@@ -36,7 +36,7 @@ _DONE = -1
 
 
 class LocalTransport:
-    """The sender's side. The slots are on `device`: a GPU that the receivers are on, or the CPU for all others."""
+    """The sender's side, to be closed. Slots are on `device`: the receivers' own GPU, or the CPU for all others."""
 
     def __init__(
         self, *, device: torch.device | str = "cpu", timeout_s: float = 60.0, bucket_bytes: int | None = None
@@ -54,9 +54,15 @@ class LocalTransport:
     def offer(self, version: int, tensors: Cast) -> Parcel:
         """A parcel of these tensors, to be opened by any number of processes of this machine."""
         self._door = self._door or Door(self._serve, timeout_s=self._timeout_s)
-        specs, way = tensors.specs(), (self._door.address, version, self._timeout_s)
-        direct = _lie_ready(tensors.sources, specs, self._device)
-        parcel = LocalParcel(specs, self._bucket_bytes, *way, direct=direct)
+        specs = tensors.specs()
+        parcel = LocalParcel(
+            specs,
+            self._bucket_bytes,
+            address=self._door.address,
+            version=version,
+            timeout_s=self._timeout_s,
+            direct=_lie_ready(tensors.sources, specs, self._device),
+        )
         with self._changed:
             self._offers[version] = _Offer(parcel, tensors.sources)
         return parcel
@@ -67,8 +73,9 @@ class LocalTransport:
                 self._changed.wait_for(lambda: not offer.readers)  # each of their waits has a deadline
 
     def close(self) -> None:
-        if self._door is not None:
-            self._door.close()
+        door, self._door = self._door, None
+        if door is not None:
+            door.close()
         for version in list(self._offers):
             self.retire(version)
 
@@ -85,7 +92,7 @@ class LocalTransport:
     def _reading(self, version: int) -> Iterator["_Offer"]:
         with self._changed:
             if (offer := self._offers.get(version)) is None:
-                raise ConnectionError("it came too late")
+                raise ConnectionError(f"version {version} is not on offer")
             offer.readers += 1
         try:
             yield offer
@@ -122,10 +129,10 @@ class LocalParcel(Parcel):
         self,
         specs: Sequence[Spec],
         bucket_bytes: int,
+        *,
         address: str,
         version: int,
         timeout_s: float,
-        *,
         direct: bool,
     ) -> None:
         super().__init__(specs, bucket_bytes)
@@ -144,13 +151,15 @@ class LocalParcel(Parcel):
         except TimeoutError:
             raise EngineFailure(f"the sender of the weights was silent for {self._timeout_s:g} s") from None
         except OSError as error:
-            raise EngineFailure(f"the sender of the weights has gone: {error}") from error
+            raise EngineFailure(f"the sender of the weights has gone, or taken them back: {error}") from error
 
     def _open(self, connection: socket.socket) -> Iterator[Sequence[tuple[str, Tensor]]]:
         tensors = open_shares(connection)
-        yield [*zip((spec.name for spec in self.specs), tensors, strict=True)]
-        for device in {tensor.device for tensor in tensors}:
-            torch.cuda.synchronize(device)  # what was read may still be on its way
+        try:
+            yield [*zip((spec.name for spec in self.specs), tensors, strict=True)]
+        finally:
+            for device in {tensor.device for tensor in tensors}:
+                torch.cuda.synchronize(device)  # what was read may still be on its way
 
     def _empty_slots(self, connection: socket.socket) -> Iterator[Sequence[tuple[str, Tensor]]]:
         ring = attach(connection, self.largest, SLOTS)

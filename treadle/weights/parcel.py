@@ -115,7 +115,7 @@ class Parcel(Mapping[str, Tensor]):
     @property
     def largest(self) -> int:
         """Room that every bucket fits into."""
-        return max((bucket.num_bytes for bucket in self.buckets), default=1)
+        return max([1, *(bucket.num_bytes for bucket in self.buckets)])
 
     def __iter__(self) -> Iterator[str]:
         return (spec.name for spec in self.specs)
@@ -171,7 +171,7 @@ class Cast(Mapping[str, Tensor]):
     """Tensors in another number format, made when they are looked at; whole numbers stay as they are."""
 
     def __init__(self, tensors: Mapping[str, Tensor], dtype: torch.dtype | None) -> None:
-        self.sources = dict(tensors)
+        self.sources = {name: tensor.detach() if tensor.requires_grad else tensor for name, tensor in tensors.items()}
         """The tensors as they are, for whoever copies into the other format at once."""
         self._dtype = dtype
 

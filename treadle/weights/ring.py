@@ -11,20 +11,13 @@ import mmap
 import os
 import pickle
 import socket
-import struct
-from collections.abc import Callable
-from functools import cache
-from multiprocessing.util import Finalize
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
-NAME_BYTES = 16
-_SIZE = struct.Struct("<I")
-"""Before every handle, as other messages follow it at once."""
-ME = os.urandom(NAME_BYTES)
-"""This process, to the rings it attaches to."""
+from treadle.weights.door import HEAD_BYTES, NAME_BYTES, frame, read_frame
+from treadle.weights.handles import at_exit, make_handle, open_handle
 
 
 class Ring(Protocol):
@@ -83,7 +76,7 @@ class DeviceRing:
 
     def send(self, connection: socket.socket, reader: bytes) -> None:
         if reader != self._reader:  # a handle is for one process: torch counts who holds it
-            self._reader, self._message = reader, pickle.dumps(reduce(self._memory))
+            self._reader, self._message = reader, pickle.dumps(make_handle(self._memory))
         connection.sendall(frame(self._message))
 
     def settle(self) -> None:
@@ -99,7 +92,7 @@ class _Attached:
 
 def attach(connection: socket.socket, size: int, count: int) -> Ring:
     """The slots that the other end of `connection` sends."""
-    head, descriptors, _, _ = socket.recv_fds(connection, _SIZE.size, 1)
+    head, descriptors, _, _ = socket.recv_fds(connection, HEAD_BYTES, 1)
     message = read_frame(connection, head)
     if message == _Attached.message and _Attached.ring is not None:
         for descriptor in descriptors:
@@ -108,55 +101,11 @@ def attach(connection: socket.socket, size: int, count: int) -> Ring:
     if descriptors:
         ring: Ring = HostRing(descriptors[0], size, count)
     else:
-        ring = DeviceRing(rebuild(pickle.loads(message)), size)
-        Finalize(None, _detach, exitpriority=1)
+        ring = DeviceRing(open_handle(pickle.loads(message)), size)
+        at_exit(_detach)
     _Attached.message, _Attached.ring = message, ring
     return ring
 
 
 def _detach() -> None:
-    """The other side's memory is its own again; otherwise torch warns of it when that side ends."""
     _Attached.message, _Attached.ring = b"", None
-
-
-def frame(message: bytes) -> bytes:
-    """A message that others may follow at once."""
-    return _SIZE.pack(len(message)) + message
-
-
-def read_frame(connection: socket.socket, head: bytes = b"") -> bytes:
-    """A message, of which `head` was read already."""
-    head += read_exactly(connection, _SIZE.size - len(head))
-    return read_exactly(connection, _SIZE.unpack(head)[0])
-
-
-def read_exactly(connection: socket.socket, size: int) -> bytes:
-    found = connection.recv(size, socket.MSG_WAITALL) if size else b""
-    if len(found) < size:
-        raise ConnectionError("the other side has gone")
-    return found
-
-
-Handle = tuple[str, Callable[..., Tensor], tuple[Any, ...]]
-"""A CUDA tensor for another process: its GPU, and how it is opened there."""
-
-
-def reduce(tensor: Tensor) -> Handle:
-    from torch.multiprocessing.reductions import reduce_tensor
-
-    rebuilding, arguments = reduce_tensor(tensor)  # type: ignore[no-untyped-call]
-    return _identity(tensor.device), rebuilding, arguments
-
-
-def rebuild(handle: Handle) -> Tensor:
-    """The tensor behind a handle, whatever number its GPU has in this process."""
-    identity, rebuilding, arguments = handle
-    for index in range(torch.cuda.device_count()):
-        if _identity(torch.device("cuda", index)) == identity:
-            return rebuilding(*arguments[:6], index, *arguments[7:])
-    raise RuntimeError(f"the weights are on GPU {identity}, which this process does not see")
-
-
-@cache
-def _identity(device: torch.device) -> str:
-    return str(torch.cuda.get_device_properties(device).uuid)

@@ -69,6 +69,7 @@ class VLLMSampler:
         self._in_place = False
         """Whether the workers know where the next weights are to be written."""
         self._asleep = False
+        """Whether memory may have been given back: then it has to be taken again before weights come."""
         self._torn = False
 
     @classmethod
@@ -188,8 +189,8 @@ class VLLMSampler:
         return found
 
     async def sleep(self, level: int) -> None:
+        self._asleep = True  # it goes to sleep even if nobody waits for that any more
         await self._llm.sleep(level)
-        self._asleep = True
 
     async def wake(self) -> None:
         await self._llm.wake_up()

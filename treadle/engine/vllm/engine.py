@@ -105,7 +105,7 @@ class VLLMEngine:
         """Use a server. The `owner` ends it when it closes."""
         link, hello = await server.connect()
         engine = cls(rollout, server, link, hello, name=name, decode=decode, owner=owner)
-        await engine._call("update", version, None, "")
+        await engine._call("update", version, None)
         engine.version = version
         return engine
 

@@ -74,7 +74,7 @@ class Session:
     async def _call_abort(self, numbers: tuple[int, ...]) -> None:
         await self._serving.abort([(self._number, number) for number in numbers])
 
-    async def _call_update(self, version: int, parcel: bytes | None, expected: str) -> str:
+    async def _call_update(self, version: int, parcel: bytes | None, expected: str = "") -> str:
         return await self._serving.update(version, parcel, expected)
 
     async def _call_sleep(self, level: int) -> None:

@@ -159,7 +159,7 @@ class Serving(Generic[Ticket]):
             await self._sampler.end(tickets)
         await self._within(asyncio.gather(*(flight.ended.wait() for flight in flights)), "running requests to end")
 
-    async def update(self, version: int, parcel: bytes | None, expected: str) -> str:
+    async def update(self, version: int, parcel: bytes | None, expected: str = "") -> str:
         """Swap the weights under all requests, which go on with the new ones; the checksum of what is held then.
 
         Without a parcel only the version changes. A load that fails, or has another checksum than `expected`, leaves
@@ -168,7 +168,7 @@ class Serving(Generic[Ticket]):
         async with self._door:
             await self._stop(list(self._flights.values()))
             if parcel is not None:
-                self._damage = f"the weights of version {version} did not arrive whole"
+                self._damage = f"the weights of version {version} did not arrive as they were sent"
                 self._confirmed = await self._sampler.load(parcel)
                 self._asleep = 0
                 if self._confirmed == expected:
@@ -180,10 +180,10 @@ class Serving(Generic[Ticket]):
         """Give memory back: the cache, and with level 2 the weights too, until `wake` or an update."""
         async with self._door:
             await self._stop(list(self._flights.values()))
-            await self._sampler.sleep(level)
             self._asleep = level
             if level > 1:
                 self._damage = "the weights were given up in sleep: they come back with the next update"
+            await self._sampler.sleep(level)
 
     async def wake(self) -> None:
         async with self._door:
