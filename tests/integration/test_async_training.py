@@ -11,8 +11,7 @@ from treadle.journal import Event, JournalReader
 
 STEPS = 4
 TINY = tiny_run(STEPS)
-APART = ("rollout.nnodes=1", "algorithm.rollout_correction.rollout_is=token")
-UNCORRECTED = ("rollout.nnodes=1", "algorithm.rollout_correction.rollout_is=none")
+APART = ("rollout.nnodes=1",)
 FILTERED = ("algorithm.filter_groups.enable=true",)
 SLOW = ("rollout.multi_turn.tools=tests.chaos:calculate",)
 """Tool calls that take up to a second and a half, so that weight updates find sessions half done."""
@@ -21,7 +20,7 @@ ON_UPDATE = ("continue", "recompute", "wait", "drop")
 
 RUNS = {
     "sync": FILTERED,
-    "fresh": ("trainer.mode=fully_async", "trainer.max_staleness=0", *UNCORRECTED, *FILTERED),
+    "fresh": ("trainer.mode=fully_async", "trainer.max_staleness=0", *APART, *FILTERED),
     "one_step_off": ("trainer.mode=one_step_off", *APART, *SLOW),
     **{
         name: ("trainer.mode=fully_async", "trainer.max_staleness=2", f"trainer.on_weight_update={name}", *APART, *SLOW)
