@@ -12,7 +12,7 @@ from treadle.config import ModelConfig
 from treadle.errors import ConfigError
 from treadle.model.attention import PackedPlan
 from treadle.model.causal import compute_logits, hidden_states, load_causal_model, output_weight, prepare_module
-from treadle.model.checksum import checksum
+from treadle.model.checksum import Tally, checksum
 
 CPU = torch.device("cpu")
 
@@ -98,6 +98,13 @@ def test_a_checksum_tells_any_change_of_bits_names_and_places() -> None:
         {("x" if name == "a" else name): tensor for name, tensor in weights.items()},
     ]
     assert len({known, *(checksum(other) for other in others)}) == 1 + len(others)
+
+
+def test_a_name_counts_once() -> None:
+    tally = Tally()
+    tally.add("a", torch.ones(3))
+    with pytest.raises(AssertionError, match="each name counts once"):
+        tally.add("a", torch.ones(3))
 
 
 def test_a_checksum_looks_at_values_not_at_memory() -> None:

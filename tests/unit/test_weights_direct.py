@@ -7,12 +7,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from treadle.weights import direct, local
+from treadle.weights import direct, handles, local
 from treadle.weights.local import LocalTransport, _lie_ready
 from treadle.weights.parcel import Cast, Spec
 
 HELD: dict[int, Tensor] = {}
 """Stands in for a GPU that both sides see."""
+
+SYNCHRONIZED: list[str] = []
 
 
 @pytest.fixture(autouse=True)
@@ -28,9 +30,10 @@ def made(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
     monkeypatch.setattr(direct, "make_handle", make_handle)
     monkeypatch.setattr(direct, "open_handle", HELD.__getitem__)
     monkeypatch.setattr(local, "_lie_ready", lambda *_: True)
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda *_: None)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: SYNCHRONIZED.append(device.type))
     yield handles
     HELD.clear()
+    SYNCHRONIZED.clear()
 
 
 def read(transport: LocalTransport, version: int, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -48,6 +51,26 @@ def test_nothing_is_copied_and_handles_are_made_once(made: list[int]) -> None:
             name: tensor.data_ptr() for name, tensor in tensors.items()
         }
     assert len(made) == 2
+
+
+def test_either_side_waits_for_what_it_computed() -> None:
+    transport = LocalTransport(timeout_s=10)
+    reading = transport.offer(1, Cast({"a": torch.ones(3)}, None)).batches()
+    next(reading)
+    assert SYNCHRONIZED == ["cpu"], "the sender, before anybody reads"
+    assert list(reading) == [] and SYNCHRONIZED == ["cpu", "cpu"]
+    transport.close()
+
+
+def test_memory_of_others_is_let_go_once_when_a_process_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    registered: list[object] = []
+    monkeypatch.setattr(handles, "Finalize", lambda *words, **_: registered.append(words))
+
+    def let_go() -> None: ...
+
+    for _ in range(3):
+        handles.at_exit(let_go)
+    assert registered == [(None, let_go)]
 
 
 def test_tensors_that_moved_are_shared_again(made: list[int]) -> None:

@@ -76,6 +76,20 @@ def test_a_closed_transport_can_be_closed_again_and_offers_again() -> None:
         transport.close()
 
 
+def test_a_version_is_taken_back_only_when_its_readers_are_done() -> None:
+    transport = LocalTransport(timeout_s=5)
+    reading = transport.offer(1, Cast({"a": torch.ones(3)}, None)).batches()
+    next(reading)
+    retiring = threading.Thread(target=transport.retire, args=(1,))
+    retiring.start()
+    retiring.join(0.05)
+    assert retiring.is_alive()
+    assert list(reading) == []
+    retiring.join(5)
+    assert not retiring.is_alive()
+    transport.close()
+
+
 def test_a_parcel_of_nothing_is_read_too() -> None:
     transport = LocalTransport(timeout_s=5)
     parcel = transport.offer(1, Cast({"none": torch.ones(0)}, None))
