@@ -14,6 +14,7 @@ from torch import Tensor
 _PLACE = -0x61C8864680B583EB
 _MIX = -0x40A7B892E31B1A47
 _BATCH_BYTES = 1 << 28
+"""At a time on a GPU, where tensors in another number format are made for it."""
 _CHUNK = 1 << 15
 """Words at a time on a CPU: they stay in a core's cache, and are few enough that torch does not share them out to
 threads, which costs more than it gains."""

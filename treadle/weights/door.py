@@ -19,7 +19,7 @@ ME = os.urandom(NAME_BYTES)
 
 _SIZE = struct.Struct("<I")
 HEAD_BYTES = _SIZE.size
-"""What precedes a frame."""
+"""A frame begins with its length."""
 _CREDENTIALS = struct.Struct("iII")
 """Process, user and group at the other end, as Linux tells them."""
 _CROWDED_S = 0.05
