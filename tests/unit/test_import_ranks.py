@@ -15,7 +15,7 @@ import treadle
 PACKAGE = Path(treadle.__file__).parent
 
 ROOT = ""
-"""types.py, errors.py and the package itself."""
+"""types.py, errors.py, terminal.py and the package itself."""
 
 RANKS = {
     ROOT: 0,

@@ -3,6 +3,7 @@
 from pathlib import Path
 
 from treadle.cli.parser import Arguments, Commands, add_command
+from treadle.terminal import say
 
 MAX_SHOWN = 20
 
@@ -21,15 +22,15 @@ def audit(arguments: Arguments) -> int:
     from treadle.trainer.audit import audit as keep_books
 
     found = keep_books(arguments.run_dir)
-    print(f"starts     {found.starts}")
-    print(f"steps      {found.steps}")
-    print(f"tasks      {found.trained} trained, {found.removed} removed, {found.open} open")
-    print(f"undone     {found.trained_again} were trained in steps that a crash undid, and trained again")
-    print(f"reused     {found.reused} finished trajectories, {found.continued} half-generated ones continued")
+    say(f"starts     {found.starts}")
+    say(f"steps      {found.steps}")
+    say(f"tasks      {found.trained} trained, {found.removed} removed, {found.open} open")
+    say(f"undone     {found.trained_again} were trained in steps that a crash undid, and trained again")
+    say(f"reused     {found.reused} finished trajectories, {found.continued} half-generated ones continued")
     for problem in found.problems[:MAX_SHOWN]:
-        print(f"PROBLEM    {problem}")
+        say(f"PROBLEM    {problem}")
     if len(found.problems) > MAX_SHOWN:
-        print(f"           and {len(found.problems) - MAX_SHOWN} more")
+        say(f"           and {len(found.problems) - MAX_SHOWN} more")
     if not found.problems:
-        print("none skipped, none trained twice")
+        say("none skipped, none trained twice")
     return 1 if found.problems else 0

@@ -1,10 +1,10 @@
 """`treadle config`: show, explain, check, compare and migrate configs. Starts nothing and imports nothing heavy."""
 
 import json
-import sys
 from pathlib import Path
 
 from treadle.cli.parser import Arguments, Commands, add_command, add_words, load_words
+from treadle.terminal import say, warn
 
 
 def register(commands: Commands) -> None:
@@ -40,14 +40,14 @@ def show(arguments: Arguments) -> None:
     """Print the resolved config as YAML that loads again."""
     from treadle.config import to_yaml
 
-    print(to_yaml(load_words(arguments.words), origins=arguments.origins), end="")
+    say(to_yaml(load_words(arguments.words), origins=arguments.origins), end="")
 
 
 def explain(arguments: Arguments) -> None:
     """Print a key's value, type, description, origin and what it overrode, or list the keys of a section."""
     from treadle.config import explain as explain_key
 
-    print(explain_key(load_words([arguments.config, *arguments.words]), arguments.key))
+    say(explain_key(load_words([arguments.config, *arguments.words]), arguments.key))
 
 
 def check(arguments: Arguments) -> None:
@@ -55,7 +55,8 @@ def check(arguments: Arguments) -> None:
     from treadle.config import TrainConfig
 
     config = load_words(arguments.words)
-    print("fine:", "a training run" if isinstance(config, TrainConfig) else "a rollout that stands alone")
+    kind = "a training run" if isinstance(config, TrainConfig) else "a rollout that stands alone"
+    say(f"fine: {kind}")
 
 
 def diff(arguments: Arguments) -> int:
@@ -64,8 +65,8 @@ def diff(arguments: Arguments) -> int:
 
     differences = compare(load_words([arguments.left]), load_words([arguments.right]))
     for item in differences:
-        print(item)
-    print("1 key differs" if len(differences) == 1 else f"{len(differences)} keys differ", file=sys.stderr)
+        say(item)
+    warn("1 key differs" if len(differences) == 1 else f"{len(differences)} keys differ")
     return 1 if differences else 0
 
 
@@ -73,7 +74,7 @@ def schema(arguments: Arguments) -> None:
     """Print JSON Schema for completion and checking in an editor's YAML plugin."""
     from treadle.config.schema import json_schema
 
-    print(json.dumps(json_schema(), indent=2, ensure_ascii=False))
+    say(json.dumps(json_schema(), indent=2, ensure_ascii=False))
 
 
 def migrate(arguments: Arguments) -> int:
@@ -85,8 +86,8 @@ def migrate(arguments: Arguments) -> int:
     from treadle.config import legacy
 
     migration = legacy.migrate(arguments.path)
-    print(migration.yaml, end="")
-    print(migration.to_json() if arguments.json else migration.report(), file=sys.stderr)
+    say(migration.yaml, end="")
+    warn(migration.to_json() if arguments.json else migration.report())
     return migration.exit_status
 
 
@@ -94,4 +95,4 @@ def recipes(arguments: Arguments) -> None:
     """List the configs that come with treadle."""
     from treadle.config.recipe import recipe_names
 
-    print("\n".join(recipe_names()))
+    say("\n".join(recipe_names()))

@@ -9,6 +9,7 @@ from io import TextIOWrapper
 from treadle.cli import audit, config, plan, replay, rollout, simulate, timeline, train
 from treadle.cli.parser import Parser, new_parser, parse
 from treadle.errors import ConfigError, RunError
+from treadle.terminal import warn
 
 STATUS_FAILED = 1
 STATUS_CONFIG = 2
@@ -60,13 +61,13 @@ def _run(run: object, parsed: object) -> int:
         return status
     except ConfigError as error:
         count = len(error.mistakes)
-        print(f"{error}\n\n{count} mistake{'s' if count > 1 else ''}; nothing was started", file=sys.stderr)
+        warn(f"{error}\n\n{count} mistake{'s' if count > 1 else ''}; nothing was started")
         return STATUS_CONFIG
     except RunError as error:
-        print(f"{type(error).__name__}: {error}", file=sys.stderr)
+        warn(f"{type(error).__name__}: {error}")
         return STATUS_FAILED
     except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
+        warn("interrupted")
         return STATUS_INTERRUPTED
     except BrokenPipeError:  # whoever read our output has gone; Python flushes once more as it ends
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -74,5 +75,5 @@ def _run(run: object, parsed: object) -> int:
     except OSError as error:
         if error.errno != ENOSPC:
             raise
-        print(f"cannot write: {error.strerror}", file=sys.stderr)
+        warn(f"cannot write: {error.strerror}")
         return STATUS_FAILED

@@ -5,11 +5,12 @@ commands run.
 """
 
 import argparse
-import sys
 import warnings
 from collections.abc import Callable
 from inspect import cleandoc
 from typing import TYPE_CHECKING, Any
+
+from treadle.terminal import warn
 
 if TYPE_CHECKING:
     from treadle.config import Config
@@ -74,7 +75,7 @@ def load_words(words: list[str]) -> "Config":
             return load(files, overrides)
         finally:
             for warning in caught:
-                print(f"warning: {warning.message}", file=sys.stderr)
+                warn(f"warning: {warning.message}")
 
 
 def _is_override(word: str) -> bool:

@@ -5,6 +5,7 @@ from dataclasses import asdict, replace
 from typing import TYPE_CHECKING
 
 from treadle.cli.parser import Arguments, Commands, add_command, add_words, load_words
+from treadle.terminal import say
 
 if TYPE_CHECKING:
     from treadle.config import Config, Plan
@@ -34,7 +35,7 @@ def plan(arguments: Arguments) -> None:
     config = load_words(arguments.words)
     machines = described_machines(arguments.machines) if arguments.machines else find_machines(config.cluster)
     made = make_plan(config, machines)
-    print(json.dumps(asdict(made), indent=2) if arguments.json else describe_plan(config, made))
+    say(json.dumps(asdict(made), indent=2) if arguments.json else describe_plan(config, made))
 
 
 def describe_plan(config: "Config", plan: "Plan") -> str:

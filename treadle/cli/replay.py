@@ -1,11 +1,11 @@
 """`treadle replay`: proof that a run's weights follow from its journal."""
 
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from treadle.cli.parser import Arguments, Commands, add_command
 from treadle.errors import ConfigError, Mistake
+from treadle.terminal import say, warn
 
 if TYPE_CHECKING:
     from treadle.trainer.replay import Replayed
@@ -36,10 +36,8 @@ def replay(arguments: Arguments) -> int:
     differing = 0
     for step in replay_steps(load_networks(config).step, arguments.run_dir):
         differing += not step.equal
-        print(f"step {step.step}: {_verdict(step)}", flush=True)
-    print(
-        "every step gives the weights it gave then" if not differing else f"{differing} steps differ", file=sys.stderr
-    )
+        say(f"step {step.step}: {_verdict(step)}")
+    warn("every step gives the weights it gave then" if not differing else f"{differing} steps differ")
     return 1 if differing else 0
 
 

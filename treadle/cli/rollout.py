@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from treadle.cli.keys import read_keys
 from treadle.cli.parser import Arguments, Commands, add_command, add_words, load_words
+from treadle.terminal import make_console, say
 
 if TYPE_CHECKING:
     from treadle.config import Config
@@ -51,7 +52,7 @@ def rollout(arguments: Arguments) -> int:
             progress=_show_progress,
         )
     if arguments.json:
-        print(result.summary.to_json())
+        say(result.summary.to_json())
     else:
         _print_summary(result)
     if result.interrupted:
@@ -82,12 +83,10 @@ def _show_progress(tally: "Tally", total: int) -> AbstractContextManager[object]
 
 
 def _print_summary(result: "Result") -> None:
-    from rich.console import Console
-
     from treadle.observe.table import render_summary
 
-    Console().print(render_summary(result.summary))
+    make_console().print(render_summary(result.summary))
     if result.run_dir is not None:
-        print(f"everything is in {result.run_dir}")
+        say(f"everything is in {result.run_dir}")
     if result.interrupted:
-        print("interrupted: the same command goes on from here")
+        say("interrupted: the same command goes on from here")

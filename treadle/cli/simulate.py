@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from treadle.cli.parser import Arguments, Commands, Parser, add_command, add_words, load_words
 from treadle.errors import ConfigError, Mistake
+from treadle.terminal import say, warn
 
 if TYPE_CHECKING:
     from treadle.config import Config, TrainConfig
@@ -54,9 +55,9 @@ def simulate(arguments: Arguments) -> None:
     if arguments.json:
         found = [asdict(item) | {"of_bound": item.of_bound, "bound_s": item.bound_s} for item in compared.forecasts]
         best = compared.forecasts.index(compared.best)
-        print(json.dumps({"assumptions": asdict(assumptions), "forecasts": found, "best": best}, indent=2))
+        say(json.dumps({"assumptions": asdict(assumptions), "forecasts": found, "best": best}, indent=2))
     else:
-        print(describe(config, assumptions, workload, compared, gpus_per_node(config)))
+        say(describe(config, assumptions, workload, compared, gpus_per_node(config)))
 
 
 def _add_question(command: Parser) -> None:
@@ -157,4 +158,4 @@ def _within(flag: str, number: int, least: int, most: int) -> int:
 
 def _tell(text: str) -> None:
     if sys.stderr.isatty():
-        print(f"{text} …", file=sys.stderr, flush=True)
+        warn(f"{text} …")

@@ -3,6 +3,7 @@
 from pathlib import Path
 
 from treadle.cli.parser import Arguments, Commands, add_command
+from treadle.terminal import say
 
 
 def register(commands: Commands) -> None:
@@ -17,5 +18,5 @@ def timeline(arguments: Arguments) -> int:
     """
     from treadle.trainer.timeline import write_timeline
 
-    print(write_timeline(arguments.run_dir))
+    say(write_timeline(arguments.run_dir))
     return 0

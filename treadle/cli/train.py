@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from treadle.cli.keys import read_keys
 from treadle.cli.parser import Arguments, Commands, add_command, add_words, load_words
 from treadle.errors import ConfigError, Mistake
+from treadle.terminal import cell, make_console, say, warn
 
 if TYPE_CHECKING:
     from treadle.cluster.training import TrainingResult
@@ -42,7 +43,7 @@ def train(arguments: Arguments) -> int:
     if not isinstance(config, TrainConfig):
         fix = "add `trainer: {}` to train, or use treadle rollout"
         raise ConfigError([Mistake("trainer", "this config has no trainer section: it is a rollout", fix=fix)])
-    print(describe_plan(config, make_plan(config, find_machines(config.cluster))), file=sys.stderr)
+    warn(describe_plan(config, make_plan(config, find_machines(config.cluster))))
     result = _train(config)
     _print_result(result)
     return STATUS_INTERRUPTED if result.interrupted else 0
@@ -61,16 +62,15 @@ def _train(config: "TrainConfig") -> "TrainingResult":
 def _print_result(result: "TrainingResult") -> None:
     if len(result.validations) > 1:
         _print_comparison(result)
-    print(f"\n{result.steps} steps; everything is in {result.run_dir}")
+    say(f"\n{result.steps} steps; everything is in {result.run_dir}")
     if result.interrupted:
-        print("interrupted and saved: the same command goes on from here")
+        say("interrupted and saved: the same command goes on from here")
     else:
-        print(f"try next:  treadle replay {result.run_dir}    the same weights once more, from the journal")
-        print("           treadle plan my.yaml              what your own config would do")
+        say(f"try next:  treadle replay {result.run_dir}    the same weights once more, from the journal")
+        say("           treadle plan my.yaml              what your own config would do")
 
 
 def _print_comparison(result: "TrainingResult") -> None:
-    from rich.console import Console
     from rich.table import Table
 
     first, last = result.validations[0], result.validations[-1]
@@ -78,9 +78,8 @@ def _print_comparison(result: "TrainingResult") -> None:
     table.add_row("success", f"{first.success:.3f}", f"{last.success:.3f}")
     for name, value in last.metrics().items():
         if name != "validation/success" and name in first.metrics():
-            table.add_row(name.removeprefix("validation/"), f"{first.metrics()[name]:.3f}", f"{value:.3f}")
-    console = Console()
-    console.print(table)
+            table.add_row(cell(name.removeprefix("validation/")), f"{first.metrics()[name]:.3f}", f"{value:.3f}")
+    make_console().print(table)
     learned = [pair for pair in zip(first.trajectories, last.trajectories, strict=False) if _improved(*pair)]
     for before, after in sorted(learned, key=lambda pair: -pair[1].num_turns)[:2]:
         _print_transcripts(before, after)
@@ -92,6 +91,6 @@ def _improved(before: "Trajectory", after: "Trajectory") -> bool:
 
 def _print_transcripts(before: "Trajectory", after: "Trajectory") -> None:
     for name, trajectory in (("before", before), ("after", after)):
-        print(f"\n{name}, reward {trajectory.reward.value if trajectory.reward else 0:g}")
+        say(f"\n{name}, reward {trajectory.reward.value if trajectory.reward else 0:g}")
         for message in trajectory.messages:
-            print(f"  {message['role']:9}  {message['content']}")
+            say(f"  {message['role']:9}  {message['content']}")

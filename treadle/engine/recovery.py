@@ -1,7 +1,8 @@
 """Replicas that die: how often one is started again, and what is told of it."""
 
-import sys
 from dataclasses import dataclass
+
+from treadle.terminal import warn
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,4 +48,4 @@ class Recovery:
 
 def print_recovery(recovery: Recovery) -> None:
     """The default place for reports: standard error."""
-    print(f"note: {recovery}", file=sys.stderr, flush=True)
+    warn(f"note: {recovery}")

@@ -12,6 +12,7 @@ from types import TracebackType
 from typing import Protocol, Self, TextIO
 
 from treadle.observe.tally import Tally
+from treadle.terminal import say
 
 _EXIT_TIMEOUT_S = 2.0
 
@@ -52,7 +53,7 @@ class PlainScreen:
 
     def show(self, view: View) -> None:
         busy = ", ".join(f"{replica.name} {replica.state}" for replica in view.replicas if replica.state != "ready")
-        print(f"{view.line}, {busy}" if busy else view.line, file=self._stream, flush=True)
+        say(f"{view.line}, {busy}" if busy else view.line, file=self._stream)
 
     def close(self) -> None:
         """Nothing to put back."""

@@ -14,6 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from treadle.observe.progress import View
+from treadle.terminal import cell, printable
 
 _COLUMNS, _LINES = 80, 24
 _STYLES = {"ready": "green", "paused": "yellow", "dead": "red"}
@@ -35,7 +36,7 @@ class TerminalScreen:
     @classmethod
     def open(cls, stream: TextIO) -> "TerminalScreen | None":
         """A started screen, or None where the terminal cannot move its cursor."""
-        console = _Console(file=stream)
+        console = _Console(file=stream, markup=False, emoji=False, highlight=False)
         if not console.is_terminal or console.is_dumb_terminal:
             return None
         live = Live(console=console, auto_refresh=False)
@@ -60,11 +61,11 @@ def render(view: View) -> RenderableType:
     """A progress bar, the numbers, and one line for each replica."""
     bar = Table.grid(expand=True)  # a bar alone does not end its line
     bar.add_row(ProgressBar(total=view.total, completed=view.done, pulse=view.total is None))
-    lines: list[RenderableType] = [bar, Text(view.line, overflow="fold")]
+    lines: list[RenderableType] = [bar, Text(printable(view.line), overflow="fold")]
     if view.replicas:
         table = Table.grid(padding=(0, 2))
         for replica in view.replicas:
-            state = Text(replica.state, style=_STYLES.get(replica.state, ""))
-            table.add_row(Text(replica.name), state, f"{replica.running} running")
+            state = cell(replica.state, _STYLES.get(replica.state, ""))
+            table.add_row(cell(replica.name), state, f"{replica.running} running")
         lines.append(table)
     return Group(*lines)

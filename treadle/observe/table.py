@@ -1,16 +1,16 @@
 """The summary of a rollout as tables for a terminal.
 
 Owns the drawing, with rich; imported by those who print. The numbers are made in `summary`.
-Invariant: what a model or a tool wrote is shown as it is, never read as markup.
+Invariant: what a model or a tool wrote is shown as it is, never read as markup or as an escape sequence.
 """
 
 from collections.abc import Iterator, Sequence
 
 from rich.console import Group, RenderableType
 from rich.table import Table
-from rich.text import Text
 
 from treadle.observe.summary import SourceSummary, Summary
+from treadle.terminal import cell
 
 _MAX_EXAMPLE = 160
 
@@ -26,7 +26,7 @@ def _sections(summary: Summary) -> Iterator[RenderableType]:
     if summary.failures:
         yield _failures(summary)
     yield _timings(summary)
-    yield Text(_totals(summary))
+    yield cell(_totals(summary))
 
 
 def _rewards(summary: Summary) -> Table:
@@ -101,5 +101,5 @@ def _table(first: str, *others: str) -> Table:
     return table
 
 
-def _add(table: Table, *cells: str) -> None:
-    table.add_row(*(Text(str(cell)) for cell in cells))
+def _add(table: Table, *texts: str) -> None:
+    table.add_row(*(cell(text) for text in texts))

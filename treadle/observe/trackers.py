@@ -4,13 +4,13 @@ Owns the calls of those libraries, imported only when a config names them.
 A tracker that cannot start is an error before the run; one that cannot log is a warning, once, and the run goes on.
 """
 
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol, Self
 
 from treadle.config import LoggingConfig
 from treadle.errors import ConfigError, Mistake
+from treadle.terminal import warn
 
 
 class Tracker(Protocol):
@@ -148,7 +148,7 @@ class Trackers:
             except Exception as error:  # noqa: BLE001  a tracker must never end a run
                 if name not in self._warned:
                     self._warned.add(name)
-                    print(f"warning: {name} cannot {what}: {type(error).__name__}: {error}", file=sys.stderr)
+                    warn(f"warning: {name} cannot {what}: {type(error).__name__}: {error}")
 
 
 def _run_id(run_dir: Path, make: Callable[[], str]) -> str:

@@ -9,6 +9,8 @@ from dataclasses import dataclass, field
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self, TextIO
 
+from treadle.terminal import cell, make_console, say
+
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
@@ -41,11 +43,9 @@ class TrainingView:
 
     def __enter__(self) -> Self:
         if self._stream.isatty():
-            from rich.console import Console
             from rich.live import Live
 
-            console = Console(file=self._stream)
-            self._live = Live(console=console, get_renderable=self._draw, refresh_per_second=4)
+            self._live = Live(console=make_console(self._stream), get_renderable=self._draw, refresh_per_second=4)
             self._live.start()
         return self
 
@@ -73,13 +73,13 @@ class TrainingView:
             name.removeprefix("seconds/"): value for name, value in metrics.items() if name.startswith("seconds/")
         }
         if self._live is None:
-            print(describe(state), file=self._stream, flush=True)
+            say(describe(state), file=self._stream)
 
     def on_validation(self, step: int, success: float) -> None:
         """A validation has ended."""
         self._state.successes.append((step, success))
         if self._live is None:
-            print(f"validation after step {step}: success {success:.3f}", file=self._stream, flush=True)
+            say(f"validation after step {step}: success {success:.3f}", file=self._stream)
 
     def _draw(self) -> "RenderableType":
         from rich.progress_bar import ProgressBar
@@ -88,7 +88,7 @@ class TrainingView:
         state = self._state
         state.phase = self._phase() or state.phase
         table = Table.grid(padding=(0, 2))
-        table.add_row("step", f"{state.step} of {state.total_steps}   {state.phase}")
+        table.add_row("step", cell(f"{state.step} of {state.total_steps}   {state.phase}"))
         table.add_row("", ProgressBar(total=state.total_steps, completed=state.step, width=CURVE_WIDTH))
         if state.rewards:
             table.add_row("reward", f"{draw_curve(state.rewards)} {state.rewards[-1]:.3f}")

@@ -59,15 +59,15 @@ class Guard:
 
     def _break(self, text: str, foreign: bytes) -> tuple[str, bytes]:
         """One pass. Breaking a token may lay bare another inside it, hence the rounds."""
-        done, mask, end = "", b"", 0
+        done, mask, end = list[str](), bytearray(), 0
         for match in self._tokens.finditer(text) if self._tokens is not None else ():
             if not any(foreign[match.start() : match.end()]):
                 continue
             broken = match[0][0] + " " + match[0][1:] if len(match[0]) > 1 else " "
-            done += text[end : match.start()] + broken
+            done += (text[end : match.start()], broken)
             mask += foreign[end : match.start()] + b"\1" * len(broken)
             end = match.end()
-        return done + text[end:], mask + foreign[end:]
+        return "".join([*done, text[end:]]), bytes(mask + foreign[end:])
 
 
 _ONLY_WORDS = dict.fromkeys(map(ord, "<>|[]｜"), " ")

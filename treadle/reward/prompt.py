@@ -79,14 +79,14 @@ def _unmark(text: str) -> tuple[str, bytes]:
     """The text without marks, and for each character whether it came from a value."""
     if not _is_balanced(text):
         raise ScoreFailure(Fault.PROMPT, "has a prompt that cuts a block in pieces: apply filters to single values")
-    plain, foreign, depth = "", b"", 0
+    plain, foreign, depth = list[str](), bytearray(), 0
     for piece in _MARK.split(text):
         if piece in (_OPEN, _CLOSE):
             depth += 1 if piece == _OPEN else -1
         else:
-            plain += piece
+            plain.append(piece)
             foreign += (b"\1" if depth > 0 else b"\0") * len(piece)
-    return plain, foreign
+    return "".join(plain), bytes(foreign)
 
 
 def _mark(value: Any) -> str:

@@ -6,7 +6,6 @@ takes down the ones before it.
 
 import asyncio
 import random
-import sys
 from collections.abc import AsyncIterator, Awaitable, Callable, Container, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from dataclasses import dataclass, replace
@@ -30,6 +29,7 @@ from treadle.rollout.process import ProcessWorker
 from treadle.rollout.recall import Past, Recall
 from treadle.rollout.services import Generator
 from treadle.rollout.worker import AgentLoopWorker, Dropped
+from treadle.terminal import warn
 from treadle.types import NOTHING, Batch, Group, SamplingParams, Task, Trajectory
 
 
@@ -46,7 +46,7 @@ class Kind(StrEnum):
 
 def print_stall(report: StallReport) -> None:
     """The default place for stall reports: standard error."""
-    print(report.text(), file=sys.stderr, flush=True)
+    warn(report.text())
 
 
 class HiredWorker(Worker, Protocol):
@@ -319,7 +319,7 @@ def _tell_differences(renderer: Renderer, journal: Journal | None) -> None:
     if journal is not None:
         journal.add_event("rendering", proof=str(proof), differences=len(proof.differences))
     if proof.differences:
-        print(f"note: turn by turn, the chat template gives other ids than all at once:\n{proof}", file=sys.stderr)
+        warn(f"note: turn by turn, the chat template gives other ids than all at once:\n{proof}")
 
 
 def _note(journal: Journal | None, kind: str, fields: Mapping[str, object]) -> None:

@@ -6,7 +6,6 @@ the task takes, and does it less than half of the time. That is what reinforceme
 """
 
 import argparse
-import sys
 from collections.abc import Iterator, Sequence
 from itertools import islice
 from pathlib import Path
@@ -21,6 +20,7 @@ from treadle.data.renderer import Renderer
 from treadle.recipes.calculator.make_tokenizer import VOCABULARY, save, tool_call
 from treadle.recipes.calculator.tasks import Sum, draw_sum
 from treadle.recipes.calculator.tools import calculate
+from treadle.terminal import warn
 
 BEHAVIOURS = {"solve": 0.4, "guess": 0.2, "ask for too much": 0.2, "stop early": 0.2}
 IGNORED = -100
@@ -122,7 +122,7 @@ def train_model(renderer: Renderer, steps: int, size: int, device: str, seed: in
         schedule.step()
         optimizer.zero_grad()
         if step % 50 == 0 or step == steps - 1:
-            print(f"step {step}: loss {loss.item():.4f}", file=sys.stderr, flush=True)
+            warn(f"step {step}: loss {loss.item():.4f}")
     return module
 
 

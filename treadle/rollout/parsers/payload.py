@@ -8,6 +8,7 @@ arguments that are an object written as a JSON string.
 import json
 import math
 import re
+from collections.abc import Sequence
 from typing import Any, NoReturn
 
 from treadle.rollout.parsers.protocol import MAX_CALL_CHARS, MAX_DEPTH, MAX_NAME_CHARS
@@ -29,10 +30,19 @@ class Malformed(Exception):
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found = dict(pairs)
     if len(found) != len(pairs):
-        names = [name for name, _ in pairs]
-        twice = next(name for name in names if names.count(name) > 1)
+        twice = _first_repeated([name for name, _ in pairs])
         raise Malformed(f"the key {twice[:MAX_NAME_CHARS]!r} is given more than once")
     return found
+
+
+def _first_repeated(names: Sequence[str]) -> str:
+    """The first name that stands there a second time, in one pass."""
+    seen: set[str] = set()
+    for name in names:
+        if name in seen:
+            break
+        seen.add(name)
+    return name
 
 
 def _refuse_constant(word: str) -> NoReturn:

@@ -1,0 +1,52 @@
+"""Printing: the one way text reaches a terminal, or whatever else reads the command's output.
+
+Owns what is done to text that models, tools, data rows and endpoints wrote before somebody sees it: control characters
+are written out as escapes (`\\x1b`), so no text sets a title, clears the screen, writes to the clipboard or turns the
+reading direction, and nothing is read as rich's markup. Knows nothing about what is printed.
+Invariant: what `printable` returns holds no control character but line feeds and tabs. `print` is called nowhere else.
+"""
+
+import sys
+from typing import TYPE_CHECKING, TextIO
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.text import Text
+
+_CONTROLS = (
+    *(code for code in range(0x20) if chr(code) not in "\n\t"),
+    *range(0x7F, 0xA0),  # DEL and the C1 controls, some of which begin an escape sequence on their own
+    *(0x061C, 0x200E, 0x200F, *range(0x2028, 0x202F), *range(0x2066, 0x206A)),  # line breaks and reading direction
+    *range(0xFFF9, 0xFFFC),
+)
+_ESCAPES = {code: chr(code).encode("unicode_escape").decode("ascii") for code in _CONTROLS}
+
+
+def printable(text: object) -> str:
+    """The text with its control characters written out; line feeds and tabs stay, and `\\r\\n` is a line feed."""
+    escaped = str(text).replace("\r\n", "\n").translate(_ESCAPES)
+    return escaped.encode("utf-8", "backslashreplace").decode("utf-8")  # half a surrogate pair cannot be printed
+
+
+def say(text: object = "", *, file: TextIO | None = None, end: str = "\n") -> None:
+    """Print text, whoever wrote it, at once. To standard output, where no stream is given."""
+    print(printable(text), file=sys.stdout if file is None else file, end=end, flush=True)
+
+
+def warn(text: object) -> None:
+    """Print text to standard error."""
+    say(text, file=sys.stderr)
+
+
+def cell(text: object, style: str = "") -> "Text":
+    """Text for a table of rich."""
+    from rich.text import Text
+
+    return Text(printable(text), style=style)
+
+
+def make_console(stream: TextIO | None = None) -> "Console":
+    """A console that reads no markup and no emoji codes in the texts it is given."""
+    from rich.console import Console
+
+    return Console(file=stream, markup=False, emoji=False, highlight=False)
