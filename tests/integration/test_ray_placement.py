@@ -79,7 +79,7 @@ def test_actors_sit_where_the_plan_says_on_unequal_nodes(unequal):
 
 def test_colocated_engines_share_the_bundle_of_the_ranks(unequal):
     nodes = find_nodes()
-    plan = make_plan(training_config("trainer.n_gpus_per_node=2", "trainer.nnodes=2"), machines(nodes))
+    plan = make_plan(training_config(*RAY_RANKS, "trainer.n_gpus_per_node=2", "trainer.nnodes=2"), machines(nodes))
 
     async def main(reservation) -> None:
         assert plan.shares_devices
@@ -89,6 +89,7 @@ def test_colocated_engines_share_the_bundle_of_the_ranks(unequal):
     asyncio.run(reserved(plan, nodes, main))
 
 
+RAY_RANKS = ("cluster.backend=ray", "actor._target_=treadle.config.FSDPActorConfig")
 BESIDE = (
     "trainer.mode=fully_async", "rollout.nnodes=1", "algorithm.rollout_correction.rollout_is=token",
     "trainer.test_freq=5", "cluster.backend=ray",
@@ -159,7 +160,7 @@ def test_the_scorer_sits_with_the_gpus_of_its_reward_models(unequal, trained):
 
 def test_reward_models_share_the_engines_gpus_where_no_other_is_left(unequal):
     nodes = find_nodes()
-    words = ["trainer.n_gpus_per_node=2", "trainer.nnodes=3", "actor._target_=treadle.config.FSDPActorConfig"]
+    words = [*RAY_RANKS, "trainer.n_gpus_per_node=2", "trainer.nnodes=3"]
     plan = make_plan(training_config(*words, "rollout.n=9", text=JUDGED), machines(nodes))
     assert plan.rewards is not None and plan.rewards.shared_with == "trainer + rollout"
 
@@ -176,7 +177,7 @@ def test_a_place_that_others_hold_is_refused_in_time_and_by_name(unequal):
     nodes = find_nodes()
     taken = placement_group([{"GPU": 3.0}], bundle_label_selector=[{"ray.io/node-id": _with_gpus(nodes, 4).id}])
     assert taken.wait(10)
-    plan = make_plan(training_config("trainer.n_gpus_per_node=4"), machines(nodes))
+    plan = make_plan(training_config(*RAY_RANKS, "trainer.n_gpus_per_node=4"), machines(nodes))
     began = time.monotonic()
     with pytest.raises(DeadlineError, match=r"within 1 s: trainer \+ rollout node 0 wants 4 GPU on .*, 1 free"):
         asyncio.run(Reservation.reserve(plan, nodes, timeout_s=1))

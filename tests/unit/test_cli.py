@@ -22,7 +22,7 @@ COMMAND = [sys.executable, "-c", "from treadle.cli.main import main; main()"]
 def here(tmp_path, monkeypatch):
     """A working directory with a config in it."""
     (tmp_path / "my.yaml").write_text(ROLLOUT + "rollout: {n: 2}\n")
-    (tmp_path / "train.yaml").write_text(TRAINING)
+    (tmp_path / "train.yaml").write_text(TRAINING + "actor: {_target_: treadle.config.FSDPActorConfig}\n")
     monkeypatch.chdir(tmp_path)
     return tmp_path
 
@@ -240,7 +240,7 @@ def test_recipes_are_listed(run):
 
 
 def test_plan_is_printed_in_words_and_as_json(run, here):
-    words = ["plan", "train.yaml", "--machines", "1x8", "trainer.n_gpus_per_node=8"]
+    words = ["plan", "train.yaml", "--machines", "1x8", "trainer.n_gpus_per_node=8", "rollout.name=vllm"]
     status, out, _ = run(*words)
     assert status == 0
     assert "trainer + rollout node 0: node0, GPU 0–7" in out
@@ -295,7 +295,15 @@ def test_machines_that_make_no_sense_are_refused(run, here, machines):
 
 def test_several_kinds_of_machines_can_be_described(run, here):
     words = ["trainer.mode=one_step_off", "algorithm.rollout_correction.rollout_is=token", "rollout.nnodes=2"]
-    words += ["rollout.n_gpus_per_node=4", "trainer.n_gpus_per_node=8", "--machines", "1x8", "--machines", "2x4"]
+    words += [
+        "cluster.backend=ray",
+        "rollout.n_gpus_per_node=4",
+        "trainer.n_gpus_per_node=8",
+        "--machines",
+        "1x8",
+        "--machines",
+        "2x4",
+    ]
     status, out, _ = run("plan", "train.yaml", *words)
     assert status == 0
     assert "trainer node 0: node0, GPU 0–7" in out

@@ -31,17 +31,22 @@ ROLLOUT_CLASHES = [
     ),
     (["rollout.name=openai"], "rollout.openai.base_url", "is needed by rollout.name: openai"),
     (
-        ["rollout.n_gpus_per_node=6", "rollout.tensor_model_parallel_size=4"],
+        ["rollout.name=vllm", "rollout.n_gpus_per_node=6", "rollout.tensor_model_parallel_size=4"],
         "rollout.tensor_model_parallel_size",
         "4 does not divide rollout.n_gpus_per_node 6",
     ),
     (
-        ["rollout.tensor_model_parallel_size=2"],
+        ["rollout.name=vllm", "rollout.tensor_model_parallel_size=2"],
         "rollout.tensor_model_parallel_size",
         "2 does not divide rollout.n_gpus_per_node 0",
     ),
     (
-        ["rollout.n_gpus_per_node=4", "rollout.tensor_model_parallel_size=2", "rollout.replicas_per_node=3"],
+        [
+            "rollout.name=vllm",
+            "rollout.n_gpus_per_node=4",
+            "rollout.tensor_model_parallel_size=2",
+            "rollout.replicas_per_node=3",
+        ],
         "rollout.replicas_per_node",
         "3, but with 4 GPUs a node has 2",
     ),
@@ -76,14 +81,38 @@ ROLLOUT_CLASHES = [
         "rollout.failures.min_group_size",
         "5 is more than rollout.n 4",
     ),
+    (
+        ["rollout.n_gpus_per_node=2", "rollout.tensor_model_parallel_size=2"],
+        "rollout.tensor_model_parallel_size",
+        "2, but an engine of rollout.name native runs on one GPU",
+    ),
+    (["rollout.nnodes=2"], "rollout.nnodes", "2, but cluster.backend local is this machine alone"),
     (["cluster.address=10.0.0.1:6379"], "cluster.address", "is given, but cluster.backend is local"),
     (["cluster.ray_init={num_cpus: 2}"], "cluster.ray_init", "is given, but cluster.backend is local"),
 ]
 
 APART = "rollout.nnodes=1"
+SHARDED = "actor._target_=treadle.config.FSDPActorConfig"
 RAY = "cluster.backend=ray"
 
 TRAINING_CLASHES = [
+    (
+        ["rollout.replicas_per_node=3"],
+        "rollout.replicas_per_node",
+        "3, but one engine shares the trainer's devices (rollout.nnodes is 0)",
+    ),
+    (["trainer.nnodes=2", SHARDED], "trainer.nnodes", "2, but cluster.backend local is this machine alone"),
+    (
+        ["trainer.processes_per_node=2"],
+        "actor._target_",
+        "ActorConfig holds a network on one device, but 2 ranks train",
+    ),
+    (
+        ["trainer.processes_per_node=2", SHARDED, RAY],
+        "trainer.processes_per_node",
+        "2, but on Ray a node without GPUs has one",
+    ),
+    (["rollout.name=scripted"], "rollout.name", "scripted answers come from no weights"),
     (
         ["trainer.weights.transport=disk"],
         "trainer.weights.transport",
@@ -115,7 +144,7 @@ TRAINING_CLASHES = [
         "is given, but weights do not travel in buckets: store",
     ),
     (
-        ["trainer.n_gpus_per_node=2", "trainer.processes_per_node=2"],
+        [SHARDED, "trainer.n_gpus_per_node=2", "trainer.processes_per_node=2"],
         "trainer.processes_per_node",
         "2, but with 2 GPUs there is one for each",
     ),
@@ -140,7 +169,7 @@ TRAINING_CLASHES = [
         "4, but rollout.nnodes is 0, so the rollout shares the trainer's devices",
     ),
     (
-        ["trainer.n_gpus_per_node=4", "rollout.tensor_model_parallel_size=8"],
+        ["rollout.name=vllm", SHARDED, "trainer.n_gpus_per_node=4", "rollout.tensor_model_parallel_size=8"],
         "rollout.tensor_model_parallel_size",
         "8 does not divide trainer.n_gpus_per_node 4",
     ),
@@ -222,7 +251,7 @@ def test_training_that_cannot_work_is_refused(words, key, problem):
     [
         [],
         ["rollout.max_model_len=2048", "rollout.enable_chunked_prefill=false"],
-        ["rollout.n_gpus_per_node=8", "rollout.tensor_model_parallel_size=4", "rollout.nnodes=3"],
+        ["rollout.name=vllm", "rollout.n_gpus_per_node=8", "rollout.tensor_model_parallel_size=4"],
         ["rollout.replicas_per_node=4"],
         ["rollout.agent.default_agent_loop=my.module:Loop"],
         ["rollout.agent.default_agent_loop=mine", "rollout.agent.loops.mine.path=my.module:Loop"],
@@ -240,7 +269,13 @@ def test_a_rollout_that_works_is_not(words):
     "words",
     [
         ["trainer.mode=one_step_off", *ASYNC],
-        ["trainer.mode=fully_async", "trainer.max_staleness=0", "rollout.nnodes=2", ASYNC[1].replace("token", "none")],
+        [
+            "trainer.mode=fully_async",
+            "trainer.max_staleness=0",
+            "rollout.nnodes=2",
+            RAY,
+            ASYNC[1].replace("token", "none"),
+        ],
         ["rollout.n=1", "algorithm.adv_estimator=remax"],
         ["rollout.n=1", "algorithm.adv_estimator=my.module:advantage"],
         ["algorithm.adv_estimator=gae", "trainer.critic_warmup=5"],
@@ -252,7 +287,7 @@ def test_a_rollout_that_works_is_not(words):
         ["reward.functions.acc.path=math", "algorithm.filter_groups={enable: true, metric: acc}"],
         ["checkpoint={resume_mode: resume_path, resume_from_path: a}"],
         ["rollout.max_model_len=30000"],
-        ["rollout.name=scripted", "trainer.n_gpus_per_node=2", "rollout.replicas_per_node=2"],
+        [SHARDED, "trainer.n_gpus_per_node=2"],
     ],
 )
 def test_training_that_works_is_not(words):
@@ -281,6 +316,15 @@ def test_every_rule_is_shown_by_a_clash(monkeypatch):
 def test_a_config_built_in_code_is_held_to_the_same_rules():
     config = TrainConfig(model=ModelConfig(path="x"), rollout=RolloutConfig(n=1))
     assert {item.key for item in check_rules(config)} == {"rollout.n", "data.train_files"}
+
+
+def test_what_only_the_runtime_used_to_refuse_comes_together_and_at_load():
+    words = ["trainer.nnodes=2", "actor.use_kl_loss=true", "algorithm.adv_estimator=gae", "rollout.replicas_per_node=3"]
+    found = {item.key: item for item in mistakes(*words, text=TRAINING)}
+    networks = {"actor._target_", "ref._target_", "critic._target_"}
+    assert set(found) == {"trainer.nnodes", "rollout.replicas_per_node", *networks}
+    assert found["ref._target_"].value == "RefConfig"
+    assert found["ref._target_"].fix == "set ref._target_=treadle.config.FSDPRefConfig"
 
 
 def test_several_clashes_come_together():

@@ -86,7 +86,8 @@ def test_what_a_script_leaves_to_verl_is_written_down(tmp_path: Path) -> None:
 
 
 def test_verls_clip_bounds_win_over_a_clip_ratio_as_they_do_in_verl(tmp_path: Path) -> None:
-    script = "python3 -m verl.trainer.main_ppo actor_rollout_ref.actor.clip_ratio=0.1\n"
+    script = "python3 -m verl.trainer.main_ppo actor_rollout_ref.actor.clip_ratio=0.1"
+    script += " actor_rollout_ref.rollout.name=vllm\n"
     config = load(migrate(tmp_path, script, "run.sh"))
     assert (config.actor.clip_ratio, config.actor.clip_ratio_low, config.actor.clip_ratio_high) == (0.1, 0.2, 0.2)
 
@@ -106,7 +107,7 @@ def test_a_copy_of_verls_own_file_gets_them_too(tmp_path: Path) -> None:
 
 
 def load_grpo(migration: Migration) -> TrainConfig:
-    config = loads(migration.yaml, overrides=["rollout.n=4"])
+    config = loads(migration.yaml, overrides=["rollout.n=4", "rollout.name=vllm"])
     assert isinstance(config, TrainConfig)
     return config
 
@@ -130,7 +131,13 @@ def test_the_file_a_script_chooses_is_read_where_it_can_be_found(tmp_path: Path)
     found = migrate(tmp_path, start.format("mine"), "run.sh")
     assert entry(found, "data.train_batch_size").place.endswith("mine.yaml:2")
     assert (
-        load(migrate(tmp_path, start.format("mine") + " data.train_batch_size=512", "b.sh")).data.train_batch_size
+        load(
+            migrate(
+                tmp_path,
+                start.format("mine") + " data.train_batch_size=512 actor_rollout_ref.rollout.name=vllm",
+                "b.sh",
+            )
+        ).data.train_batch_size
         == 512
     )
     lost = migrate(tmp_path, start.format("elsewhere"), "run.sh")
@@ -138,7 +145,8 @@ def test_the_file_a_script_chooses_is_read_where_it_can_be_found(tmp_path: Path)
 
 
 def test_later_words_of_a_script_win_and_tilde_takes_back(tmp_path: Path) -> None:
-    script = "python3 -m verl.trainer.main_ppo trainer.nnodes=2 trainer.nnodes=4 ~trainer.logger\n"
+    script = "python3 -m verl.trainer.main_ppo trainer.nnodes=2 trainer.nnodes=4 ~trainer.logger"
+    script += " actor_rollout_ref.rollout.name=vllm\n"
     migration = migrate(tmp_path, script, "run.sh")
     assert load(migration).trainer.nnodes == 4
     assert load(migration).logging.logger == ("console",)

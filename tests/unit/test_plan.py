@@ -6,7 +6,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.configs import rollout_config, training_config
+from tests import configs
+from tests.configs import rollout_config
 from treadle.cli.plan import describe_plan
 from treadle.config import Machine, ModelConfig, RolloutConfig, TrainConfig, load, make_plan
 from treadle.config.transport import describe_way
@@ -14,7 +15,13 @@ from treadle.errors import ConfigError, Mistake
 from treadle.policy.packing import deal
 
 HERE = [Machine("here", 0)]
+VLLM, RAY = "rollout.name=vllm", "cluster.backend=ray"
 ASYNC = ["rollout.nnodes=1", "algorithm.rollout_correction.rollout_is=token"]
+
+
+def training_config(*words: str, **options: str) -> TrainConfig:
+    """A training run whose policy may be on several ranks."""
+    return configs.training_config("actor._target_=treadle.config.FSDPActorConfig", *words, **options)
 
 
 def machines(*sizes: int) -> list[Machine]:
@@ -88,7 +95,9 @@ def test_staleness_follows_from_the_schedule(words, staleness):
 
 
 def test_a_rollout_that_shares_uses_the_trainers_devices():
-    plan = make_plan(training_config("trainer.n_gpus_per_node=8", "rollout.tensor_model_parallel_size=2"), machines(8))
+    plan = make_plan(
+        training_config("trainer.n_gpus_per_node=8", "rollout.tensor_model_parallel_size=2", VLLM), machines(8)
+    )
     assert (plan.replicas, plan.gpus_per_replica, plan.shares_devices) == (4, 2, True)
     assert [str(item) for item in plan.placements] == ["trainer + rollout node 0: m0, GPU 0–7"]
 
@@ -116,28 +125,37 @@ def test_a_large_role_finds_its_machine_whatever_the_order():
 
 
 def test_several_nodes_are_numbered_and_placed():
-    plan = make_plan(training_config("trainer.nnodes=2", "trainer.n_gpus_per_node=8"), machines(8, 8))
+    plan = make_plan(training_config("trainer.nnodes=2", "trainer.n_gpus_per_node=8", RAY), machines(8, 8))
     assert [(item.node, item.machine) for item in plan.placements] == [(0, "m0"), (1, "m1")]
     assert len(plan.nodes("trainer + rollout")) == 2
     assert plan.batches.ranks == 16
 
 
 def test_a_stand_alone_rollout_is_planned_from_its_own_section():
-    plan = make_plan(rollout_config("rollout.n_gpus_per_node=2", "rollout.nnodes=2"), machines(2, 2))
+    plan = make_plan(rollout_config("rollout.n_gpus_per_node=2", "rollout.nnodes=2", RAY), machines(2, 2))
     assert (plan.mode, plan.replicas, plan.batches, plan.staleness) == ("rollout", 4, None, None)
     assert make_plan(rollout_config("rollout.replicas_per_node=3"), HERE).replicas == 3
 
 
 def test_sessions_fill_the_engines_unless_the_config_says_how_many():
-    words = ["rollout.nnodes=2", "rollout.n_gpus_per_node=8", "rollout.max_num_seqs=128"]
+    words = ["rollout.nnodes=2", "rollout.n_gpus_per_node=8", "rollout.max_num_seqs=128", RAY]
     assert make_plan(rollout_config(*words), machines(8, 8)).places == 2 * 16 * 128
     told = rollout_config(*words, "rollout.agent.max_concurrent_sessions=7")
     assert make_plan(told, machines(8, 8)).places == 7
 
 
 def test_engines_that_compute_elsewhere_take_no_gpus():
-    plan = make_plan(training_config("rollout.name=scripted", "trainer.n_gpus_per_node=4"), machines(4))
-    assert (plan.replicas, plan.gpus_per_replica) == (1, 0)
+    plan = make_plan(rollout_config("rollout.name=scripted", "rollout.replicas_per_node=2"), machines(4))
+    assert (plan.replicas, plan.gpus_per_replica, plan.unused_gpus) == (2, 0, 4)
+
+
+def test_the_engine_in_the_policys_process_is_one():
+    config = training_config("trainer.n_gpus_per_node=4")
+    plan = make_plan(config, machines(4))
+    assert (plan.replicas, plan.gpus_per_replica, plan.weights) == (1, 1, "own")
+    assert "1 × native, 1 GPU each of the trainer's: the others wait while it samples" in describe_plan(config, plan)
+    assert make_plan(training_config("trainer.n_gpus_per_node=4", VLLM), machines(4)).replicas == 4
+    assert make_plan(training_config("trainer.n_gpus_per_node=4", RAY), machines(4)).replicas == 4
 
 
 def test_more_gpus_than_there_are_is_refused_with_both_numbers():
@@ -145,7 +163,9 @@ def test_more_gpus_than_there_are_is_refused_with_both_numbers():
     assert found.key == "trainer.n_gpus_per_node"
     assert found.problem == "8 GPUs wanted for trainer + rollout; there is 1 machine with 4 GPUs"
     assert str(found.origin) == "command line (trainer.n_gpus_per_node=8)"
-    found = refusal(training_config("trainer.n_gpus_per_node=8", "trainer.nnodes=3", "rollout.n=3"), machines(8, 8))
+    found = refusal(
+        training_config("trainer.n_gpus_per_node=8", "trainer.nnodes=3", "rollout.n=3", RAY), machines(8, 8)
+    )
     assert found.problem == "3 × 8 GPUs = 24 wanted for trainer + rollout; there are 2 machines with 8 GPUs"
     assert refusal(training_config("trainer.n_gpus_per_node=1"), HERE).fix == "no GPU is visible: 0 runs on the CPU"
 
@@ -178,7 +198,7 @@ def test_a_config_built_in_code_is_checked_before_it_is_planned():
     st.lists(st.integers(0, 8), min_size=1, max_size=5),
 )
 def test_no_gpu_is_given_twice_and_none_is_invented(nodes, gpus, rollout_nodes, rollout_gpus, sizes):
-    words = [f"trainer.nnodes={nodes}", f"trainer.n_gpus_per_node={gpus}"]
+    words = [RAY, f"trainer.nnodes={nodes}", f"trainer.n_gpus_per_node={gpus}"]
     words += ["actor.ppo_mini_batch_size=64", f"rollout.n={nodes * max(gpus, 1) * 2}"]
     if rollout_nodes:
         words += [f"rollout.nnodes={rollout_nodes}", f"rollout.n_gpus_per_node={rollout_gpus}"]
@@ -233,12 +253,13 @@ def validation_of(*words: str, there=HERE):
 
 def test_validation_beside_training_has_an_engine_of_its_own_where_one_fits():
     beside = ["trainer.mode=fully_async", "trainer.test_freq=5"]
-    gpus = [*beside, "trainer.n_gpus_per_node=2", "rollout.n_gpus_per_node=4", "rollout.tensor_model_parallel_size=2"]
+    gpus = [*beside, "trainer.n_gpus_per_node=2", "rollout.n_gpus_per_node=4"]
+    gpus += [VLLM, "rollout.tensor_model_parallel_size=2"]
     assert validation_of(*beside) == "here, CPU"
     assert validation_of("trainer.mode=sync", "trainer.test_freq=5") is None
     assert validation_of("trainer.mode=fully_async") is None, "at the end, nobody waits for it"
     assert validation_of(*gpus, there=machines(8)) is None, "one process per GPU, and no Ray to place it"
-    ray = [*gpus, "cluster.backend=ray"]
+    ray = [*gpus, RAY]
     assert validation_of(*ray, there=machines(8)) == "m0, GPU 6–7"
     assert make_plan(training_config(*ASYNC, *ray), machines(8)).unused_gpus == 0
     assert validation_of(*ray, there=machines(7)) is None, "one GPU holds no engine of two"

@@ -7,11 +7,11 @@ import pytest
 import torch
 
 from treadle.algorithm.measures import Mean, Peak, Sum
-from treadle.config.actor import ActorConfig, CriticConfig, FSDPActorConfig, FSDPConfig, FSDPCriticConfig, RefConfig
+from treadle.config.actor import ActorConfig, FSDPActorConfig, FSDPConfig, FSDPCriticConfig, RefConfig
 from treadle.errors import ConfigError, DeadlineError, MisuseError, RunError
 from treadle.policy import ranks as ranks_module
 from treadle.policy.ranks import RankBroke, RankDied, Ranks, portable
-from treadle.policy.sharded import check_sharded, needs_ranks
+from treadle.policy.sharded import needs_ranks
 from treadle.policy.team import ALONE, _to_cpu
 
 Act = Callable[[Future[Any]], object]
@@ -109,17 +109,6 @@ def test_an_unexpected_error_travels_with_its_traceback() -> None:
     assert isinstance(carried, RankBroke)
     assert str(carried) == "policy rank 1 failed: KeyError: 'layer'"
     assert "test_policy_ranks.py" in carried.__notes__[0]
-
-
-def test_several_ranks_need_sharded_sections() -> None:
-    with pytest.raises(ConfigError) as raised:
-        check_sharded(2, ActorConfig(), RefConfig(), CriticConfig())
-    message = str(raised.value)
-    assert "actor._target_: ActorConfig holds a network on one device, but 2 ranks train" in message
-    for section, kind in (("actor", "FSDPActorConfig"), ("ref", "FSDPRefConfig"), ("critic", "FSDPCriticConfig")):
-        assert f"{section}._target_: treadle.config.{kind}" in message
-    check_sharded(1, ActorConfig(), RefConfig(), CriticConfig())
-    check_sharded(2, FSDPActorConfig())
 
 
 def test_one_device_needs_ranks_only_for_what_fsdp_alone_does() -> None:

@@ -34,6 +34,8 @@ EVEN = Assumptions(
 )
 """Every answer takes 1 s, a step trains 6,400 tokens in 4 s of one GPU, a push takes half a second."""
 
+SHARDED = "actor._target_=treadle.config.FSDPActorConfig"
+
 TAIL = Assumptions(response_tokens=100, engine_tokens_per_s=1000, train_tokens_per_s=1000, push_s=0.1)
 
 
@@ -215,7 +217,12 @@ def test_a_session_that_is_begun_again_is_another_draw():
 
 
 def test_splits_leave_whole_engines_and_need_not_divide_the_batch():
-    words = ("rollout.nnodes=1", "rollout.n_gpus_per_node=8", "rollout.tensor_model_parallel_size=4")
+    words = (
+        "rollout.name=vllm",
+        "rollout.nnodes=1",
+        "rollout.n_gpus_per_node=8",
+        "rollout.tensor_model_parallel_size=4",
+    )
     for config, gpus in ((config_of(), 12), (config_of(*words), 12)):
         splits = choose_splits(config, TAIL, workload_of(config, TAIL).mean, gpus)
         size = config.rollout.tensor_model_parallel_size
@@ -227,7 +234,9 @@ def test_splits_leave_whole_engines_and_need_not_divide_the_batch():
 def test_splits_of_several_machines_keep_each_of_them_whole():
     mean = workload_of(config_of(), TAIL).mean
     assert all(count % 8 == 0 for count in choose_splits(config_of(), TAIL, mean, 40))
-    assert all(count % 4 == 0 for count in choose_splits(config_of("trainer.n_gpus_per_node=4"), TAIL, mean, 20))
+    assert all(
+        count % 4 == 0 for count in choose_splits(config_of("trainer.n_gpus_per_node=4", SHARDED), TAIL, mean, 20)
+    )
 
 
 def test_the_best_is_the_fastest_or_as_fast_and_younger():
@@ -263,6 +272,8 @@ def test_the_keys_of_a_setup_are_those_it_came_from():
         "rollout.nnodes=3",
         "rollout.n_gpus_per_node=8",
         "trainer.max_staleness=3",
+        "cluster.backend=ray",
+        SHARDED,
     ]
     assert setup_of(config_of(*words, "algorithm.rollout_correction.rollout_is=none")) == setup
     shared = Setup("sync", 16, 16, shared=True, max_staleness=1)

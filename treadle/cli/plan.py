@@ -17,7 +17,7 @@ def register(commands: Commands) -> None:
     examples = """
     examples:
       treadle plan calculator
-      treadle plan my.yaml trainer.nnodes=8 trainer.n_gpus_per_node=8 --machines 8x8
+      treadle plan my.yaml cluster.backend=ray trainer.nnodes=8 trainer.n_gpus_per_node=8 --machines 8x8
       treadle plan my.yaml cluster.backend=ray cluster.address=10.0.0.1:6379    for the machines of that cluster
     """
     command = add_command(commands, "plan", plan, examples)
@@ -47,6 +47,8 @@ def describe_plan(config: "Config", plan: "Plan") -> str:
     rows += [("where" if at == 0 else "", str(placement)) for at, placement in enumerate(plan.placements)]
     devices = f"{_count(plan.gpus_per_replica, 'GPU')} each" if plan.gpus_per_replica else "on CPU"
     sharing = ", sharing the trainer's devices" if plan.shares_devices else ""
+    if plan.weights == "own" and plan.batches and plan.batches.ranks > 1 and plan.gpus_per_replica:
+        sharing = " of the trainer's: the others wait while it samples; rollout.name=vllm samples on all of them"
     rows.append(("engines", f"{plan.replicas} × {config.rollout.name}, {devices}{sharing}"))
     at_once = f"the engines decode {plan.replicas * config.rollout.max_num_seqs:,} sequences at once"
     rows.append(("sessions", f"{plan.places:,} open at most; {at_once}"))

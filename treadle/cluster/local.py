@@ -31,8 +31,7 @@ from treadle.engine.apart import EngineApart
 from treadle.engine.gpus import visible_gpus
 from treadle.engine.native.engine import NativeEngine, choose_dtype
 from treadle.engine.protocol import Engine, Mortal
-from treadle.engine.vllm.engine import VLLMEngine, require_vllm
-from treadle.errors import ConfigError, Mistake
+from treadle.engine.vllm.engine import VLLMEngine
 from treadle.policy.precision import DTYPES
 from treadle.policy.single import SinglePolicy
 from treadle.rollout import Parts as RolloutParts
@@ -42,24 +41,6 @@ from treadle.weights.sender import PolicySender, Transport
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
-
-
-def check(config: TrainConfig) -> None:
-    """Refuse what one machine without Ray cannot do, before anything is loaded."""
-    trainer, rollout = config.trainer, config.rollout
-    wants = [
-        ("trainer.nnodes", trainer.nnodes, trainer.nnodes > 1, "nodes need Ray"),
-        ("rollout.nnodes", rollout.nnodes, rollout.nnodes > 1, "nodes need Ray"),
-    ]
-    mistakes = [
-        Mistake(key, f"{why}; cluster.backend is local", value, config.origin(key), "set cluster.backend=ray")
-        for key, value, wrong, why in wants
-        if wrong
-    ]
-    if mistakes:
-        raise ConfigError(mistakes)
-    if rollout.name == "vllm":
-        require_vllm(rollout)
 
 
 @asynccontextmanager

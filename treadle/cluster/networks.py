@@ -9,12 +9,9 @@ import torch
 
 from treadle.config import TrainConfig
 from treadle.config.actor import (
-    ActorConfig,
-    CriticConfig,
     FSDPActorConfig,
     FSDPCriticConfig,
     FSDPRefConfig,
-    RefConfig,
 )
 from treadle.data.tasks import TaskSource, load_training_tasks
 from treadle.policy.critic import SingleCritic
@@ -22,7 +19,7 @@ from treadle.policy.learner import Sampling
 from treadle.policy.local_ranks import LocalRanks
 from treadle.policy.rank import NetworksSpec
 from treadle.policy.reference import SingleReference
-from treadle.policy.sharded import ShardedNetworks, check_sharded, needs_ranks
+from treadle.policy.sharded import ShardedNetworks, needs_ranks
 from treadle.policy.single import SinglePolicy
 from treadle.trainer.step import StepParts
 from treadle.trainer.terms import total_steps
@@ -50,26 +47,17 @@ def trainer_devices(config: TrainConfig) -> tuple[str, ...]:
     return ("cpu",) * trainer.processes_per_node
 
 
-def used_networks(config: TrainConfig) -> tuple[ActorConfig, RefConfig | None, CriticConfig | None]:
-    """The sections of the networks that a run needs; None where it needs none."""
-    actor, algorithm = config.actor, config.algorithm
-    ref = config.ref if actor.use_kl_loss or algorithm.use_kl_in_reward else None
-    return actor, ref, config.critic if algorithm.needs_critic() else None
-
-
 def load_networks(config: TrainConfig, tasks: TaskSource | None = None) -> Networks:
     """The networks a run trains, as they are before its first step."""
     steps, devices = total_steps(config, tasks or load_training_tasks(config.data)), trainer_devices(config)
-    used = used_networks(config)
-    check_sharded(len(devices), *used)
-    if needs_ranks(len(devices), *used):
+    if needs_ranks(len(devices), *config.used_networks()):
         return _load_sharded(config, steps, devices)
     return Networks(_load_single(config, steps, torch.device(devices[0])))
 
 
 def sharded_spec(config: TrainConfig, steps: int) -> NetworksSpec:
-    """What each of several ranks loads, where `check_sharded` has nothing against it."""
-    actor, ref, critic = used_networks(config)
+    """What each of several ranks loads, where the rules of a config have nothing against it."""
+    actor, ref, critic = config.used_networks()
     assert isinstance(actor, FSDPActorConfig), "checked before"
     assert ref is None or isinstance(ref, FSDPRefConfig), "checked before"
     assert critic is None or isinstance(critic, FSDPCriticConfig), "checked before"
@@ -93,7 +81,7 @@ async def _wait_for_death(ranks: LocalRanks) -> None:
 
 def _load_single(config: TrainConfig, steps: int, device: torch.device) -> StepParts:
     model, algorithm = config.model, config.algorithm
-    actor, ref, values = used_networks(config)
+    actor, ref, values = config.used_networks()
     sampling = Sampling.of(config.rollout)
     policy = SinglePolicy.create(
         model=model,

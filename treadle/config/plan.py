@@ -189,6 +189,8 @@ def _replica_gpus(config: Config) -> int:
 
 def _replicas(config: Config) -> int:
     rollout = config.rollout
+    if isinstance(config, TrainConfig) and choose_way(config) == "own":
+        return 1  # the engine is in the policy's process
     if gpus := _engine_gpus(config):
         return gpus // rollout.tensor_model_parallel_size
     shares = isinstance(config, TrainConfig) and rollout.nnodes == 0

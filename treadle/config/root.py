@@ -32,3 +32,8 @@ class TrainConfig(Config):
     algorithm: AlgorithmConfig = key(AlgorithmConfig(), "advantages, KL, filtering, off-policy correction")
     trainer: TrainerConfig = key(TrainerConfig(), "schedule, length, validation")
     checkpoint: CheckpointConfig = key(CheckpointConfig(), "saving and resuming")
+
+    def used_networks(self) -> tuple[ActorConfig, RefConfig | None, CriticConfig | None]:
+        """The sections of the networks that the run loads; None where it needs none."""
+        ref = self.ref if self.actor.use_kl_loss or self.algorithm.use_kl_in_reward else None
+        return self.actor, ref, self.critic if self.algorithm.needs_critic() else None

@@ -12,7 +12,7 @@ from treadle.config.algorithm import GROUP_ESTIMATORS, OTHER_ESTIMATORS
 from treadle.config.reward import reward_models_are_whole
 from treadle.config.rollout import AGENT_LOOPS
 from treadle.config.root import Config, TrainConfig
-from treadle.config.section import Section
+from treadle.config.section import TARGET, Section
 from treadle.config.transport import weights_can_travel
 from treadle.config.value import Bounds
 from treadle.errors import Mistake, nearest
@@ -55,7 +55,10 @@ def _known(clashes: Clash) -> Clash:
 def _mistake(config: Config, name: str, problem: str, fix: str | None) -> Mistake:
     value: object = config
     for part in name.split("."):
-        value = getattr(value, part) if isinstance(value, Section) else value[part]  # type: ignore[index]
+        if part == TARGET:
+            value = type(value).__name__
+        else:
+            value = getattr(value, part) if isinstance(value, Section) else value[part]  # type: ignore[index]
     return Mistake(name, problem, value, config.origin(name), fix)
 
 
@@ -92,9 +95,15 @@ def _engine_is_split_evenly(config: Config, shares: bool) -> Clash:
         problem = f"{split} does not divide {where}.n_gpus_per_node {devices.n_gpus_per_node}"
         fix = "an engine lives on one node" if gpus > split else f"{gpus} GPUs hold no engine of {split}"
         yield "rollout.tensor_model_parallel_size", problem, fix
+    if split > 1 and rollout.name == "native":
+        problem = f"{split}, but an engine of rollout.name native runs on one GPU"
+        yield "rollout.tensor_model_parallel_size", problem, "leave it 1, or set rollout.name=vllm"
     if gpus and rollout.replicas_per_node > 1:
         problem = f"{rollout.replicas_per_node}, but with {gpus} GPUs a node has {gpus // split}"
         yield "rollout.replicas_per_node", problem, "leave it 1: it counts engines that use no GPU"
+    elif shares and config.cluster.backend == "local" and rollout.replicas_per_node > 1:
+        problem = f"{rollout.replicas_per_node}, but one engine shares the trainer's devices (rollout.nnodes is 0)"
+        yield "rollout.replicas_per_node", problem, "leave it 1, or set rollout.nnodes=1 for engines of their own"
 
 
 def endpoint_is_named(config: Config) -> Clash:
@@ -156,6 +165,25 @@ def cluster_is_asked_for(config: Config) -> Clash:
                 )
 
 
+def several_nodes_need_ray(config: Config) -> Clash:
+    nodes = {"rollout.nnodes": config.rollout.nnodes}
+    if isinstance(config, TrainConfig):
+        nodes["trainer.nnodes"] = config.trainer.nnodes
+    for name, count in nodes.items():
+        if count > 1 and config.cluster.backend == "local":
+            problem = f"{count}, but cluster.backend local is this machine alone"
+            yield name, problem, "set cluster.backend=ray, or ask for one node"
+
+
+def several_ranks_are_sharded(config: TrainConfig) -> Clash:
+    ranks = config.trainer.num_ranks()
+    kinds = {"actor": FSDPActorConfig, "ref": FSDPRefConfig, "critic": FSDPCriticConfig}
+    for (section, kind), network in zip(kinds.items(), config.used_networks(), strict=True):
+        if ranks > 1 and network is not None and not isinstance(network, kind):
+            problem = f"{type(network).__name__} holds a network on one device, but {ranks} ranks train"
+            yield f"{section}.{TARGET}", problem, f"set {section}.{TARGET}=treadle.config.{kind.__name__}"
+
+
 def async_modes_have_their_own_rollout(config: TrainConfig) -> Clash:
     trainer = config.trainer
     if trainer.mode != "sync" and config.rollout.nnodes == 0:
@@ -184,6 +212,8 @@ def samples_can_train(config: TrainConfig) -> Clash:
     rollout = config.rollout
     if rollout.name == "openai":
         yield "rollout.name", "an external endpoint cannot take new weights, so it cannot be trained", "native or vllm"
+    if rollout.name == "scripted":
+        yield "rollout.name", "scripted answers come from no weights, so there is nothing to train", "native or vllm"
     if rollout.temperature == 0:
         problem = "0 samples greedily: such tokens have no probability to train"
         yield "rollout.temperature", problem, "validation has its own: rollout.val_kwargs.temperature"
@@ -217,6 +247,9 @@ def a_gpu_has_one_process(config: TrainConfig) -> Clash:
     if trainer.n_gpus_per_node and trainer.processes_per_node > 1:
         problem = f"{trainer.processes_per_node}, but with {trainer.n_gpus_per_node} GPUs there is one for each"
         yield "trainer.processes_per_node", problem, "leave it 1"
+    elif config.cluster.backend == "ray" and trainer.processes_per_node > 1:
+        problem = f"{trainer.processes_per_node}, but on Ray a node without GPUs has one"
+        yield "trainer.processes_per_node", problem, "leave it 1, or set cluster.backend=local"
 
 
 def ranks_divide_into_copies(config: TrainConfig) -> Clash:
@@ -288,6 +321,7 @@ ROLLOUT_RULES: tuple[Callable[[Config], Clash], ...] = (
     mcp_servers_have_one_door,
     groups_can_be_complete,
     cluster_is_asked_for,
+    several_nodes_need_ray,
     reward_models_can_score,
 )
 TRAINING_RULES: tuple[Callable[[TrainConfig], Clash], ...] = (
@@ -300,6 +334,7 @@ TRAINING_RULES: tuple[Callable[[TrainConfig], Clash], ...] = (
     mini_batches_are_equal,
     a_gpu_has_one_process,
     ranks_divide_into_copies,
+    several_ranks_are_sharded,
     micro_batches_hold_a_sequence,
     groups_can_be_compared,
     critic_exists,

@@ -11,7 +11,7 @@ from pathlib import Path
 from torch import Tensor
 
 from treadle.config.actor import ActorConfig, CriticConfig, FSDPActorConfig, FSDPCriticConfig, FSDPRefConfig, RefConfig
-from treadle.errors import ConfigError, Mistake, RunError
+from treadle.errors import RunError
 from treadle.policy.batch import TrainBatch
 from treadle.policy.fsdp import FSDPCritic
 from treadle.policy.protocol import Metrics
@@ -122,25 +122,6 @@ class ShardedNetworks:
             None if spec.ref is None else ShardedReference(ranks),
             None if spec.critic is None else ShardedCritic(ranks),
         )
-
-
-def check_sharded(
-    num_ranks: int, actor: ActorConfig, ref: RefConfig | None = None, critic: CriticConfig | None = None
-) -> None:
-    """Refuse several ranks for a network that is not sharded; None where there is no such network."""
-    networks = (("actor", actor, FSDPActorConfig), ("ref", ref, FSDPRefConfig), ("critic", critic, FSDPCriticConfig))
-    mistakes = [
-        Mistake(
-            f"{section}._target_",
-            f"{type(network).__name__} holds a network on one device, but {num_ranks} ranks train",
-            type(network).__name__,
-            fix=f"{section}._target_: treadle.config.{kind.__name__}",
-        )
-        for section, network, kind in networks
-        if num_ranks > 1 and network is not None and not isinstance(network, kind)
-    ]
-    if mistakes:
-        raise ConfigError(mistakes)
 
 
 def needs_ranks(num_ranks: int, *networks: ActorConfig | RefConfig | CriticConfig | None) -> bool:

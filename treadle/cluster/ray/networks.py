@@ -1,6 +1,6 @@
 """The networks of a training run, on ranks of a cluster: sharded where several ranks train, and else on one device."""
 
-from treadle.cluster.networks import sharded_spec, used_networks
+from treadle.cluster.networks import sharded_spec
 from treadle.cluster.ray.placement import Reservation
 from treadle.cluster.ray.ranks import RemoteRanks
 from treadle.cluster.ray.solo import SoloSpec
@@ -9,7 +9,7 @@ from treadle.data.tasks import TaskSource
 from treadle.policy.learner import Sampling
 from treadle.policy.rank import NetworksSpec
 from treadle.policy.ranks import Ranks
-from treadle.policy.sharded import ShardedCritic, ShardedPolicy, ShardedReference, check_sharded
+from treadle.policy.sharded import ShardedCritic, ShardedPolicy, ShardedReference
 from treadle.trainer.step import StepParts
 from treadle.trainer.terms import total_steps
 
@@ -27,7 +27,7 @@ def start_ranks(config: TrainConfig, tasks: TaskSource, reservation: Reservation
 
 def make_step(config: TrainConfig, ranks: Ranks) -> StepParts:
     """What a training step works with, on these ranks."""
-    _, ref, critic = used_networks(config)
+    _, ref, critic = config.used_networks()
     return StepParts(
         ShardedPolicy(ranks),
         config.actor,
@@ -39,10 +39,9 @@ def make_step(config: TrainConfig, ranks: Ranks) -> StepParts:
 
 
 def _spec(config: TrainConfig, tasks: TaskSource, num_ranks: int) -> NetworksSpec | SoloSpec:
-    used, steps = used_networks(config), total_steps(config, tasks)
-    check_sharded(num_ranks, *used)
+    steps = total_steps(config, tasks)
     if num_ranks > 1:
         return sharded_spec(config, steps)
-    actor, ref, critic = used
+    actor, ref, critic = config.used_networks()
     correction, sampling = config.algorithm.rollout_correction, Sampling.of(config.rollout)
     return SoloSpec(config.model, actor, correction, sampling, steps, ref, critic)

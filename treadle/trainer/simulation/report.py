@@ -127,6 +127,10 @@ def settings(setup: Setup, gpus_per_node: int) -> Iterator[str]:
         yield from _nodes("rollout", setup.rollout_gpus, gpus_per_node)
     if setup.mode == "fully_async":
         yield f"trainer.max_staleness={setup.max_staleness}"
+    if max(setup.train_gpus, setup.rollout_gpus) > gpus_per_node:
+        yield "cluster.backend=ray"
+    if setup.train_gpus > 1:
+        yield "actor._target_=treadle.config.FSDPActorConfig"
 
 
 def notes(config: TrainConfig, best: Forecast) -> Iterator[str]:
