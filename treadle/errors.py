@@ -137,13 +137,17 @@ class DeadlineError(RunError):
 
 @contextmanager
 def blame(boundary: type[Failure]) -> Iterator[None]:
-    """Whatever breaks inside belongs to `boundary`, unless it already belongs to another."""
+    """Whatever breaks inside belongs to `boundary`, unless it already belongs to another or was asked for outside."""
     try:
         yield
     except TreadleError:
         raise
-    except Exception as error:
-        raise boundary(f"{type(error).__name__}: {error}") from error
+    except BaseException as error:
+        from treadle.aio import describe, is_from_outside  # brings asyncio, which the command does without at first
+
+        if is_from_outside(error):
+            raise
+        raise boundary(describe(error)) from error
 
 
 def nearest(word: str, known: Iterable[str]) -> str | None:

@@ -82,6 +82,11 @@ class MultiTurnConfig(Section):
     mcp_servers: Mapping[str, MCPServerConfig] = key({}, "MCP servers by name, whose tools are offered too")
     environment: str | None = key(None, "the environment or user simulator of environment_agent", names=())
     environment_kwargs: Options = key({}, "keyword arguments for the environment")
+    environment_timeout_s: float = key(
+        120.0,
+        "deadline of one call of the environment; one that takes longer is abandoned, and its trajectory fails",
+        gt=0,
+    )
     format: str = key("hermes", "tool-call format the model writes", names=TOOL_FORMATS)
     max_parallel_calls: int = key(4, "tool calls of one turn that run at once", ge=1)
     max_invalid_calls: int = key(3, "malformed or unknown calls in a row that end a trajectory", ge=1)

@@ -78,6 +78,12 @@ def blame_function(function: str) -> Iterator[None]:
         if is_out_of_memory(error):
             raise ScoreFailure(Fault.MEMORY, "ran out of memory (reward.memory_mb)", function) from error
         raise ScoreFailure(Fault.EXCEPTION, f"raised {describe(error)}", function) from error
+    except BaseException as error:
+        from treadle.aio import is_from_outside  # brings asyncio, which a worker process does without
+
+        if is_from_outside(error):
+            raise
+        raise ScoreFailure(Fault.CRASH, f"raised {describe(error)}", function) from error
 
 
 def is_out_of_memory(error: BaseException) -> bool:

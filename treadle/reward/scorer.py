@@ -13,6 +13,7 @@ from collections.abc import Awaitable, Mapping
 from types import TracebackType
 from typing import Any
 
+from treadle.aio import in_own_task
 from treadle.config.reward import RewardConfig
 from treadle.errors import ConfigError, Mistake, MisuseError
 from treadle.reward.argument import gather
@@ -105,10 +106,14 @@ class Scorer:
             values = gather(function.needs, task, trajectory)
             if function.pure:
                 return read_score(function(values))
-            result = function(copy(values))
-            if inspect.isawaitable(result):
-                result = await self._wait_for(result)
-            return settle(read_score(result))
+            return await in_own_task(self._call(function, copy(values)))
+
+    async def _call(self, function: Function, values: Mapping[str, Any]) -> Score:
+        """A user's function, in a task of its own: what it does to its task is no business of the trajectory's."""
+        result = function(values)
+        if inspect.isawaitable(result):
+            result = await self._wait_for(result)
+        return settle(read_score(result))
 
     async def _wait_for(self, result: Awaitable[Any]) -> Any:
         try:

@@ -16,7 +16,7 @@ from typing import Any, Protocol, TypeVar
 from treadle.config import RolloutConfig
 from treadle.engine.gate import Gate
 from treadle.engine.interrupt import Flight, Flights, Interrupted
-from treadle.errors import Boundary, DeadlineError, MisuseError, RewardFailure
+from treadle.errors import Boundary, DeadlineError, MisuseError, RewardFailure, RunError
 from treadle.journal import Journal
 from treadle.rollout.budget import FailureBudget
 from treadle.rollout.feed import Feed
@@ -95,7 +95,7 @@ class Dispatcher:
         with first_error():
             async with asyncio.TaskGroup() as work:
                 running = [work.create_task(self._group(task, order)) for task in tasks]
-        groups = [task.result() for task in running]
+        groups = _results(running)
         dropped = tuple(group.uid for group in groups if isinstance(group, Dropped))
         return Batch(tuple(group for group in groups if isinstance(group, Group)), dropped)
 
@@ -125,8 +125,8 @@ class Dispatcher:
         try:
             with first_error():
                 async with asyncio.TaskGroup() as work:
-                    for task in tasks:
-                        work.create_task(self._stream_task(task, order, feed))
+                    running = [work.create_task(self._stream_task(task, order, feed)) for task in tasks]
+            _results(running)
         finally:
             await feed.close()
 
@@ -237,7 +237,15 @@ async def _side_by_side(work: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
         return [await work[0]]
     async with asyncio.TaskGroup() as group:
         running = [group.create_task(item) for item in work]
-    return [task.result() for task in running]
+    return _results(running)
+
+
+def _results(ended: Sequence[asyncio.Task[T]]) -> list[T]:
+    """What tasks came to. A task group takes no notice of one that was cancelled: a sample would be missing."""
+    lost = sum(task.cancelled() for task in ended)
+    if lost:
+        raise RunError(f"{lost} of {len(ended)} samples were cancelled from inside: their results are missing")
+    return [task.result() for task in ended]
 
 
 @contextmanager

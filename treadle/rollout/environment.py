@@ -1,10 +1,16 @@
 """Multi-turn tasks against an environment: a user simulator, a game, anything that answers the model.
 
-Owns the environment's protocol and the loop that runs one. A new environment instance serves each session.
+Owns the environment's protocol and the loop that runs one. A new environment instance serves each session. Its plain
+functions run in threads, one at a time, so that a slow one holds up nobody else; what is async runs on the event
+loop.
+Waits: every call for its answer, at most `rollout.multi_turn.environment_timeout_s`; then it is abandoned.
 """
 
 import inspect
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
+from threading import Event
 from typing import Any, Protocol
 
 from treadle.config import RolloutConfig
@@ -12,7 +18,8 @@ from treadle.config.plugin import load_object
 from treadle.errors import EnvironmentFailure, blame
 from treadle.rollout.agent_loop import AgentLoopBase, tool_message
 from treadle.rollout.session import Session
-from treadle.types import Message, Task
+from treadle.rollout.tools.spec import Expired, within
+from treadle.types import Message
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,18 +48,24 @@ class EnvironmentAgentLoop(AgentLoopBase):
         self._build = load_object(path, "rollout.multi_turn.environment")
 
     async def run(self, session: Session) -> None:
-        environment = await self._open(session.task)
-        try:
-            while not session.done:
-                await self._take_turn(session, environment)
-        finally:
-            await self._close(environment)
+        environment = await self._open(session)
+        session.add_cleanup(partial(self._close, session, environment), f"{type(environment).__name__}.close()")
+        while not session.done:
+            await self._take_turn(session, environment)
 
-    async def _open(self, task: Task) -> Environment:
-        kwargs = {**self.rollout.multi_turn.environment_kwargs, **task.environment_kwargs}
-        with blame(EnvironmentFailure):
-            built: Environment = await _settled(self._build(task, **kwargs))
-            return built
+    async def _open(self, session: Session) -> Environment:
+        kwargs = {**self.rollout.multi_turn.environment_kwargs, **session.task.environment_kwargs}
+        given_up = Event()
+        build: Callable[..., Any] = self._build
+        if not inspect.iscoroutinefunction(build):
+            build = partial(_build_or_close, build, given_up)
+        with session.at("environment", "opening"):
+            try:
+                built: Environment = await self._call(session, build, session.task, **kwargs)
+            except BaseException:
+                given_up.set()
+                raise
+        return built
 
     async def _take_turn(self, session: Session, environment: Environment) -> None:
         completion = await session.generate()
@@ -60,21 +73,45 @@ class EnvironmentAgentLoop(AgentLoopBase):
         if calls:
             results = await session.call_tools(calls)
             return await session.observe(*map(tool_message, calls, results)) if not session.done else None
-        with blame(EnvironmentFailure):
-            reply = await _settled(environment.step(session.messages))
+        with session.at("environment", "step"):
+            reply = await self._call(session, environment.step, session.messages)
             if not isinstance(reply, Reply):
-                raise TypeError(f"step returned {type(reply).__name__}, not a Reply")
+                raise EnvironmentFailure(f"step returned {type(reply).__name__}, not a Reply")
         if reply.text is None or session.done:
             session.score_turn(reply.reward)
             return session.finish()
         return await session.observe(reply.text, reward=reply.reward)
 
-    async def _close(self, environment: Environment) -> None:
+    async def _close(self, session: Session, environment: Environment) -> None:
         close = getattr(environment, "close", None)
         if close is not None:
-            with blame(EnvironmentFailure):
-                await _settled(close())
+            await self._call(session, close)
+
+    async def _call(self, session: Session, function: Callable[..., Any], *arguments: Any, **kwargs: Any) -> Any:
+        """What a function of the environment returns: awaited if it is async, else from a thread."""
+        limit = self.rollout.multi_turn.environment_timeout_s
+        name = getattr(function, "__name__", "the constructor")
+        with blame(EnvironmentFailure):
+            try:
+                if inspect.iscoroutinefunction(function):
+                    return await within(limit, function(*arguments, **kwargs))
+                value = await session.in_thread(partial(function, *arguments, **kwargs), limit)
+                return await within(limit, value) if inspect.isawaitable(value) else value
+            except Expired:
+                key = f"rollout.multi_turn.environment_timeout_s = {limit:g}"
+                raise EnvironmentFailure(f"{name} gave no answer within {key}") from None
 
 
-async def _settled(value: Any) -> Any:
-    return await value if inspect.isawaitable(value) else value
+def _build_or_close(build: Callable[..., Any], given_up: Event, *arguments: Any, **kwargs: Any) -> Any:
+    """In a thread: an environment that nobody waits for any more is closed by the thread that built it."""
+    built = build(*arguments, **kwargs)
+    close = getattr(built, "close", None)
+    if given_up.is_set() and close is not None and not inspect.iscoroutinefunction(close):
+        close()
+    return built
+
+
+def may_block(path: str) -> bool:
+    """Whether an environment has plain functions, which can hold the interpreter up; an error where there is none."""
+    build = load_object(path, "rollout.multi_turn.environment")
+    return not inspect.iscoroutinefunction(getattr(build, "step", None))

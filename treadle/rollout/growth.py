@@ -4,7 +4,7 @@ Owns how tokens are appended. Invariant: rows only grow; mask is 1 exactly on sa
 policy version.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,6 +22,7 @@ class Ledger:
     invalid_streak: int = 0
     generate_s: float = 0.0
     tool_s: float = 0.0
+    environment_s: float = 0.0
     ended: StopReason | None = None
     stage: str = "start"
     since: float = 0.0
@@ -31,6 +32,8 @@ class Ledger:
     """The conversation of whichever fork spoke last: the one that ends with the answer."""
     turn_rewards: list[float] = field(default_factory=list)
     extra: dict[str, Any] = field(default_factory=dict)
+    cleanups: list[tuple[Callable[[], Coroutine[Any, Any, None]], str]] = field(default_factory=list)
+    """What to run when the loop has ended, last added first, and what to call it."""
 
 
 @dataclass(slots=True)

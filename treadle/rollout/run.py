@@ -14,6 +14,7 @@ from pathlib import Path
 from treadle.config import Config, to_yaml
 from treadle.data.renderer import Renderer
 from treadle.data.tasks import load_training_tasks, load_validation_tasks
+from treadle.errors import RunError
 from treadle.journal import Headline, Journal, JournalReader, RunStatus
 from treadle.observe import Finished, Summary, Tally, summarize
 from treadle.rollout.manager import CONFIGURED, AgentLoopManager
@@ -90,7 +91,7 @@ class _Run:
         self._parts = parts
         self._n = rollout.val_kwargs.n if validation else rollout.n
         self._finished: list[Finished] = []
-        self._dropped = 0
+        self._dropped: set[str] = set()
         self._began = time.monotonic()
         self.tally = Tally()
 
@@ -126,16 +127,26 @@ class _Run:
                 self._began = time.monotonic()
                 for result in manager.stream_blocking(self._tasks, kind=kind, done=done):
                     if isinstance(result, Dropped):
-                        self._dropped += 1
+                        self._dropped.add(result.uid)
                     else:
                         self._finished.append(result)
         except KeyboardInterrupt:
             return True
+        self._check_complete()
         return False
+
+    def _check_complete(self) -> None:
+        """Every sample has ended, or the run has failed: what is missing is never passed over."""
+        found = {(finished.uid, finished.sample) for finished in self._finished}
+        wanted = [(task.uid, sample) for task in self._tasks for sample in range(task.n or self._n)]
+        missing = [key for key in wanted if key not in found and key[0] not in self._dropped]
+        if missing:
+            uid, sample = missing[0]
+            raise RunError(f"{len(missing)} of {len(wanted)} trajectories are missing, such as {uid}/{sample}")
 
     def summary(self) -> Summary:
         threshold, wall_s = self._config.reward.success_threshold, time.monotonic() - self._began
-        return summarize(self._finished, success_threshold=threshold, wall_s=wall_s, num_dropped=self._dropped)
+        return summarize(self._finished, success_threshold=threshold, wall_s=wall_s, num_dropped=len(self._dropped))
 
 
 def _belongs(headline: Headline, wanted: set[tuple[str, int]]) -> bool:

@@ -4,11 +4,15 @@ Owns the narrow views, so that sessions and workers can be run against anything 
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from treadle.config import RolloutConfig
+from treadle.errors import EnvironmentFailure
+from treadle.rollout.tools.threads import Threads
 from treadle.types import Completion, Message, Request, ToolCall, ToolResult
+
+MAX_LOOP_THREADS = 256
 
 
 class Generator(Protocol):
@@ -50,3 +54,5 @@ class Services:
     engine: Generator
     codec: TextCodec
     parser: CallParser
+    threads: Threads = field(default_factory=lambda: Threads(MAX_LOOP_THREADS, failure=EnvironmentFailure))
+    """For blocking code of loops and environments; tools have threads of their own."""

@@ -8,9 +8,10 @@ than `rollout.response_length`, nor are all sampled ids together.
 
 import asyncio
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeVar
 
 from treadle.errors import EngineFailure, MisuseError, PromptFailure
 from treadle.rollout.growth import Ledger, OpenRow, OpenTurn
@@ -28,6 +29,8 @@ from treadle.types import (
     ToolResult,
     ToolStatus,
 )
+
+T = TypeVar("T")
 
 
 class Session:
@@ -232,6 +235,24 @@ class Session:
         """End the session; the first reason stays."""
         if self._ledger.ended is None:
             self._ledger.ended = reason
+
+    async def in_thread(self, function: Callable[[], T], timeout_s: float) -> T:
+        """What blocking code returns, run beside the event loop; `Expired` when it takes longer, and is left alone."""
+        value: Any = await self._services.threads.run(function, timeout_s)
+        return value  # type: ignore[no-any-return]
+
+    def add_cleanup(self, work: Callable[[], Coroutine[Any, Any, None]], what: str) -> None:
+        """Run `work` when the loop has ended, however it did: within a deadline, and only logged where it breaks."""
+        self._ledger.cleanups.append((work, what))
+
+    @contextmanager
+    def at(self, stage: str, event: str) -> Iterator[None]:
+        """What the session waits for inside: named in stall reports, and whose failure it is when it breaks."""
+        began = self._enter(stage, event)
+        yield
+        if stage == "environment":
+            self._ledger.environment_s += self._clock() - began
+        self._enter("loop", f"{stage} answered")
 
     def _enter(self, stage: str, event: str | None = None) -> float:
         ledger = self._ledger

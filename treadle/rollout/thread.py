@@ -2,15 +2,21 @@
 
 Owns the bridge between colours: `run` is awaited from any other loop, `run_blocking` is called from plain code, also
 where a loop is running. Context variables of the caller arrive in both. Nobody guesses which one was meant.
+Invariant: whoever waits gets a value or an error. `sys.exit()` and KeyboardInterrupt of somebody's task end that task
+alone; should the thread die all the same, every wait fails with what killed it.
 """
 
 import asyncio
+import logging
 import threading
 from collections.abc import Coroutine
 from concurrent.futures import Future
 from typing import Any, TypeVar
 
-from treadle.errors import DeadlineError, MisuseError
+from treadle.aio import GIVE_UP_S, abandon, describe, is_abandoned
+from treadle.errors import DeadlineError, MisuseError, RunError
+
+log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
@@ -20,33 +26,65 @@ class LoopThread:
 
     def __init__(self, name: str) -> None:
         self._loop = asyncio.new_event_loop()
+        self._stopping = False
+        self._end_s = GIVE_UP_S
+        self._waiting: set[Future[Any]] = set()
+        self._died: str | None = None
         self._thread = threading.Thread(target=self._serve, name=name, daemon=True)
         self._thread.start()
 
     def _serve(self) -> None:
         asyncio.set_event_loop(self._loop)
         try:
-            self._loop.run_forever()
-        finally:
+            while not self._stopping:
+                self._run()
             self._end_work()
             self._loop.run_until_complete(self._loop.shutdown_asyncgens())
+        except BaseException as error:
+            self._died = f"thread {self._thread.name} died: {describe(error)}"
+            for task in asyncio.all_tasks(self._loop):
+                abandon(task)
+            log.exception("thread %s died", self._thread.name)
+        finally:
             self._loop.close()
+            self._fail_waiting()
+
+    def _run(self) -> None:
+        """Run the loop until it is stopped, or until a task ends with one of the errors that asyncio stops for."""
+        try:
+            self._loop.run_forever()
+        except (SystemExit, KeyboardInterrupt) as error:
+            # No signal reaches this thread: it is the work of a task, which has this error as its result already.
+            log.error("a task on thread %s ended with %s; the others go on", self._thread.name, describe(error))
+
+    def _fail_waiting(self) -> None:
+        error = RunError(self._died or f"thread {self._thread.name} was stopped while this was under way")
+        for future in list(self._waiting):
+            if not future.done():
+                future.set_exception(error)
 
     def _end_work(self) -> None:
-        """Let what was cancelled just before clean up; whoever stops the thread says how long it may take."""
-        left = asyncio.all_tasks(self._loop)
+        """Let what was cancelled just before clean up. A task that does not end is left, and held, as it is."""
+        left = {task for task in asyncio.all_tasks(self._loop) if not is_abandoned(task)}
         for task in left:
             if not task.cancelling():  # a second time would interrupt its cleaning up
                 task.cancel()
         if left:
-            self._loop.run_until_complete(asyncio.gather(*left, return_exceptions=True))
+            self._loop.run_until_complete(asyncio.wait(left, timeout=self._end_s))
+        for task in left:
+            abandon(task)
 
     def submit(self, work: Coroutine[Any, Any, T]) -> Future[T]:
         """Start `work` on the loop, in a copy of the caller's context. Cancelling the future cancels the work."""
         if self._loop.is_closed() or not self._thread.is_alive():
             work.close()
+            if self._died is not None:
+                raise RunError(self._died)
             raise MisuseError("the rollout manager is closed")
-        return asyncio.run_coroutine_threadsafe(work, self._loop)
+        future = asyncio.run_coroutine_threadsafe(work, self._loop)
+        self._waiting.add(future)
+        future.add_done_callback(self._waiting.discard)
+        return future
 
     async def run(self, work: Coroutine[Any, Any, T]) -> T:
         """Await `work` from the caller's loop; on this thread's own loop it simply runs there."""
@@ -67,9 +105,10 @@ class LoopThread:
             raise
 
     def stop(self, timeout_s: float) -> None:
-        """End the loop and its thread."""
+        """End the loop and its thread; tasks have half of the time to end."""
         if self._loop.is_closed():
             return
+        self._stopping, self._end_s = True, timeout_s / 2
         self._loop.call_soon_threadsafe(self._loop.stop)
         if threading.current_thread() is self._thread:
             return

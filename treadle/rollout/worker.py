@@ -6,21 +6,22 @@ Invariant: `run` returns a trajectory (or says that the prompt was dropped) for 
 
 import asyncio
 import time
-import traceback
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Literal, Self
 
+from treadle.aio import GIVE_UP_S, abandon, describe, end, place, where
 from treadle.config import ModelConfig, RolloutConfig
 from treadle.data.renderer import Renderer, truncate
-from treadle.errors import EngineFailure, Failure, LoopFailure, PromptFailure
+from treadle.errors import EngineFailure, EnvironmentFailure, Failure, LoopFailure, PromptFailure, ToolFailure
 from treadle.observe import Wait
-from treadle.rollout.agent_loop import LoopFactory
+from treadle.rollout.agent_loop import AgentLoopBase, LoopFactory
 from treadle.rollout.growth import Ledger
 from treadle.rollout.parsers import parser
 from treadle.rollout.services import Generator, Services
 from treadle.rollout.session import Session, SessionRecord
 from treadle.rollout.tools import Toolbox
+from treadle.rollout.tools.release import see_through
 from treadle.types import NOTHING, Outcome, SamplingParams, StopReason, Task, Timing, Trajectory
 
 CUT_SIDES: Mapping[str, Literal["left", "middle", "right"]] = {
@@ -28,6 +29,12 @@ CUT_SIDES: Mapping[str, Literal["left", "middle", "right"]] = {
     "truncate_middle": "middle",
     "truncate_right": "right",
 }
+
+CLEANUP_S = 20.0
+"""How long an environment may take to close."""
+
+STAGES: Mapping[str, type[Failure]] = {"tools": ToolFailure, "environment": EnvironmentFailure}
+"""Whose failure it is when a session breaks at a stage; else the loop's."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,37 +81,83 @@ class AgentLoopWorker:
         began = clock()
         opened = Opened(job, began)
         self._open[id(job)] = opened
+        attempt = asyncio.ensure_future(self._contained(opened))
         try:
-            prompt_ids = self._prompt(job.task)
-            if isinstance(prompt_ids, Dropped):
-                return prompt_ids
-            outcome = await self._attempt(opened, prompt_ids)
-        except Failure as failure:
-            outcome = Outcome.failed(failure)
-        except Exception as error:  # noqa: BLE001  a loop is the user's code: whatever breaks in it is its own
-            outcome = Outcome.failed(LoopFailure(_describe(error)))
+            outcome = await self._settled(opened, attempt)
         finally:
             del self._open[id(job)]
+        if isinstance(outcome, Dropped):
+            return outcome
         return _trajectory(opened, outcome, started_at, clock() - began)
 
+    async def _settled(self, opened: "Opened", attempt: "asyncio.Task[Outcome | Dropped]") -> Outcome | Dropped:
+        """What an attempt came to. One that outlives its deadline, whatever it does about it, is abandoned."""
+        limit = self._rollout.limits.session_timeout_s
+        try:
+            await asyncio.wait({attempt}, timeout=limit + GIVE_UP_S)
+            if not attempt.done() and opened.left:
+                await asyncio.wait({attempt})  # its tools are being released, which has deadlines of its own
+        except asyncio.CancelledError:
+            opened.withdrawn = True
+            if not await end(attempt) and opened.left:
+                await asyncio.wait({attempt})
+            raise
+        if not attempt.done():
+            abandon(attempt)
+            attempt.cancel()
+            late = (
+                f"did not end within {GIVE_UP_S:g} s of rollout.limits.session_timeout_s = {limit:g}, and was abandoned"
+            )
+            return Outcome.failed(opened.failure(f"{late}{where(attempt)}"))
+        if attempt.cancelled():
+            return Outcome.failed(opened.failure("cancelled its own task"))
+        return attempt.result()
+
+    async def _contained(self, opened: "Opened") -> Outcome | Dropped:
+        """One attempt, whatever the user's code does: a task that ends with SystemExit would end the event loop."""
+        try:
+            prompt_ids = self._prompt(opened.job.task)
+            if isinstance(prompt_ids, Dropped):
+                return prompt_ids
+            return await self._attempt(opened, prompt_ids)
+        except Failure as failure:
+            return Outcome.failed(failure)
+        except asyncio.CancelledError as error:
+            if opened.withdrawn:
+                raise
+            return Outcome.failed(opened.failure(f"cancelled its own task{place(error)}"))
+        except GeneratorExit:
+            raise
+        except BaseException as error:  # noqa: BLE001  a loop is the user's code: whatever breaks in it is its own
+            return Outcome.failed(opened.failure(describe(error)))
+
     async def _attempt(self, opened: "Opened", prompt_ids: tuple[int, ...]) -> Outcome:
-        job, limits = opened.job, self._rollout.limits
+        job = opened.job
         loop = self._loops.create(job.task.agent)
         async with self._toolbox.open(job.task) as tools:
             schemas = self._toolbox.schemas(job.task.tools)
             session = Session(job.task, job.sample, self._services, tools, schemas, job.sampling, prompt_ids)
             opened.record = SessionRecord(session)
             try:
-                async with asyncio.timeout(limits.session_timeout_s) as deadline:
-                    await loop.run(session)
-            except TimeoutError:
-                if not deadline.expired():
-                    raise
-                session.end(StopReason.DEADLINE)
-        ledger = opened.record.ledger
-        if ledger.ended is StopReason.DEADLINE and not ledger.sampled:
-            raise EngineFailure(f"no token within rollout.limits.session_timeout_s = {limits.session_timeout_s:g}")
-        return Outcome.ended(ledger.ended or StopReason.STOP)
+                await self._run_loop(loop, session, opened)
+            finally:
+                opened.left = True
+                for work, what in reversed(opened.record.ledger.cleanups):
+                    await see_through(work(), CLEANUP_S, what)
+        return Outcome.ended(opened.record.ledger.ended or StopReason.STOP)
+
+    async def _run_loop(self, loop: AgentLoopBase, session: Session, opened: "Opened") -> None:
+        """Until the loop has ended, or its deadline has ended it; a failure where the model has no part in that."""
+        limit = self._rollout.limits.session_timeout_s
+        try:
+            async with asyncio.timeout(limit) as deadline:
+                await loop.run(session)
+        except TimeoutError:
+            if not deadline.expired():
+                raise
+        if deadline.expired():
+            opened.blame_deadline(limit)
+            session.end(StopReason.DEADLINE)
 
     def _prompt(self, task: Task) -> tuple[int, ...] | Dropped:
         """The prompt's ids, cut or refused as `rollout.overlong_prompts` says."""
@@ -126,6 +179,7 @@ class AgentLoopWorker:
 
     async def close(self) -> None:
         """Release the tools. Sessions must have ended."""
+        self._services.threads.close()
         await self._toolbox.close()
 
 
@@ -136,6 +190,29 @@ class Opened:
     job: Job
     began: float
     record: SessionRecord | None = None
+    left: bool = False
+    """Whether the loop has ended: what follows is ours."""
+    withdrawn: bool = False
+    """Whether it was cancelled from outside."""
+
+    def failure(self, detail: str) -> Failure:
+        """A failure of whatever the session is at."""
+        stage = self.record.ledger.stage if self.record else "start"
+        return STAGES.get(stage, LoopFailure)(detail)
+
+    def blame_deadline(self, limit_s: float) -> None:
+        """Raise where the session's time went into one wait that the model has no part in."""
+        assert self.record is not None
+        ledger = self.record.ledger
+        waited_s = asyncio.get_running_loop().time() - ledger.since
+        limit = f"rollout.limits.session_timeout_s = {limit_s:g}"
+        if not ledger.sampled:
+            raise EngineFailure(f"no token within {limit}")
+        if ledger.stage == "generate" and 2 * waited_s > limit_s:
+            turn = ledger.assistant_turns + 1
+            raise EngineFailure(f"turn {turn} had no answer for {waited_s:.3g} s, until {limit}")
+        if ledger.stage == "environment" and 2 * (ledger.environment_s + waited_s) > limit_s:
+            raise EnvironmentFailure(f"the environment took {ledger.environment_s + waited_s:.3g} s of {limit}")
 
     def wait(self) -> Wait:
         ledger = self.record.ledger if self.record else Ledger(since=self.began)
@@ -157,10 +234,3 @@ def _trajectory(opened: Opened, outcome: Outcome, started_at: float, total_s: fl
         data_source=job.task.data_source,
         extra=record.extra() if record else NOTHING,
     )
-
-
-def _describe(error: Exception) -> str:
-    """What broke and where, in one line."""
-    frames = traceback.extract_tb(error.__traceback__)
-    place = f" ({frames[-1].filename}:{frames[-1].lineno})" if frames else ""
-    return f"{type(error).__name__}: {error}{place}"

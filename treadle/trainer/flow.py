@@ -17,6 +17,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
+from treadle.aio import is_from_outside
 from treadle.config import FailureConfig, FilterGroupsConfig
 from treadle.data.tasks import SourceState, TaskSource
 from treadle.errors import DeadlineError, RunError
@@ -201,7 +202,12 @@ class Flow:
         item.work = self._work.create_task(self._sample(item, past))
 
     async def _sample(self, item: OpenGroup, past: Past) -> None:
-        result = await self._sampler.generate_group(item.task, past=past)
+        try:
+            result = await self._sampler.generate_group(item.task, past=past)
+        except asyncio.CancelledError as error:
+            if is_from_outside(error):
+                raise
+            raise RunError(f"sampling {item.task.uid} was cancelled, and nobody here asked for it") from error
         reason = self._refusal(result)
         if reason is None:
             assert isinstance(result, Group)

@@ -4,14 +4,15 @@ This module draws the border between what a model may read and what it must not.
 
 The model reads (status in brackets):
 - what the tool returned (ok), or whatever status the tool put into a `ToolResult` of its own;
-- an exception of the tool's own logic (error): ValueError, KeyError, ZeroDivisionError, anything not named below;
+- an exception of the tool's own logic (error): ValueError, KeyError, ZeroDivisionError, SystemExit, anything not named
+  below;
 - an OSError about the thing that was asked for (error): file not found, exists, is or is not a directory, permission;
 - that the tool gave no answer within `tool_timeout_s` (timeout): a model may well have asked for too much.
 
 The model never reads, and the call is tried again `tool_retries` times, then fails the trajectory as `ToolFailure`:
 - `ToolFailure`, raised by the tool or by what runs it: a dead MCP server, a stateful tool that cannot be set up;
 - every other OSError: connections, DNS, a TimeoutError of the tool's own transport, a full disk;
-- transport errors of httpx, MemoryError, and a cancellation that came from inside the tool;
+- transport errors of httpx, MemoryError, KeyboardInterrupt, and a cancellation that came from inside the tool;
 - the exceptions that the tool's author names: `@tool(infrastructure=(ClientError,))`.
 
 A failure of another boundary (an engine a tool asks, for example) passes through untouched. The deadline holds for each
@@ -24,6 +25,7 @@ import sys
 from dataclasses import dataclass
 from typing import Any
 
+from treadle.aio import is_from_outside, place
 from treadle.errors import ToolFailure, TreadleError
 from treadle.rollout.tools.spec import Expired, Invoke, ToolSpec
 from treadle.types import ToolResult, ToolStatus
@@ -53,16 +55,14 @@ async def perform(spec: ToolSpec, invoke: Invoke, arguments: dict[str, Any], pol
         except Expired:
             words = f"{spec.name} gave no answer within {policy.timeout_s:g} s"
             return ToolResult(words, ToolStatus.TIMEOUT)
-        except asyncio.CancelledError as error:
-            if _is_cancelled():
+        except BaseException as error:
+            if is_from_outside(error):
                 raise
-            fault: BaseException = error
-        except (Exception, SystemExit) as error:  # noqa: BLE001  whatever a tool raises is classified here
-            if not is_infrastructure(error, spec):
+            if isinstance(error, Exception | SystemExit) and not is_infrastructure(error, spec):
                 return ToolResult(_words(error), ToolStatus.ERROR)
             fault = error
     attempts = "1 attempt" if not policy.retries else f"{policy.retries + 1} attempts"
-    raise ToolFailure(f"{spec.name} failed after {attempts}: {_words(fault)}") from fault
+    raise ToolFailure(f"{spec.name} failed after {attempts}: {_words(fault)}{place(fault)}") from fault
 
 
 def is_infrastructure(error: BaseException, spec: ToolSpec) -> bool:
@@ -84,11 +84,6 @@ def backoff(attempt: int) -> float:
 def _is_transport_error(error: BaseException) -> bool:
     httpx = sys.modules.get("httpx")  # who raises its errors has imported it
     return httpx is not None and isinstance(error, httpx.TransportError)
-
-
-def _is_cancelled() -> bool:
-    task = asyncio.current_task()
-    return task is None or task.cancelling() > 0
 
 
 def _words(error: BaseException) -> str:

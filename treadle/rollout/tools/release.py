@@ -8,15 +8,14 @@ import logging
 from collections.abc import Coroutine
 from typing import Any
 
-log = logging.getLogger(__name__)
+from treadle.aio import abandon, returned
 
-_ABANDONED: set[asyncio.Task[None]] = set()
-"""Cleanups that outlived their deadline and were cancelled; held, since an event loop holds its tasks only weakly."""
+log = logging.getLogger(__name__)
 
 
 async def see_through(work: Coroutine[Any, Any, None], deadline_s: float, what: str) -> None:
     """Run `work` to its end, or to the deadline, whatever happens to the caller. A failure is logged, not raised."""
-    task = asyncio.create_task(work, name=what)
+    task = asyncio.create_task(returned(work), name=what)
     loop = asyncio.get_running_loop()
     deadline = loop.time() + deadline_s
     cancelled: asyncio.CancelledError | None = None
@@ -26,11 +25,12 @@ async def see_through(work: Coroutine[Any, Any, None], deadline_s: float, what: 
         except asyncio.CancelledError as error:
             cancelled = error
     if not task.done():
-        _ABANDONED.add(task)
-        task.add_done_callback(_ABANDONED.discard)
+        abandon(task)
         task.cancel()
         log.warning("%s did not finish within %g s and was abandoned", what, deadline_s)
-    elif not task.cancelled() and (failed := task.exception()) is not None:
+    elif task.cancelled():
+        log.warning("%s cancelled its own task", what)
+    elif (failed := task.result()[1]) is not None:
         log.warning("%s failed", what, exc_info=failed)
     if cancelled is not None:
         raise cancelled

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from time import perf_counter
 from typing import Any, Self
 
-from treadle.errors import MisuseError
+from treadle.errors import MisuseError, ToolFailure
 from treadle.rollout.tools.answer import Cap, to_result
 from treadle.rollout.tools.attempts import Policy, perform
 from treadle.rollout.tools.fit import Misfit
@@ -79,6 +79,9 @@ class SessionTools:
                     group.create_task(self._work_off(pending, results))
         except ExceptionGroup as failed:
             raise failed.exceptions[0] from None
+        if len(results) < len(calls):  # a task group takes no notice of a child that was cancelled
+            missing = next(call.name for at, call in enumerate(calls) if at not in results)
+            raise ToolFailure(f"a call of this turn, such as {missing}, cancelled its own task")
         return tuple(results[at] for at in range(len(calls)))
 
     async def _work_off(self, pending: Iterator[tuple[int, ToolCall]], results: dict[int, ToolResult]) -> None:

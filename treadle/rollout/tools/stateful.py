@@ -13,6 +13,7 @@ import re
 from collections.abc import Iterable
 from typing import Any
 
+from treadle.aio import describe, is_from_outside
 from treadle.errors import ToolFailure, TreadleError
 from treadle.rollout.tools.function import FunctionTool, mark_of
 from treadle.rollout.tools.release import see_through
@@ -65,9 +66,11 @@ class Instance:
         except Expired:
             await self.close()
             raise ToolFailure(f"{self._cls.__name__}.open() took longer than {timeout_s:g} s") from None
-        except Exception as error:
+        except BaseException as error:
             await self.close()
-            raise ToolFailure(f"{self._cls.__name__} could not be set up: {type(error).__name__}: {error}") from error
+            if is_from_outside(error):
+                raise
+            raise ToolFailure(f"{self._cls.__name__} could not be set up: {describe(error)}") from error
         self._ready = True
 
     async def close(self) -> None:

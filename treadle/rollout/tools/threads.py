@@ -1,7 +1,8 @@
-"""Threads for blocking tools, of one event loop.
+"""Threads for blocking tools and environments, of one event loop.
 
 Owns how many run at once and what happens to those that never come back. A thread cannot be stopped: one whose tool
 outlives its deadline is left alone and replaced, up to a limit, and does not keep the process from ending.
+A BaseException of the job is raised where the call is awaited, and nowhere else.
 Waits: a call waits for a free thread before its deadline starts, so that a queue is never mistaken for a slow tool.
 Invariant: all bookkeeping happens on the event loop; a thread only runs its job and posts the result.
 """
@@ -13,7 +14,7 @@ from dataclasses import dataclass
 from queue import SimpleQueue
 from threading import Thread
 
-from treadle.errors import ToolFailure
+from treadle.errors import Failure, ToolFailure
 from treadle.rollout.tools.spec import Expired, within
 
 MAX_THREADS = 64
@@ -37,11 +38,14 @@ class _Job:
 class Threads:
     """A pool of daemon threads. Built and used on one event loop."""
 
-    def __init__(self, max_threads: int = MAX_THREADS, max_stuck: int = MAX_STUCK) -> None:
+    def __init__(
+        self, max_threads: int = MAX_THREADS, max_stuck: int = MAX_STUCK, failure: type[Failure] = ToolFailure
+    ) -> None:
         self._free = asyncio.Semaphore(max_threads)
         self._idle: list[_Worker] = []
         self._max_threads = max_threads
         self._max_stuck = max_stuck
+        self._failure, self._what = failure, failure.boundary
         self.num_stuck = 0
         self._closed = False
 
@@ -62,14 +66,14 @@ class Threads:
 
     async def _wait_for_turn(self, timeout_s: float) -> None:
         if self.num_stuck >= self._max_stuck:
-            raise ToolFailure(f"{self.num_stuck} threads are stuck in tools that outlived their deadlines")
+            raise self._failure(f"{self.num_stuck} threads are stuck in {self._what}s that outlived their deadlines")
         if not self._free.locked():
             await self._free.acquire()
             return
         try:
             await within(timeout_s, self._free.acquire())
         except Expired:
-            raise ToolFailure(f"no thread became free for a blocking tool within {timeout_s:g} s") from None
+            raise self._failure(f"no thread became free for a blocking {self._what} within {timeout_s:g} s") from None
 
     def _finish(self, worker: "_Worker", done: asyncio.Future[Ran], ran: Ran) -> None:
         """Runs on the loop when a job has ended, perhaps long after anybody waited for it."""

@@ -1,0 +1,168 @@
+"""Loops, tools, environments and rewards that misbehave, each in one way that its name says."""
+
+import asyncio
+import sys
+import threading
+from typing import Any
+
+from treadle.rollout.agent_loop import AgentLoopBase
+from treadle.rollout.environment import Reply
+from treadle.rollout.session import Session
+from treadle.rollout.tools import tool
+
+
+def _cancel_current() -> None:
+    task = asyncio.current_task()
+    assert task is not None
+    task.cancel()
+
+
+def _raise(error: BaseException) -> None:
+    raise error
+
+
+DEEDS = {
+    "exit": lambda: sys.exit(0),
+    "interrupt": lambda: _raise(KeyboardInterrupt()),
+    "cancelled": lambda: _raise(asyncio.CancelledError()),
+    "cancel_task": _cancel_current,
+    "base_exception": lambda: _raise(BaseException("nobody catches me")),
+}
+"""By name; `cancel_task` needs the event loop."""
+
+PLAIN = [name for name in DEEDS if name != "cancel_task"]
+
+
+class HostileLoop(AgentLoopBase):
+    def __init__(self, rollout: Any, deed: str = "exit") -> None:
+        super().__init__(rollout)
+        self.deed = deed
+
+    async def run(self, session: Session) -> None:
+        await session.generate()
+        if session.task.uid == "task1":
+            DEEDS[self.deed]()
+            await asyncio.sleep(0)
+
+
+class ExitsInATask(AgentLoopBase):
+    """Whoever starts tasks of their own gets no shelter from us; the event loop must live on all the same."""
+
+    async def run(self, session: Session) -> None:
+        await session.generate()
+        if session.task.uid == "task1":
+            await asyncio.create_task(_exit_later())
+
+
+async def _exit_later() -> None:
+    await asyncio.sleep(0)
+    sys.exit(0)
+
+
+class SwallowsCancellation(AgentLoopBase):
+    async def run(self, session: Session) -> None:
+        await session.generate()
+        while session.task.uid == "task1":
+            try:
+                await asyncio.sleep(600)
+            except asyncio.CancelledError:
+                continue
+
+
+async def hostile_tool(deed: str) -> str:
+    """Does a deed.
+
+    Args:
+        deed: which
+    """
+    DEEDS[deed]()
+    await asyncio.sleep(0)
+    return "did it"
+
+
+def hostile_plain_tool(deed: str) -> str:
+    """Does a deed in a thread.
+
+    Args:
+        deed: which
+    """
+    DEEDS[deed]()
+    return "did it"
+
+
+@tool
+async def harmless(text: str) -> str:
+    """Says what it was told.
+
+    Args:
+        text: what
+    """
+    await asyncio.sleep(0)
+    return text
+
+
+class HostileEnvironment:
+    def __init__(self, task: Any, deed: str = "exit", at: str = "step") -> None:
+        self.deed, self.at, self.uid = deed, at, task.uid
+        self._do("open")
+
+    def _do(self, at: str) -> None:
+        if self.uid == "task1" and self.at == at:
+            DEEDS[self.deed]()
+
+    def step(self, messages: Any) -> Reply:
+        self._do("step")
+        return Reply()
+
+    def close(self) -> None:
+        self._do("close")
+
+
+class HostileAsyncEnvironment:
+    def __init__(self, task: Any, deed: str = "exit") -> None:
+        self.deed, self.uid = deed, task.uid
+
+    async def step(self, messages: Any) -> Reply:
+        if self.uid == "task1":
+            DEEDS[self.deed]()
+            await asyncio.sleep(0)
+        return Reply()
+
+
+class Meeting:
+    """Its steps end only when as many run at once as meet."""
+
+    barrier = threading.Barrier(16)
+
+    def __init__(self, task: Any) -> None:
+        Meeting.barrier.wait(60)
+
+    def step(self, messages: Any) -> Reply:
+        Meeting.barrier.wait(60)
+        return Reply("go on" if len(messages) < 3 else None)
+
+    def close(self) -> None:
+        Meeting.barrier.wait(60)
+
+
+class HangsOnce:
+    """Hangs in its first step ever, then works."""
+
+    hung = threading.Event()
+    release = threading.Event()
+
+    def __init__(self, task: Any) -> None:
+        pass
+
+    def step(self, messages: Any) -> Reply:
+        if not HangsOnce.hung.is_set():
+            HangsOnce.hung.set()
+            HangsOnce.release.wait(600)
+        return Reply(reward=1.0)
+
+
+async def hostile_reward(task: Any, deed: str) -> float:
+    if task.uid == "task1":
+        DEEDS[deed]()
+        await asyncio.sleep(0)
+    return 1.0
