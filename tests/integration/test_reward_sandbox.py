@@ -91,6 +91,13 @@ def print_a_lot(**_: Any) -> float:
     return 1.0
 
 
+def print_a_little(**_: Any) -> float:
+    print("one\ntwo \x1b[2J")
+    print("to standard error", file=sys.stderr)
+    print("no end", end="")
+    return 1.0
+
+
 def read_standard_input(**_: Any) -> float:
     return float(len(sys.stdin.read()))
 
@@ -305,11 +312,29 @@ def burn_a_little(**_: Any) -> dict[str, Any]:
 @pytest.mark.parametrize("how", ["print_a_lot", "read_standard_input", "forge_answers"])
 def test_noise_does_not_reach_the_score(how: str, capfd: pytest.CaptureFixture[str]) -> None:
     first, second = asyncio.run(score_after(make_config("misbehave"), make_task(how)))
-    assert capfd.readouterr() == ("", "")
+    printed = capfd.readouterr()
+    assert printed.out == ""
     assert second.value == 4.0
     if how == "print_a_lot":
         assert isinstance(first, Score)
         assert first.value == 1.0
+        assert printed.err.startswith(f"printed by reward misbehave: {'x' * 1000}\n")
+        assert "more printed lines left out: at most 100 a second are shown" in printed.err
+    else:
+        assert printed.err == ""
+
+
+def test_what_a_function_prints_is_shown_with_its_name_and_obeyed_by_no_terminal(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    asyncio.run(score_after(make_config("misbehave"), make_task("print_a_little")))
+    lines = capfd.readouterr().err.splitlines()
+    assert lines == [
+        "printed by reward misbehave: one",
+        "printed by reward misbehave: two \\x1b[2J",
+        "printed by reward misbehave: to standard error",
+        "printed by reward misbehave: no end",
+    ]
 
 
 def test_what_a_score_leaves_running_ends_with_it(tmp_path: Path) -> None:

@@ -21,6 +21,7 @@ from treadle.reward.frame import FrameStream
 from treadle.reward.handshake import BOOT, Setup, read_report
 from treadle.reward.kin import kill_group, kill_tree
 from treadle.reward.packing import pack
+from treadle.reward.printed import PrintedLines
 from treadle.reward.verdict import decode
 from treadle.types import Score
 
@@ -40,6 +41,7 @@ class WorkerProcess(asyncio.SubprocessProtocol):
         self._reward, self._names = reward, names
         self._lifeline = lifeline
         self._stream = FrameStream()
+        self._printed = PrintedLines(asyncio.get_running_loop().time)
         self._process: asyncio.SubprocessTransport | None = None
         self._killed = False
 
@@ -68,10 +70,10 @@ class WorkerProcess(asyncio.SubprocessProtocol):
         loop = asyncio.get_running_loop()
         await loop.create_unix_connection(lambda: self._stream, sock=ours)
         arguments = (json.dumps(sys.path), str(theirs), str(lifeline_end))
-        nowhere = subprocess.DEVNULL
+        nowhere, here, same = subprocess.DEVNULL, subprocess.PIPE, subprocess.STDOUT
         await loop.subprocess_exec(
             lambda: self, sys.executable, "-c", BOOT, *arguments,
-            stdin=nowhere, stdout=nowhere, stderr=nowhere, pass_fds=(theirs, lifeline_end), start_new_session=True,
+            stdin=nowhere, stdout=here, stderr=same, pass_fds=(theirs, lifeline_end), start_new_session=True,
         )  # fmt: skip
 
     async def _load(self) -> tuple[str, ...]:
@@ -143,6 +145,10 @@ class WorkerProcess(asyncio.SubprocessProtocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._process = cast(asyncio.SubprocessTransport, transport)  # uvloop's has the methods, not the class
 
+    def pipe_data_received(self, fd: int, data: bytes | str) -> None:
+        """Something was printed."""
+        self._printed.add(data if isinstance(data, bytes) else data.encode())
+
     def process_exited(self) -> None:
         """The process is dead, by our hand or another's; what it left in its group goes too."""
         assert self._process is not None
@@ -154,6 +160,7 @@ class WorkerProcess(asyncio.SubprocessProtocol):
         self.kill()
 
     def connection_lost(self, error: Exception | None) -> None:
+        self._printed.end()
         if not self.gone.done():
             self.gone.set_result(None)
 

@@ -2,9 +2,9 @@
 
 Imports its functions, then answers one score at a time until its channel closes. Imports no torch.
 Owns nothing that lasts: the parent may kill it at any moment.
-Invariant: one reply per function and score, as JSON; standard input is empty, and what is printed is dropped.
+Invariant: one reply per function and score, as JSON; standard input is empty.
 
-Results leave on a channel of their own, so a function may print what it likes.
+Results leave on a channel of their own, so a function may print what it likes: lines go to the run's console and log.
 """
 
 import asyncio
@@ -23,6 +23,7 @@ from treadle.reward.function import Function, load_function
 from treadle.reward.handshake import Setup, write_report
 from treadle.reward.kin import list_children
 from treadle.reward.limits import confine, die_with_parent, end_strays, limit_cpu
+from treadle.reward.printed import LabelledOutput
 from treadle.reward.verdict import encode, encode_failure, read_score
 
 
@@ -33,6 +34,7 @@ def main() -> None:
         os.set_inheritable(descriptor, False)
     die_with_parent(lifeline)
     setup: Setup = pickle.loads(read_frame(channel) or b"")
+    sys.stdout = sys.stderr = _OUTPUT
     confine(setup.memory_mb)
     functions = _load(channel, setup)
     kept = list_children(os.getpid())
@@ -44,11 +46,16 @@ def main() -> None:
                     write_frame(channel, reply)
 
 
+_OUTPUT = LabelledOutput(1)
+"""What functions print."""
+
+
 def _load(channel: int, setup: Setup) -> list[Function]:
     """Load every function and report what they need, or every mistake; with mistakes the parent then hangs up."""
     functions: list[Function] = []
     mistakes: dict[str, tuple[Mistake, ...]] = {}
     for name, path, kwargs in setup.functions:
+        _OUTPUT.label = name
         try:
             functions.append(load_function(name, path, kwargs))
         except ConfigError as error:
@@ -61,13 +68,16 @@ def _score_all(functions: list[Function], payload: bytes, runner: asyncio.Runner
     """A reply from each function, up to the first that fails: the parent reads no further."""
     try:
         for function in functions:
-            yield _score(function, payload, runner)
+            reply = _score(function, payload, runner)
+            _OUTPUT.end()
+            yield reply
     except ScoreFailure as failure:
         yield encode_failure(failure)
 
 
 def _score(function: Function, payload: bytes, runner: asyncio.Runner) -> bytes:
     """One function's score as JSON. Each unpacks its own arguments, so none sees what another did to them."""
+    _OUTPUT.label = function.name
     with blame_function(function.name), fence(function.fenced):
         result = function(pickle.loads(payload))
         if inspect.isawaitable(result):
