@@ -47,6 +47,7 @@ from treadle.weights.push import PushReport
 REASONING = """
 model: {path: unused}
 data: {train_files: unused, train_batch_size: 128}
+reward: {functions: {answer: {path: exact_match}}}
 rollout: {n: 16, prompt_length: 2048, response_length: 24000, max_num_seqs: 256}
 actor: {ppo_mini_batch_size: 128, ppo_max_token_len_per_gpu: 32768}
 trainer: {}
@@ -58,6 +59,7 @@ REASONING_SPEEDS = Assumptions(
 PUBLISHED = """
 model: {path: unused}
 data: {train_files: unused, train_batch_size: 512}
+reward: {functions: {answer: {path: exact_match}}}
 rollout: {n: 16, prompt_length: 2048, response_length: 28672, max_num_seqs: 256}
 actor: {ppo_mini_batch_size: 512, ppo_max_token_len_per_gpu: 32768}
 trainer: {}
@@ -69,6 +71,7 @@ PUBLISHED_TRAIN_S = {"sync": 53.92 + 113.81, "fully_async": 113.16}
 REAL = """
 model: {path: treadle/tiny-calculator}
 data: {train_files: unused, train_batch_size: 12}
+reward: {functions: {answer: {path: exact_match}}}
 rollout:
   name: scripted
   n: 4

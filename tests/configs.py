@@ -10,6 +10,7 @@ TRAINING = """
 model: {path: somewhere}
 data: {train_files: [tasks.jsonl], val_files: [held_out.jsonl], train_batch_size: 64}
 rollout: {n: 8}
+reward: {functions: {answer: {path: exact_match}}}
 trainer: {}
 """
 

@@ -31,6 +31,7 @@ BASE = """
 model: {path: unused}
 data: {train_files: unused, train_batch_size: 2}
 rollout: {n: 2}
+reward: {functions: {answer: {path: exact_match}}}
 actor: {ppo_mini_batch_size: 2}
 trainer: {total_training_steps: 3, val_before_train: false}
 """

@@ -40,6 +40,12 @@ def test_masks_logprobs_and_scores_stand_on_their_tokens():
     assert tensors["rm_scores"].dtype is torch.float32
 
 
+def test_a_score_stands_on_a_sampled_token_also_where_an_observation_is_last():
+    ended = Trajectory("a", 0, (row(2, 1, 1, 0, 0), row(1, 0)), DONE, Score(0.75))
+    tensors = pad(Batch((Group(task("a"), (ended,)),)), pad_token_id=0)
+    assert tensors["rm_scores"].tolist() == [[0.0, 0.75, 0.0, 0.0], [0.0, 0.0, 0.0, 0.0]]
+
+
 def test_lengths_may_be_given_and_must_hold_every_row():
     tensors = pad(batch(), pad_token_id=7, prompt_length=4, response_length=5)
     assert tensors["input_ids"].shape == (2, 9)

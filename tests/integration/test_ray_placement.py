@@ -129,6 +129,7 @@ def test_validation_without_gpus_sits_with_the_engines_and_is_counted_among_them
 JUDGED = """
 model: {path: somewhere}
 data: {train_files: [tasks.jsonl], train_batch_size: 64}
+reward: {functions: {answer: {path: exact_match}}}
 rollout: {n: 8}
 reward:
   classifiers: {helpful: {path: there, device: cuda}, harmless: {path: there, device: cuda}}

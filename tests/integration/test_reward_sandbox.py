@@ -18,6 +18,7 @@ import pytest
 from treadle.config.reward import RewardConfig, RewardFunctionConfig
 from treadle.errors import ConfigError, RewardFailure, RunError
 from treadle.reward.failure import Fault, ScoreFailure
+from treadle.reward.process import WorkerProcess
 from treadle.reward.scorer import Scorer
 from treadle.types import Outcome, Score, StopReason, Task, Trajectory
 
@@ -276,6 +277,38 @@ def test_a_function_that_never_returns_is_killed_at_its_deadline(how: str) -> No
     assert str(failure) == "timeout: reward function 'misbehave' ran past reward.timeout_s=1"
     assert score.value == 4.0
     assert time.monotonic() - begin < PATIENCE_S
+
+
+@pytest.mark.parametrize(("how", "attempts"), [("loop_forever", 1), ("sleep_long", 2)])
+def test_a_deadline_spent_computing_is_not_tried_again_and_one_spent_waiting_is(
+    how: str, attempts: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = []
+    ask = WorkerProcess.ask
+
+    async def counted(self: WorkerProcess, payload: bytes, names: tuple[str, ...]) -> dict[str, Score]:
+        asked.append(names)
+        return await ask(self, payload, names)
+
+    monkeypatch.setattr(WorkerProcess, "ask", counted)
+    monkeypatch.setattr("treadle.reward.process.MOSTLY", 0.05)  # others may want the CPU of this machine, too
+    failure, score = asyncio.run(score_after(make_config("misbehave", timeout_s=2.0, retries=1), make_task(how)))
+    assert isinstance(failure, ScoreFailure) and failure.past_deadline
+    assert len(asked) == attempts + 1, "and one for the good score after it"
+    assert score.value == 4.0
+
+
+def test_a_function_that_is_late_may_have_a_score_and_the_others_have_theirs() -> None:
+    config = make_config("misbehave", "number_match", "tells_response", timeout_s=1.0, on_timeout=0.25)
+    late, good = asyncio.run(score_after(config, make_task("sleep_long")))
+    assert isinstance(late, Score)
+    assert (late.parts["misbehave"], late.extra["timed_out"]) == (0.25, True)
+    assert late.parts["tells_response"] == 9.0
+    assert good.parts["misbehave"] == 4.0
+
+
+def tells_response(**_: Any) -> float:
+    return 9.0
 
 
 def test_an_async_function_that_never_ends_is_killed_at_its_deadline() -> None:

@@ -106,6 +106,15 @@ def test_rewards_stand_on_the_last_sampled_token_and_observations_are_not_discou
     assert returns.tolist() == [0.5, 0.0, 0.0, 1.0, 0.0]
 
 
+def test_remax_learns_nothing_from_a_group_whose_greedy_answer_failed() -> None:
+    inputs = AdvantageInputs.of(
+        [group(sample(1.0)), group(sample(1.0))], baselines_G=torch.tensor([0.25, float("nan")])
+    )
+    found = find_estimator("remax")(inputs, AlgorithmConfig()).advantages_T
+    assert set(found[inputs.group_N[inputs.trajectory_T] == 0].tolist()) == {0.75}
+    assert set(found[inputs.group_N[inputs.trajectory_T] == 1].tolist()) == {0.0}
+
+
 def test_remax_and_gae_say_what_they_need() -> None:
     with pytest.raises(MisuseError, match="greedy"):
         advantages("remax", group(sample(1.0)))

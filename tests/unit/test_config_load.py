@@ -127,8 +127,9 @@ def test_an_empty_map_empties_a_map():
 
 def test_an_empty_section_says_nothing_but_that_it_is_there():
     assert isinstance(loads("model: {path: x}\ndata:\nrollout: {}\n"), Config)
-    assert isinstance(rollout_config("trainer={}", "data.train_files=a", "rollout.n=2"), TrainConfig)
-    assert isinstance(rollout_config("trainer=null", "data.train_files=a", "rollout.n=2"), TrainConfig)
+    words = ("data.train_files=a", "rollout.n=2", "reward.functions.answer.path=exact_match")
+    assert isinstance(rollout_config("trainer={}", *words), TrainConfig)
+    assert isinstance(rollout_config("trainer=null", *words), TrainConfig)
 
 
 def test_emptying_a_section_from_the_command_line_is_refused_where_it_would_do_nothing():

@@ -9,6 +9,13 @@ from treadle.config.rules import ROLLOUT_RULES, TRAINING_RULES, UNKNOWN, AskedUn
 ASYNC = ["rollout.nnodes=1", "algorithm.rollout_correction.rollout_is=token"]
 
 ROLLOUT_CLASHES = [
+    (["reward.bounds=[1, 0]"], "reward.bounds", "1 is not below 0"),
+    (["reward={on_timeout: 2, bounds: [0, 1]}"], "reward.on_timeout", "2 lies outside reward.bounds, 0 to 1"),
+    (
+        ["reward.functions.tools.path=exact_match"],
+        "reward.functions.tools.path",
+        "'tools' is the name of what a session gives (reward.tools_weight): names must differ",
+    ),
     (
         ["reward.judges.fair={prompt: 'Rate {{ response }}'}"],
         "reward.judges.fair.path",
@@ -95,7 +102,30 @@ APART = "rollout.nnodes=1"
 SHARDED = "actor._target_=treadle.config.FSDPActorConfig"
 RAY = "cluster.backend=ray"
 
+NO_REWARD = "~reward.functions"
+ENVIRONMENT = ["rollout.agent.default_agent_loop=environment_agent", "rollout.multi_turn.environment=a:B"]
+TOOLS = ["rollout.agent.default_agent_loop=tool_agent", "rollout.multi_turn.tools=a:b"]
+
 TRAINING_CLASHES = [
+    ([NO_REWARD], "reward.functions", "is empty: without a reward nothing trains"),
+    ([NO_REWARD, *ENVIRONMENT], "reward.functions", "is empty: without a reward nothing trains"),
+    ([NO_REWARD, *TOOLS], "reward.functions", "is empty: without a reward nothing trains"),
+    (["reward.functions.answer.weight=0"], "reward.functions", "every weight is 0: without a reward nothing trains"),
+    (
+        [NO_REWARD, *ENVIRONMENT, "reward.environment_weight=0"],
+        "reward.functions",
+        "every weight is 0: without a reward nothing trains",
+    ),
+    (
+        [NO_REWARD, "reward.environment_weight=1"],
+        "reward.environment_weight",
+        "is the only reward, but rollout.agent.default_agent_loop single_turn_agent has nothing that rewards a turn",
+    ),
+    (
+        [NO_REWARD, "reward.tools_weight=1", "rollout.agent.default_agent_loop=tool_agent"],
+        "reward.tools_weight",
+        "is the only reward, but rollout.agent.default_agent_loop tool_agent has no tool that could give one",
+    ),
     (
         ["rollout.replicas_per_node=3"],
         "rollout.replicas_per_node",
@@ -288,6 +318,11 @@ def test_a_rollout_that_works_is_not(words):
         ["checkpoint={resume_mode: resume_path, resume_from_path: a}"],
         ["rollout.max_model_len=30000"],
         [SHARDED, "trainer.n_gpus_per_node=2"],
+        [NO_REWARD, *ENVIRONMENT, "reward.environment_weight=1"],
+        [NO_REWARD, *TOOLS, "reward.tools_weight=0.5"],
+        [NO_REWARD, "rollout.agent.default_agent_loop=my.module:Loop", "reward.environment_weight=1"],
+        [NO_REWARD, "trainer.val_only=true"],
+        ["algorithm.filter_groups={enable: true, metric: environment}"],
     ],
 )
 def test_training_that_works_is_not(words):
@@ -315,7 +350,7 @@ def test_every_rule_is_shown_by_a_clash(monkeypatch):
 
 def test_a_config_built_in_code_is_held_to_the_same_rules():
     config = TrainConfig(model=ModelConfig(path="x"), rollout=RolloutConfig(n=1))
-    assert {item.key for item in check_rules(config)} == {"rollout.n", "data.train_files"}
+    assert {item.key for item in check_rules(config)} == {"rollout.n", "data.train_files", "reward.functions"}
 
 
 def test_what_only_the_runtime_used_to_refuse_comes_together_and_at_load():
@@ -354,4 +389,5 @@ def test_whoever_looks_at_an_unknown_value_stops(look):
 
 
 def test_the_least_a_training_run_needs_to_say():
-    loads("model: {path: x}\ndata: {train_files: a}\nrollout: {n: 2}\ntrainer: {}\n")
+    reward = "reward: {functions: {answer: {path: exact_match}}}"
+    loads(f"model: {{path: x}}\ndata: {{train_files: a}}\nrollout: {{n: 2}}\n{reward}\ntrainer: {{}}\n")

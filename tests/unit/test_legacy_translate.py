@@ -399,7 +399,7 @@ def test_the_loader_takes_old_keys_with_a_warning_and_remembers_them() -> None:
         "actor_rollout_ref: {model: {path: m}, rollout: {n: 4}}\ndata: {train_files: a.jsonl}\ntrainer: {nnodes: 1}\n"
     )
     with pytest.warns(LegacyKeyWarning, match="actor_rollout_ref") as caught:
-        config = loads(yaml, "old.yaml", ["actor_rollout_ref.rollout.n=8"])
+        config = loads(yaml, "old.yaml", ["actor_rollout_ref.rollout.n=8", "reward.functions.answer.path=exact_match"])
     assert config.rollout.n == 8
     assert "legacy key actor_rollout_ref.rollout.n" in str(config.origin("rollout.n"))
     assert len(caught) == 2

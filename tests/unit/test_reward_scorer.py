@@ -2,6 +2,7 @@
 
 import asyncio
 import sys
+from dataclasses import replace
 from typing import Any, TypeVar
 
 import pytest
@@ -9,9 +10,10 @@ import pytest
 from tests.virtual_time import run
 from treadle.config.reward import RewardConfig, RewardFunctionConfig
 from treadle.errors import Boundary, ConfigError, MisuseError, RewardFailure
+from treadle.observe import summarize
 from treadle.reward.failure import Fault, ScoreFailure
 from treadle.reward.scorer import Scorer
-from treadle.types import Outcome, Score, StopReason, Task, Trajectory
+from treadle.types import Outcome, Row, Score, StopReason, Task, ToolResult, Trajectory, Turn
 
 HERE = __name__
 T = TypeVar("T")
@@ -197,9 +199,66 @@ def test_what_evaluates_model_text_is_never_run_in_this_process(path: str) -> No
         run(Scorer.create(make_config(path)))
 
 
-def test_no_functions_is_a_mistake() -> None:
-    with pytest.raises(ConfigError, match=r"reward\.functions"):
-        run(Scorer.create(RewardConfig()))
+def give(*turns: tuple[float | None, list[float | None]]) -> Trajectory:
+    """A trajectory whose turns got these rewards, each with those of its tool calls."""
+    spans = [
+        Turn(at, at + 1, at + 1, StopReason.STOP, (), tuple(ToolResult("x", reward=call) for call in calls), reward=got)
+        for at, (got, calls) in enumerate(turns)
+    ]
+    count = len(turns)
+    row = Row((1,), (5,) * count, (1,) * count, (-0.5,) * count, (0,) * count, tuple(spans))
+    return replace(make_trajectory("42"), rows=(row,))
+
+
+def test_rewards_for_turns_and_tool_calls_are_weighted_parts() -> None:
+    config = make_config("exact_match", tools_weight=0.5)
+    (total,) = run(score(config, make_task(), give((7.0, [1.0, None]), (None, [2.0]), (14.0, []))))
+    assert total == Score(1.0 + 21.0 + 0.5 * 3.0, {"exact_match": 1.0, "environment": 21.0, "tools": 3.0}, {})
+    (off,) = run(score(make_config("exact_match", environment_weight=0.0), make_task(), give((7.0, []))))
+    assert off == Score(1.0, {"exact_match": 1.0, "environment": 7.0}, {})
+
+
+def test_without_functions_a_session_that_was_given_nothing_has_no_score_unless_the_config_counts_on_it() -> None:
+    given, nothing = give((0.0, [])), give((None, [None]))
+    assert run(score(make_config(), make_task(), given, nothing)) == [Score(0.0, {"environment": 0.0}, {}), None]
+    assert run(score(make_config(environment_weight=2.0), make_task(), nothing)) == [
+        Score(0.0, {"environment": 0.0}, {})
+    ]
+
+
+def test_a_turn_reward_that_is_no_number_is_a_failure() -> None:
+    with pytest.raises(ScoreFailure, match="not_a_number: reward part 'environment' returned nan"):
+        run(score(make_config(), make_task(), give((float("nan"), []))))
+
+
+def test_weights_that_people_write_add_up_to_what_they_mean() -> None:
+    for weights in ([0.7, 0.2, 0.1], [0.1] * 10, [0.3, 0.3, 0.4], [1.1, -0.1]):
+        functions = {
+            str(at): RewardFunctionConfig(path="exact_match", weight=weight) for at, weight in enumerate(weights)
+        }
+        (total,) = run(score(make_config(functions=functions), make_task(), make_trajectory("42")))
+        assert total.value == 1.0
+        solved = Trajectory("t", 0, (), Outcome.ended(StopReason.STOP), total)
+        assert summarize([solved]).sources[0].pass_at_k[0].value == 1.0
+
+
+def test_a_score_outside_the_bounds_is_a_failure() -> None:
+    assert str(fail(make_config(f"{HERE}:huge"))) == (
+        "out_of_bounds: reward part 'huge' gave 1e+300, outside reward.bounds = [-1e+06, 1e+06]"
+    )
+    failure = fail(make_config(f"{HERE}:length", "exact_match", bounds=(0.0, 2.0)))
+    assert failure.fault is Fault.OUT_OF_BOUNDS
+    assert failure.function == "length, exact_match"
+
+
+def huge() -> float:
+    return 1e300
+
+
+def test_a_function_that_is_late_may_have_a_score_instead() -> None:
+    config = make_config(f"{HERE}:endless", "exact_match", timeout_s=3.0, retries=1, on_timeout=-1.0)
+    (total,) = run(score(config, make_task(), make_trajectory("42")))
+    assert total == Score(0.0, {"endless": -1.0, "exact_match": 1.0}, {"timed_out": True})
 
 
 def test_a_closed_scorer_says_so() -> None:

@@ -1,6 +1,7 @@
 """A run around its steps: tasks in order, groups with a signal, validation, checkpoints, and stopping without loss."""
 
 import asyncio
+from dataclasses import replace
 
 import pytest
 
@@ -8,7 +9,7 @@ from tests.rollouts import task
 from tests.schedules import BASE, Checkpoints, Policy, Rollout, Trial, words_for
 from treadle.checkpoint.store import Progress
 from treadle.config import loads
-from treadle.errors import RunError
+from treadle.errors import EngineFailure, RunError
 from treadle.journal import Journal, JournalReader
 from treadle.observe.trackers import Trackers
 from treadle.rollout.service import Kind
@@ -127,6 +128,24 @@ def test_a_stop_ends_the_run_after_the_step_that_is_under_way(tmp_path):
 def test_engines_sleep_while_the_policy_trains_on_their_devices_where_asked(tmp_path):
     assert run_of(tmp_path / "a", Rollout(), "rollout.free_cache_engine=true").rollout.slept == 3
     assert run_of(tmp_path / "b", Rollout()).rollout.slept == 0
+
+
+def test_a_greedy_sample_that_failed_is_no_baseline_of_zero(tmp_path, caplog):
+    class Broken(Rollout):
+        async def generate_sequences(self, tasks, *, kind=Kind.TRAINING, seed=None):
+            batch = await super().generate_sequences(tasks, kind=kind, seed=seed)
+            failed = Outcome.failed(EngineFailure("gone"))
+            first, *others = batch.groups
+            lost = tuple(replace(item, outcome=failed, reward=None) for item in first.trajectories)
+            return replace(batch, groups=(replace(first, trajectories=lost), *others))
+
+    run_of(tmp_path, Broken(), "algorithm.adv_estimator=remax", "trainer.total_training_steps=1")
+    with JournalReader.open(tmp_path) as reader:
+        assert reader.events(kind="step")[0].fields["baselines"] == [None, 0.0]
+        assert "the greedy sample of 1 of 2 groups failed" in caplog.text
+    config = loads(BASE, "test", ["algorithm.adv_estimator=remax"])
+    parts = StepParts(Policy(), config.actor, config.algorithm, config.trainer)
+    assert [step.equal for step in replay(parts, tmp_path)] == [True]
 
 
 def test_remax_samples_a_greedy_baseline_for_each_group(tmp_path):

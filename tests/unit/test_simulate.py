@@ -17,6 +17,7 @@ from treadle.trainer.simulation.workload import AssumedWorkload, LongTail, expec
 BASE = """
 model: {path: unused}
 data: {train_files: unused, train_batch_size: 8}
+reward: {functions: {answer: {path: exact_match}}}
 rollout: {n: 4, prompt_length: 400, response_length: 1000, max_num_seqs: 64}
 actor: {ppo_mini_batch_size: 8}
 trainer: {}

@@ -18,6 +18,7 @@ from treadle.types import Outcome, Row, StopReason, Trajectory, Turn
 CONFIG = """
 model: {path: unused}
 data: {train_files: unused, train_batch_size: 4}
+reward: {functions: {answer: {path: exact_match}}}
 rollout: {n: 4, prompt_length: 100, response_length: 400}
 actor: {ppo_mini_batch_size: 4}
 trainer: {}

@@ -34,7 +34,7 @@ class AdvantageInputs:
     values_T: Tensor | None = None
     """What the value model expected before each token, for gae."""
     baselines_G: Tensor | None = None
-    """The reward of each group's greedy answer, for remax."""
+    """The reward of each group's greedy answer, for remax; NaN where that answer failed."""
 
     def __post_init__(self) -> None:
         assert self.sequence_T.shape == self.mask_T.shape, "one sequence index for each token"

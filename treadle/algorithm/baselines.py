@@ -74,9 +74,10 @@ def opo(inputs: AdvantageInputs, algorithm: AlgorithmConfig) -> Advantages:
 
 
 def remax(inputs: AdvantageInputs, algorithm: AlgorithmConfig) -> Advantages:
-    """What is still to come at each token, less the reward of the group's greedy answer."""
+    """What is still to come at each token, less the reward of the group's greedy answer; 0 in a group that has none."""
     if inputs.baselines_G is None:
         raise MisuseError("remax needs baselines_G: the reward of one greedy answer for each group")
     baselines_T = inputs.baselines_G.double()[inputs.group_N][inputs.trajectory_T]
-    advantages_T = torch.where(inputs.mask_T, rewards_to_go(inputs, 1.0) - baselines_T, 0)
+    compared_T = inputs.mask_T & ~baselines_T.isnan()
+    advantages_T = torch.where(compared_T, rewards_to_go(inputs, 1.0) - baselines_T, 0)
     return Advantages(advantages_T.to(inputs.rewards_N.dtype))

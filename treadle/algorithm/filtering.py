@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 
+from treadle.config.reward import SESSION_PARTS
 from treadle.errors import ConfigError, Mistake, nearest
 from treadle.types import Score
 
@@ -17,6 +18,8 @@ def has_signal(scores: Sequence[Score], metric: str) -> bool:
 def _value(score: Score, metric: str) -> float:
     if metric == REWARD:
         return score.value
+    if metric not in score.parts and metric in SESSION_PARTS:
+        return 0.0  # a session that was given nothing
     if metric not in score.parts:
         known = [REWARD, *score.parts]
         problem = f"no reward function is called {metric!r}; known: {', '.join(known)}"

@@ -16,7 +16,8 @@ def pad(
     batch: Batch, *, pad_token_id: int, prompt_length: int | None = None, response_length: int | None = None
 ) -> dict[str, torch.Tensor]:
     """`prompts`, `responses`, `response_mask`, `input_ids`, `attention_mask`, `position_ids`, `rollout_log_probs` and
-    `rm_scores`, whose score stands on each row's last token. Failed trajectories have no rows here."""
+    `rm_scores`, whose score stands on each row's last sampled token; a row without one has none. Failed trajectories
+    have no rows here."""
     pairs = [(trajectory, row) for trajectory in batch.trajectories if trajectory.outcome.ok for row in trajectory.rows]
     if not pairs:
         raise ValueError("the batch has no trajectory that ended without failure")
@@ -48,7 +49,8 @@ def _width(name: str, asked: int | None, lengths: Sequence[int]) -> int:
 
 def _score(trajectory: Trajectory, row: Row) -> list[float]:
     value = trajectory.reward.value if trajectory.reward else 0.0
-    return [0.0] * (len(row.ids) - 1) + [value] if row.ids else []
+    last = max((at for at, sampled in enumerate(row.mask) if sampled), default=-1)
+    return [value if at == last else 0.0 for at in range(len(row.ids))]
 
 
 def _matrix(

@@ -132,7 +132,7 @@ async def _assembled(
         await parts.enter_async_context(journal)
         trackers = Trackers.start(logging, run_dir, flatten(config))
         parts.callback(trackers.close)
-        scored = bool(config.reward.weights())
+        scored = config.reward.gives_scores()
         lineage = Lineage.read(run_dir, settings=settings_digest(config), scored=scored)
         parts.callback(lineage.close)
         runtime = await parts.enter_async_context(_runtime(config, tasks))

@@ -11,6 +11,10 @@ from treadle.config.section import REQUIRED, Options, Section, key
 REWARD_FUNCTIONS = ("exact_match", "number_match", "math", "format", "reasoning_gym")
 """The reward functions that come with treadle."""
 
+SESSION_PARTS = ("environment", "tools")
+"""The parts of a score that a session brings with it: rewards for turns, from its environment or its agent loop, and
+rewards for tool calls."""
+
 SCORE_LINE = r"(?i)\bscore\**\s*[:=]\s*\**\s*(-?\d+(?:\.\d+)?)\b"
 """A number after the word score and a colon, in bold or not."""
 
@@ -126,17 +130,33 @@ class JudgeConfig(Section):
 
 
 class RewardConfig(Section):
-    """Scores are the weighted sum of functions, classifiers and judges; one that fails leaves no score at all."""
+    """Scores are the weighted sum of functions, models and what a session gave; one that fails leaves no score."""
 
     functions: Mapping[str, RewardFunctionConfig] = key({}, "reward functions by name")
     classifiers: Mapping[str, ClassifierConfig] = key({}, "discriminative reward models by name")
     judges: Mapping[str, JudgeConfig] = key({}, "generative reward models by name")
+    environment_weight: float | None = key(
+        None,
+        "factor of the rewards for turns, from an environment or an agent loop; null for 1 where there are any, a "
+        "number where they are part of every score",
+    )
+    tools_weight: float | None = key(
+        None,
+        "factor of the rewards for tool calls; null for 1 where there are any, a number where they are part of every "
+        "score",
+    )
+    bounds: tuple[float, float] = key(
+        (-1e6, 1e6), "lowest and highest score of a function or model, and of the sum; one outside is a failure"
+    )
     success_threshold: float = key(1.0, "reward from which a trajectory counts as solved, in pass@k and validation")
     num_workers: int = key(1, "processes that run untrusted or blocking functions; 0 runs them in this process", ge=0)
     timeout_s: float = key(10.0, "deadline of the functions of one score", gt=0)
+    on_timeout: float | None = key(None, "score of a function that ran past its deadline; null for a failure")
     cpu_time_s: float = key(60.0, "CPU time of the functions of one score", gt=0)
     memory_mb: int = key(2048, "memory of one worker process", ge=64)
-    retries: int = key(1, "further attempts after a timeout or a crash", ge=0)
+    retries: int = key(
+        1, "further attempts after a crash, or a timeout spent waiting; one spent computing would come again", ge=0
+    )
     rate_limit_per_s: float | None = key(
         None,
         "scores of functions and classifiers, and questions to judges, started per second; null for no limit",
@@ -149,6 +169,20 @@ class RewardConfig(Section):
         weights |= {name: classifier.weight for name, classifier in self.classifiers.items()}
         return weights | {name: judge.weight for name, judge in self.judges.items()}
 
+    def session_weights(self) -> dict[str, float]:
+        """The share of each part that a session brings with it."""
+        given = {"environment": self.environment_weight, "tools": self.tools_weight}
+        return {name: 1.0 if weight is None else weight for name, weight in given.items()}
+
+    def declared_parts(self) -> tuple[str, ...]:
+        """The parts of sessions that every score has, 0 where a session was given nothing."""
+        given = {"environment": self.environment_weight, "tools": self.tools_weight}
+        return tuple(name for name, weight in given.items() if weight is not None)
+
+    def gives_scores(self) -> bool:
+        """Whether every trajectory has a score."""
+        return bool(self.weights() or self.declared_parts())
+
     def api_key_variables(self) -> tuple[str, ...]:
         """The environment variables that may hold a key of an endpoint named here."""
         classifiers = [item.endpoint for item in self.classifiers.values() if item.placement == "endpoint"]
@@ -158,6 +192,21 @@ class RewardConfig(Section):
 
 Clash = Iterator[tuple[str, str, str | None]]
 """The key to blame, what is wrong, and how to mend it."""
+
+
+def scores_are_bounded(reward: RewardConfig) -> Clash:
+    """Names and numbers that must fit together, whatever gives the scores."""
+    low, high = reward.bounds
+    if low >= high:
+        yield "reward.bounds", f"{low:g} is not below {high:g}", None
+    if reward.on_timeout is not None and not low <= reward.on_timeout <= high:
+        yield "reward.on_timeout", f"{reward.on_timeout:g} lies outside reward.bounds, {low:g} to {high:g}", None
+    taken = {"functions": "path", "classifiers": "path", "judges": "prompt"}
+    for kind, leaf in taken.items():
+        for name in SESSION_PARTS:
+            if name in getattr(reward, kind):
+                problem = f"{name!r} is the name of what a session gives (reward.{name}_weight): names must differ"
+                yield f"reward.{kind}.{name}.{leaf}", problem, None
 
 
 def reward_models_are_whole(reward: RewardConfig) -> Clash:

@@ -9,7 +9,7 @@ from typing import Any, NoReturn
 
 from treadle.config.actor import FSDPActorConfig, FSDPCriticConfig, FSDPRefConfig
 from treadle.config.algorithm import GROUP_ESTIMATORS, OTHER_ESTIMATORS
-from treadle.config.reward import reward_models_are_whole
+from treadle.config.reward import SESSION_PARTS, reward_models_are_whole, scores_are_bounded
 from treadle.config.rollout import AGENT_LOOPS
 from treadle.config.root import Config, TrainConfig
 from treadle.config.section import TARGET, Section
@@ -274,7 +274,48 @@ def micro_batches_hold_a_sequence(config: TrainConfig) -> Clash:
 
 
 def reward_models_can_score(config: Config) -> Clash:
+    yield from scores_are_bounded(config.reward)
     yield from reward_models_are_whole(config.reward)
+
+
+def rewards_exist(config: TrainConfig) -> Clash:
+    """A reward that can differ from 0: a function or a model, or what sessions give where the config counts on it."""
+    reward = config.reward
+    if config.trainer.val_only:
+        return
+    weights = reward.weights()
+    if not reward.gives_scores():
+        turns, tools = _may_reward_turns(config), _may_reward_calls(config)
+        keys = [f"reward.{name}_weight=1.0" for name, may in (("environment", turns), ("tools", tools)) if may]
+        where = f", or set {' or '.join(keys)} where sessions give the reward" if keys else ""
+        yield "reward.functions", "is empty: without a reward nothing trains", f"name a function or a model{where}"
+    elif not any([*weights.values(), reward.environment_weight, reward.tools_weight]):
+        yield "reward.functions", "every weight is 0: without a reward nothing trains", "give one of them a weight"
+    elif not any(weights.values()):
+        yield from _sessions_give_rewards(config)
+
+
+def _sessions_give_rewards(config: TrainConfig) -> Clash:
+    """The only reward is what sessions give: something must be there that can."""
+    reward, loop = config.reward, config.rollout.agent.default_agent_loop
+    turns, tools = reward.environment_weight, reward.tools_weight
+    if (turns and _may_reward_turns(config)) or (tools and _may_reward_calls(config)):
+        return
+    if turns:
+        problem = f"is the only reward, but rollout.agent.default_agent_loop {loop} has nothing that rewards a turn"
+        yield "reward.environment_weight", problem, "use environment_agent or a loop of your own, or name a function"
+    else:
+        problem = f"is the only reward, but rollout.agent.default_agent_loop {loop} has no tool that could give one"
+        yield "reward.tools_weight", problem, "list rollout.multi_turn.tools for tool_agent, or name a function"
+
+
+def _may_reward_turns(config: Config) -> bool:
+    agent = config.rollout.agent
+    return agent.default_agent_loop not in ("single_turn_agent", "tool_agent") or bool(agent.loops)
+
+
+def _may_reward_calls(config: Config) -> bool:
+    return bool(config.rollout.multi_turn.tools) and config.rollout.agent.default_agent_loop != "single_turn_agent"
 
 
 def groups_can_be_compared(config: TrainConfig) -> Clash:
@@ -282,7 +323,7 @@ def groups_can_be_compared(config: TrainConfig) -> Clash:
     if n == 1 and estimator in GROUP_ESTIMATORS:
         problem = f"1, but {estimator} compares the samples of one task: every advantage would be zero"
         yield "rollout.n", problem, f"draw at least 2 samples, or choose {', '.join(OTHER_ESTIMATORS)}"
-    groups, known = config.algorithm.filter_groups, ["reward", *config.reward.weights()]
+    groups, known = config.algorithm.filter_groups, ["reward", *config.reward.weights(), *SESSION_PARTS]
     if groups.enable and groups.metric not in known:
         problem = f"{groups.metric!r} is not measured; there are {', '.join(known)}"
         yield "algorithm.filter_groups.metric", problem, nearest(groups.metric, known)
@@ -330,6 +371,7 @@ TRAINING_RULES: tuple[Callable[[TrainConfig], Clash], ...] = (
     weights_arrive_before_samples_are_too_old,
     weights_can_travel,
     samples_can_train,
+    rewards_exist,
     tasks_are_given,
     mini_batches_are_equal,
     a_gpu_has_one_process,

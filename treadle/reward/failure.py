@@ -24,6 +24,7 @@ class Fault(StrEnum):
     EXCEPTION = "exception"
     NO_RESULT = "no_result"
     NOT_A_NUMBER = "not_a_number"
+    OUT_OF_BOUNDS = "out_of_bounds"
     TOO_LARGE = "too_large"
     CLOSED = "closed"
     PROMPT = "prompt"
@@ -36,22 +37,39 @@ class Fault(StrEnum):
     @property
     def may_pass(self) -> bool:
         """Another attempt may do better. Wrong results come back the same; engines and judges retry by themselves."""
-        return self in (Fault.TIMEOUT, Fault.CPU_TIME, Fault.MEMORY, Fault.CRASH, Fault.EXCEPTION)
+        return self in (Fault.TIMEOUT, Fault.MEMORY, Fault.CRASH, Fault.EXCEPTION)
 
 
 class ScoreFailure(RewardFailure):
-    """One failed attempt at a score. `problem` completes the sentence "reward function X …", or "reward model X …"."""
+    """One failed attempt at a score. `problem` completes the sentence "reward function X …", or "reward model X …".
 
-    def __init__(self, fault: Fault, problem: str, function: str = "", kind: str = "function") -> None:
-        super().__init__(fault, problem, function, kind)
+    `past_deadline`: one of ours ended it, not an error of its own. `computed`: it spent that time computing.
+    """
+
+    def __init__(
+        self,
+        fault: Fault,
+        problem: str,
+        function: str = "",
+        kind: str = "function",
+        past_deadline: bool = False,
+        computed: bool = False,
+    ) -> None:
+        super().__init__(fault, problem, function, kind, past_deadline, computed)
         self.fault, self.problem, self.function, self.kind = fault, problem, function, kind
+        self.past_deadline, self.computed = past_deadline, computed
+
+    @property
+    def may_pass(self) -> bool:
+        """Another attempt may do better: the same computation takes as long again, a wait need not."""
+        return self.fault.may_pass and not self.computed
 
     def __str__(self) -> str:
         return f"{self.fault}: reward {self.kind} {self.function!r} {self.problem}"
 
     def by(self, function: str, kind: str = "function") -> "ScoreFailure":
         """The same failure with the function or model it belongs to."""
-        return ScoreFailure(self.fault, self.problem, function, kind)
+        return ScoreFailure(self.fault, self.problem, function, kind, self.past_deadline, self.computed)
 
 
 @contextmanager

@@ -96,7 +96,7 @@ class Models:
                 try:
                     return await model.score(task, trajectory)
                 except ScoreFailure as failure:
-                    if attempt == self._reward.retries or not failure.fault.may_pass:
+                    if attempt == self._reward.retries or not failure.may_pass:
                         raise
         raise AssertionError("every attempt returns or raises")
 

@@ -10,7 +10,7 @@ Invariant: at most `num_workers` processes run scores; a failure or cancellation
 """
 
 import asyncio
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from contextlib import contextmanager
 
 from treadle.config.reward import RewardConfig
@@ -55,14 +55,17 @@ class Pool:
             raise
         return pool
 
-    async def run(self, task: Task, trajectory: Trajectory) -> dict[str, Score]:
-        """The score of each function, from one worker. Nothing is packed before there is a place for it."""
+    async def run(self, task: Task, trajectory: Trajectory, done: Container[str] = ()) -> dict[str, Score]:
+        """The score of each function that is not `done`, from one worker. Nothing is packed before there is a place."""
+        names = tuple(name for name in self._names if name not in done)
+        if not names:
+            return {}
         async with self._places:
             with self._explain_close():
                 worker = self._take() or await self._restart()
                 try:
                     await self._rate.turn()
-                    return await worker.ask(self._pack_arguments(task, trajectory))
+                    return await worker.ask(self._pack_arguments(task, trajectory), names)
                 finally:
                     if worker.usable:
                         self._idle.append(worker)

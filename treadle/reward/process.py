@@ -19,7 +19,7 @@ from treadle.errors import ConfigError, Mistake
 from treadle.reward.failure import Fault, ScoreFailure, name_function
 from treadle.reward.frame import FrameStream
 from treadle.reward.handshake import BOOT, Setup, read_report
-from treadle.reward.kin import kill_group, kill_tree
+from treadle.reward.kin import cpu_time_s, kill_group, kill_tree
 from treadle.reward.packing import pack
 from treadle.reward.printed import PrintedLines
 from treadle.reward.verdict import decode
@@ -30,6 +30,9 @@ START_TIMEOUT_S = 60.0
 
 END_TIMEOUT_S = 5.0
 """How long a killed process may take to be gone."""
+
+MOSTLY = 0.5
+"""The share of a deadline on the CPU from which a score that is late was computing, and not waiting for something."""
 
 
 class WorkerProcess(asyncio.SubprocessProtocol):
@@ -44,6 +47,8 @@ class WorkerProcess(asyncio.SubprocessProtocol):
         self._printed = PrintedLines(asyncio.get_running_loop().time)
         self._process: asyncio.SubprocessTransport | None = None
         self._killed = False
+        self._computed_s = 0.0
+        """CPU time it had used when the score began."""
 
     @classmethod
     async def start(cls, reward: RewardConfig, names: tuple[str, ...]) -> "WorkerProcess":
@@ -92,12 +97,15 @@ class WorkerProcess(asyncio.SubprocessProtocol):
             raise ConfigError(mistakes)
         return report.needs
 
-    async def ask(self, payload: bytes) -> dict[str, Score]:
-        """Each function's score. A worker that is late, dies, is cancelled or garbles its answer is killed."""
+    async def ask(self, payload: bytes, names: tuple[str, ...]) -> dict[str, Score]:
+        """The score of each of these functions. A worker that is late, dies, is cancelled or garbles its answer is
+        killed."""
         scores: dict[str, Score] = {}
         deadline_s = asyncio.get_running_loop().time() + self._reward.timeout_s
+        self._computed_s = self._measure_cpu()
+        self._stream.send(json.dumps(names).encode())
         self._stream.send(payload)
-        for name in self._names:
+        for name in names:
             with name_function(name):
                 reply = await self._hear(deadline_s)
                 if isinstance(reply, ScoreFailure):
@@ -110,14 +118,19 @@ class WorkerProcess(asyncio.SubprocessProtocol):
             async with asyncio.timeout_at(deadline_s):
                 reply = decode(await self._stream.receive())
         except TimeoutError as error:
+            computed = self._measure_cpu() - self._computed_s > MOSTLY * self._reward.timeout_s
             self.kill()
-            raise ScoreFailure(Fault.TIMEOUT, f"ran past reward.timeout_s={self._reward.timeout_s:g}") from error
+            problem = f"ran past reward.timeout_s={self._reward.timeout_s:g}"
+            raise ScoreFailure(Fault.TIMEOUT, problem, past_deadline=True, computed=computed) from error
         except BaseException:
             self.kill()
             raise
         if isinstance(reply, ScoreFailure) and reply.fault is Fault.MEMORY:
             self.kill()  # what filled the memory may still be there
         return reply
+
+    def _measure_cpu(self) -> float:
+        return 0.0 if self._process is None else cpu_time_s(self._process.get_pid())
 
     @property
     def usable(self) -> bool:
@@ -168,7 +181,8 @@ class WorkerProcess(asyncio.SubprocessProtocol):
 def _explain(status: int, reward: RewardConfig) -> ScoreFailure:
     """What an exit status means."""
     if status == -signal.SIGPROF:
-        return ScoreFailure(Fault.CPU_TIME, f"used more CPU than reward.cpu_time_s={reward.cpu_time_s:g}")
+        problem = f"used more CPU than reward.cpu_time_s={reward.cpu_time_s:g}"
+        return ScoreFailure(Fault.CPU_TIME, problem, past_deadline=True, computed=True)
     if status == -signal.SIGKILL:
         return ScoreFailure(Fault.CRASH, "was killed from outside, as the system does when memory runs out")
     if status < 0:

@@ -9,7 +9,7 @@ number.
 
 import asyncio
 import inspect
-from collections.abc import Awaitable, Mapping
+from collections.abc import Awaitable, Container, Mapping
 from types import TracebackType
 from typing import Any
 
@@ -26,7 +26,7 @@ from treadle.reward.pool import Pool
 from treadle.reward.process import locate
 from treadle.reward.rate import RateLimit
 from treadle.reward.surroundings import ALONE, Surroundings
-from treadle.reward.verdict import combine, read_score, settle
+from treadle.reward.verdict import combine, read_score, read_session, settle
 from treadle.types import Score, Task, Trajectory
 
 
@@ -42,7 +42,7 @@ class Scorer:
         models: Models | None = None,
     ) -> None:
         self._reward, self._inline, self._pool, self._rate, self._models = reward, inline, pool, rate, models
-        self._weights = reward.weights()
+        self._weights = reward.weights() | reward.session_weights()
         self._closed = False
 
     @classmethod
@@ -53,7 +53,7 @@ class Scorer:
         """
         sandboxed = tuple(name for name in reward.functions if _needs_worker(reward, name))
         rate = RateLimit(reward.rate_limit_per_s)
-        mistakes = [] if reward.weights() else [Mistake("reward.functions", "is empty: nothing can be scored")]
+        mistakes: list[Mistake] = []
         inline = _load_inline(reward, [name for name in reward.functions if name not in sandboxed], mistakes)
         prepared = await prepare_models(reward, surroundings)
         mistakes += prepared.mistakes
@@ -72,32 +72,48 @@ class Scorer:
             raise
         return cls(reward, inline, pool, rate, models)
 
-    async def score(self, task: Task, trajectory: Trajectory) -> Score:
-        """The score of a finished trajectory. Raises RewardFailure where there is none, whose text begins with why."""
+    async def score(self, task: Task, trajectory: Trajectory) -> Score | None:
+        """The score of a finished trajectory; None where nothing is configured to give one, and its session gave none.
+
+        Raises RewardFailure where a score cannot be had, whose text begins with why.
+        """
         if self._closed:
             raise MisuseError("this scorer is closed; build another with Scorer.create")
         scores = await self._run_functions(task, trajectory) if self._reward.functions else {}
         if self._models is not None:
             scores |= await self._models.score(task, trajectory)
-        return combine({name: scores[name] for name in self._weights}, self._weights)
+        scores |= read_session(trajectory, always=self._reward.declared_parts())
+        if not scores:
+            return None
+        ordered = {name: scores[name] for name in self._weights if name in scores}
+        return combine(ordered, self._weights, self._reward.bounds)
 
     async def _run_functions(self, task: Task, trajectory: Trajectory) -> dict[str, Score]:
-        for attempt in range(self._reward.retries + 1):
-            try:
-                return await self._attempt(task, trajectory)
-            except ScoreFailure as failure:
-                if attempt == self._reward.retries or not failure.fault.may_pass:
-                    raise
-        raise AssertionError("every attempt returns or raises")
+        """The score of each function. One that is past its deadline for good has `reward.on_timeout`, if that is set.
 
-    async def _attempt(self, task: Task, trajectory: Trajectory) -> dict[str, Score]:
+        The others are run again then, without it: a worker that is late is killed with all it had to do.
+        """
+        attempt, late = 0, dict[str, Score]()
+        while True:
+            try:
+                return late | await self._attempt(task, trajectory, late)
+            except ScoreFailure as failure:
+                if attempt < self._reward.retries and failure.may_pass:
+                    attempt += 1
+                elif failure.past_deadline and self._reward.on_timeout is not None and failure.function not in late:
+                    late[failure.function] = Score(self._reward.on_timeout, extra={"timed_out": True})
+                else:
+                    raise
+
+    async def _attempt(self, task: Task, trajectory: Trajectory, done: Container[str]) -> dict[str, Score]:
         scores: dict[str, Score] = {}
         if self._pool is None:
             await self._rate.turn()
         for name, function in self._inline.items():
-            scores[name] = await self._run_inline(function, task, trajectory)
+            if name not in done:
+                scores[name] = await self._run_inline(function, task, trajectory)
         if self._pool is not None:
-            scores |= await self._pool.run(task, trajectory)
+            scores |= await self._pool.run(task, trajectory, done)
         return scores
 
     async def _run_inline(self, function: Function, task: Task, trajectory: Trajectory) -> Score:
@@ -121,7 +137,8 @@ class Scorer:
                 return await result
         except TimeoutError as error:
             if deadline.expired():
-                raise ScoreFailure(Fault.TIMEOUT, f"ran past reward.timeout_s={self._reward.timeout_s:g}") from error
+                problem = f"ran past reward.timeout_s={self._reward.timeout_s:g}"
+                raise ScoreFailure(Fault.TIMEOUT, problem, past_deadline=True) from error
             raise
 
     async def close(self) -> None:

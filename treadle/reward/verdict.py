@@ -8,13 +8,16 @@ Invariant: a Score that leaves this module holds finite numbers and JSON-like ex
 import json
 import math
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
+from decimal import Decimal, localcontext
 from typing import Any
 
-from treadle.reward.failure import Fault, ScoreFailure
-from treadle.types import Score
+from treadle.reward.failure import Fault, ScoreFailure, name_function
+from treadle.types import Score, Trajectory
 
 MAX_RESULT_BYTES = 1 << 20
+
+UNBOUNDED = (-math.inf, math.inf)
 
 
 def read_score(result: Any) -> Score:
@@ -92,15 +95,53 @@ def encode_failure(failure: ScoreFailure) -> bytes:
     return json.dumps({"fault": failure.fault, "problem": failure.problem}).encode()
 
 
-def combine(scores: Mapping[str, Score], weights: Mapping[str, float]) -> Score:
-    """The weighted sum, each function's own score by name, and what they reported."""
-    value = read_number(sum(weights[name] * score.value for name, score in scores.items()))
+def read_session(trajectory: Trajectory, always: Container[str] = ()) -> dict[str, Score]:
+    """What the session itself brought: the rewards for its turns, and for its tool calls, each added up.
+
+    A part is there where anything was given, or where it is one of `always`.
+    """
+    turns = [turn for row in trajectory.rows for turn in row.turns]
+    given = {
+        "environment": [turn.reward for turn in turns if turn.reward is not None],
+        "tools": [result.reward for turn in turns for result in turn.results if result.reward is not None],
+    }
+    found: dict[str, Score] = {}
+    for name, rewards in given.items():
+        if rewards or name in always:
+            with name_function(name, "part"):
+                found[name] = Score(add_up({str(at): read_number(reward) for at, reward in enumerate(rewards)}))
+    return found
+
+
+def add_up(values: Mapping[str, float], weights: Mapping[str, float] | None = None) -> float:
+    """The weighted sum, of the decimals that a person reads: 0.7 + 0.2 + 0.1 is 1, and not a little less."""
+    with localcontext(prec=60):
+        factors = weights or {}
+        terms = (Decimal(repr(value)) * Decimal(repr(float(factors.get(name, 1.0)))) for name, value in values.items())
+        return read_number(float(sum(terms, Decimal(0))))
+
+
+def combine(
+    scores: Mapping[str, Score], weights: Mapping[str, float], bounds: tuple[float, float] = UNBOUNDED
+) -> Score:
+    """The weighted sum, each function's own score by name, and what they reported; a failure outside `bounds`."""
+    for name, score in scores.items():
+        _check_bounds(score.value, bounds, name)
+    value = add_up({name: score.value for name, score in scores.items()}, weights)
+    _check_bounds(value, bounds, ", ".join(scores))
     parts: dict[str, float] = {}
     for name, score in scores.items():
         parts[name] = score.value
         for part, number in score.parts.items():
             parts[f"{name}/{part}"] = number
     return Score(value, parts, _merge({name: score.extra for name, score in scores.items()}))
+
+
+def _check_bounds(value: float, bounds: tuple[float, float], name: str) -> None:
+    low, high = bounds
+    if not low <= value <= high:
+        problem = f"gave {value:g}, outside reward.bounds = [{low:g}, {high:g}]"
+        raise ScoreFailure(Fault.OUT_OF_BOUNDS, problem, name, "part")
 
 
 def _merge(extras: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:

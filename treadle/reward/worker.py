@@ -9,6 +9,7 @@ Results leave on a channel of their own, so a function may print what it likes: 
 
 import asyncio
 import inspect
+import json
 import os
 import pickle
 import sys
@@ -39,9 +40,10 @@ def main() -> None:
     functions = _load(channel, setup)
     kept = list_children(os.getpid())
     with asyncio.Runner() as runner:
-        while (payload := read_frame(channel)) is not None:
+        while (names := read_frame(channel)) is not None and (payload := read_frame(channel)) is not None:
+            asked = set(json.loads(names))
             with limit_cpu(setup.cpu_time_s):
-                for reply in _score_all(functions, payload, runner):
+                for reply in _score_all([item for item in functions if item.name in asked], payload, runner):
                     end_strays(kept)
                     write_frame(channel, reply)
 

@@ -37,7 +37,7 @@ class Worker(Protocol):
 class Scoring(Protocol):
     """Whoever scores trajectories."""
 
-    async def score(self, task: Task, trajectory: Trajectory) -> Score: ...
+    async def score(self, task: Task, trajectory: Trajectory) -> Score | None: ...
 
 
 class Observer(Protocol):

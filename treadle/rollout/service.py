@@ -144,9 +144,10 @@ class RolloutService:
             started.callback(recall.close)
             workers = await _start_workers(rollout, model, renderer, recall, parts, started)
             scorer = None
-            if reward is not None and reward.weights():
+            if reward is not None:
                 surroundings = _surround(rollout, model, renderer, router, parts)
-                scorer = await (parts.scorer or partial(Scorer.create, reward))(surroundings)
+                elsewhere = parts.scorer if reward.weights() else None  # what sessions give is only added up
+                scorer = await (elsewhere or partial(Scorer.create, reward))(surroundings)
                 started.push_async_callback(scorer.close)
             forget = partial(_forget, router, recall)
             dispatcher = Dispatcher(

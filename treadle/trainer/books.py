@@ -45,7 +45,7 @@ class Books:
         """Which weights the engines have confirmed."""
         self._journal.add_event("weights", version=report.version, checksum=report.checksum)
 
-    def write_step(self, step: int, report: StepReport, taken: Taken, baselines: Sequence[float] | None) -> None:
+    def write_step(self, step: int, report: StepReport, taken: Taken, baselines: Sequence[float | None] | None) -> None:
         """What a step trained on, from which a replay trains again; and every figure of it."""
         names = [
             [group.task.uid, [[item.sample, item.attempt] for item in group.trajectories]] for group in taken.groups

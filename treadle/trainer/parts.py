@@ -22,7 +22,7 @@ from treadle.weights.push import PushReport
 
 Push = Callable[[int], Awaitable[PushReport]]
 
-Train = Callable[[Sequence[Group], int, KLControl | None, Sequence[float] | None], Awaitable[StepReport]]
+Train = Callable[[Sequence[Group], int, KLControl | None, Sequence[float | None] | None], Awaitable[StepReport]]
 """Trains on groups, as a step, with the weight of KL and the baselines that the step needs."""
 
 
@@ -86,7 +86,7 @@ async def train_in_thread(
     groups: Sequence[Group],
     step: int,
     control: KLControl | None,
-    baselines: Sequence[float] | None,
+    baselines: Sequence[float | None] | None,
 ) -> StepReport:
     """A step that leaves the loop free."""
     return await asyncio.to_thread(train_step, parts, groups, step=step, control=control, baselines=baselines)

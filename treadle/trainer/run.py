@@ -40,7 +40,7 @@ class Run:
         self._flow = _flow(config, parts)
         self._pushed = -1
         """The version that the engines have."""
-        self._baselines: list[float] | None = None
+        self._baselines: list[float | None] | None = None
         """What the step under way was trained against, where the estimator needs it."""
         self.spans = spans or Spans()
         self.total_steps = total_steps(config, parts.tasks)
@@ -170,14 +170,23 @@ class Run:
         """Have what happened since the last step in the journal."""
         await self._books.write_rest(self.step)
 
-    async def _draw_baselines(self, groups: Sequence[Group]) -> list[float] | None:
-        """The rewards of one greedy sample for each group, where the estimator compares with them."""
+    async def _draw_baselines(self, groups: Sequence[Group]) -> list[float | None] | None:
+        """The reward of one greedy sample for each group, where the estimator compares with it; None if it failed."""
         if self._config.algorithm.adv_estimator != "remax":
             return None
         tasks = [replace(group.task, uid=f"greedy/{group.task.uid}") for group in groups]
         batch = await self._stop.unless(self._parts.rollout.generate_sequences(tasks, kind=Kind.GREEDY))
         rewards = {group.task.uid: group.survivors for group in batch.groups}
-        return [_first_reward(rewards[task.uid]) for task in tasks]
+        baselines = [_first_reward(rewards.get(task.uid, ())) for task in tasks]
+        if failed := baselines.count(None):
+            self._books.note({"batch/no_baseline": float(failed)})
+            log.warning(
+                "step %d: the greedy sample of %d of %d groups failed, so they have no baseline and advantage 0",
+                self.step + 1,
+                failed,
+                len(tasks),
+            )
+        return baselines
 
     async def _deliver(self) -> PushReport:
         report = await self._parts.give(self._parts.push)
@@ -213,5 +222,5 @@ async def _forever(work: Callable[[], Awaitable[None]], name: str) -> None:
     raise RunError(f"{name} ended early")
 
 
-def _first_reward(survivors: Sequence[Trajectory]) -> float:
-    return survivors[0].reward.value if survivors and survivors[0].reward else 0.0
+def _first_reward(survivors: Sequence[Trajectory]) -> float | None:
+    return survivors[0].reward.value if survivors and survivors[0].reward else None

@@ -7,6 +7,7 @@ Invariant: only survivors train, and the rows of one trajectory share its advant
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from math import nan
 
 import torch
 from torch import Tensor
@@ -62,11 +63,12 @@ def train_step(
     *,
     step: int,
     control: KLControl | None = None,
-    baselines: Sequence[float] | None = None,
+    baselines: Sequence[float | None] | None = None,
 ) -> StepReport:
     """Train on the survivors of `groups`. `step` counts from 1.
 
-    `control` comes from the last report, None at the start; `baselines` are remax's greedy rewards, one per group.
+    `control` comes from the last report, None at the start; `baselines` are remax's greedy rewards, one per group, None
+    for a group whose greedy sample failed: it has nothing to be compared with, and advantage 0.
     """
     control = control or KLControl.start(parts.algorithm.kl_ctrl)
     rows = rows_of(groups)
@@ -81,7 +83,7 @@ def train_step(
     inputs = AdvantageInputs.of(
         groups,
         values_T=batch.values_T,
-        baselines_G=None if baselines is None else torch.tensor(baselines, dtype=torch.float32),
+        baselines_G=None if baselines is None else _tensor(baselines),
     )
     penalty = None
     if parts.algorithm.use_kl_in_reward:
@@ -102,6 +104,10 @@ def train_step(
 def is_informative(group: Group, filter_groups: FilterGroupsConfig) -> bool:
     """Whether a group teaches something, where `algorithm.filter_groups` asks: survivors that differ in its metric."""
     return not filter_groups.enable or has_signal(_scores(group), filter_groups.metric)
+
+
+def _tensor(baselines: Sequence[float | None]) -> Tensor:
+    return torch.tensor([nan if value is None else value for value in baselines], dtype=torch.float32)
 
 
 def _scores(group: Group) -> list[Score]:

@@ -186,7 +186,7 @@ class ScorerActor(Host):
             if scorer is None:
                 return
 
-            async def score(order: ScoreOrder) -> Score:
+            async def score(order: ScoreOrder) -> Score | None:
                 return await scorer.score(order.task, order.trajectory)
 
             policy.peer = Peer(link, score, RewardFailure)

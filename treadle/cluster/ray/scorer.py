@@ -44,13 +44,13 @@ class RemoteScorer:
         await scorer._lives.present()
         return scorer
 
-    async def score(self, task: Task, trajectory: Trajectory) -> Score:
+    async def score(self, task: Task, trajectory: Trajectory) -> Score | None:
         """The score of a finished trajectory. Raises RewardFailure where there is none."""
         last: RewardFailure | None = None
         for _ in range(self._setup.reward.retries + 1):
             life = await self._lives.present()
             try:
-                score: Score = await life.peer.ask(ScoreOrder(task, trajectory))
+                score: Score | None = await life.peer.ask(ScoreOrder(task, trajectory))
                 return score
             except ChannelClosed:
                 last = RewardFailure(f"crash: the scorer died: {await life.cause()}")

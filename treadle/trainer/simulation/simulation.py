@@ -131,7 +131,7 @@ class _Stage:
         return PushReport(version, checksum, 0, 0.0, 0.0)
 
     async def _train(
-        self, groups: Sequence[Group], step: int, control: KLControl | None, baselines: Sequence[float] | None
+        self, groups: Sequence[Group], step: int, control: KLControl | None, baselines: Sequence[float | None] | None
     ) -> StepReport:
         """Take as long as the tokens do."""
         self._sessions.add(groups, self._policy.version, self._given.rollout.limits.session_timeout_s)
