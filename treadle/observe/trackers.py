@@ -6,6 +6,7 @@ A tracker that cannot start is an error before the run; one that cannot log is a
 
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from secrets import token_hex
 from typing import Any, Protocol, Self
 
 from treadle.config import LoggingConfig
@@ -59,7 +60,7 @@ class WandbTracker:
             dir=str(run_dir),
             config=dict(config),
             resume="allow",
-            id=_run_id(run_dir, wandb.util.generate_id),
+            id=_run_id(run_dir, lambda: token_hex(4)),
         )
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
