@@ -95,8 +95,12 @@ def test_a_mistake_shows_key_problem_origin_and_fix():
         ("reward.functions.f=3", "is a section (RewardFunctionConfig), not a value; got whole number 3", "path"),
         ("rollout=3", "is a section (RolloutConfig), not a value; got whole number 3", "its keys: name, nnodes"),
         ("rollout.multi_turn.format=hermis", "must be one of hermes, ", "did you mean 'hermes'?"),
-        ("rollout.multi_turn.tools=[calculate]", "item 0: must be an import path (package.module:name)", None),
-        ("rollout.multi_turn.environment=a.b.C", "must be an import path (package.module:name)", None),
+        (
+            "rollout.multi_turn.tools=[calculate]",
+            "item 0: must be an import path (package.module:name or file.py:name)",
+            None,
+        ),
+        ("rollout.multi_turn.environment=a.b.C", "must be an import path (package.module:name or file.py:name)", None),
         ("logging.logger=[console, wandbb]", "item 1: must be one of console, tensorboard", None),
     ],
 )

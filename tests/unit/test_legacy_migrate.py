@@ -27,8 +27,9 @@ def entry(migration: Migration, old: str) -> Entry:
     return found
 
 
-def load(migration: Migration) -> TrainConfig:
-    config = loads(migration.yaml, overrides=[REWARD])
+def load(migration: Migration, *words: str) -> TrainConfig:
+    config = loads(migration.yaml, overrides=words if "
+reward:" in migration.yaml else (*words, REWARD))
     assert isinstance(config, TrainConfig)
     return config
 
@@ -49,19 +50,49 @@ def test_the_grpo_script_trains_as_it_did() -> None:
 
 
 def test_the_tool_script_says_what_it_cannot_tell() -> None:
-    migration = legacy.migrate(GOLDEN / "verl_tools.sh")
-    config = load(migration)
+    script = GOLDEN / "verl_tools.sh"
+    with pytest.raises(ConfigError, match=r"data.val_files: is \?\?\?"):
+        load(legacy.migrate(script))
+    migration = legacy.migrate(script, {"VAL_FILE": "val.parquet"})
+    assert "    tools: ???  # config/tools.yaml is not read: see below" in migration.yaml.splitlines()
+    config = load(migration, "rollout.multi_turn.tools=[mine.tools:search]")
     assert config.rollout.prompt_length == 2048 and config.rollout.response_length == 8192
     assert config.actor.ppo_max_token_len_per_gpu == 20480
-    assert config.reward.functions["custom"].path == "recipe.agents.reward:score"
+    assert config.reward.functions["custom"].path == "recipe/agents/reward.py:score"
     assert config.model.apply_chat_template_kwargs == {"enable_thinking": False}
     assert config.rollout.val_kwargs.temperature == 0.0
-    assert config.data.val_files == (), "an unknown value is neither guessed nor replaced by verl's default"
-    assert "$VAL_FILE has no value" in entry(migration, "data.val_files").reason
+    assert config.data.val_files == ("val.parquet",)
+    undecided = legacy.migrate(script)
+    assert "$VAL_FILE has no value" in entry(undecided, "data.val_files").reason
+    assert "  val_files: ???  # line 17: $VAL_FILE has no value in the script" in undecided.yaml.splitlines()
     assert "would have to be run" in entry(migration, "trainer.experiment_name").reason
     assert "swanlab" in entry(migration, "trainer.logger").reason
     assert config.logging.logger == ("console",), "a refused value is not replaced by verl's default"
     assert any("$NNODES is not set" in note and "'2'" in note for note in migration.notes)
+
+
+def test_a_script_that_names_no_reward_is_scored_by_data_source(tmp_path: Path) -> None:
+    script = "python3 -m verl.trainer.main_ppo actor_rollout_ref.rollout.n=2 algorithm.adv_estimator=grpo"
+    assert load(migrate(tmp_path, script, "run.sh")).reward.functions["by_source"].path == "by_source"
+    own = f"{script} custom_reward_function.path=/data/score.py custom_reward_function.name=judge"
+    functions = load(migrate(tmp_path, own, "own.sh")).reward.functions
+    assert {name: function.path for name, function in functions.items()} == {"custom": "/data/score.py:judge"}
+
+
+def test_a_path_to_resume_from_is_left_out_where_verl_would_not_read_it(tmp_path: Path) -> None:
+    script = "python3 -m verl.trainer.main_ppo actor_rollout_ref.rollout.n=2 trainer.resume_from_path=x"
+    assert load(migrate(tmp_path, script, "run.sh")).checkpoint.resume_from_path is None
+    config = load(migrate(tmp_path, f"{script} trainer.resume_mode=resume_path", "run.sh"))
+    assert config.checkpoint.resume_from_path == "x"
+
+
+def test_sequence_parallelism_leaves_micro_batches_as_large_as_they_were(tmp_path: Path) -> None:
+    actor = "actor_rollout_ref.actor"
+    script = (
+        f"python3 -m verl.trainer.main_ppo {actor}.use_dynamic_bsz=True {actor}.ppo_max_token_len_per_gpu=1000"
+        f" {actor}.ulysses_sequence_parallel_size=4 data.max_prompt_length=900 data.max_response_length=900"
+    )
+    assert load(migrate(tmp_path, script, "run.sh")).actor.ppo_max_token_len_per_gpu == 4000
 
 
 def test_the_asynchronous_script_migrates_without_loss() -> None:
@@ -160,7 +191,10 @@ def test_values_our_keys_do_not_accept_are_reported_and_left_out(tmp_path: Path)
     migration = migrate(tmp_path, "actor_rollout_ref: {rollout: {n: 0, top_p: 2}}\ntrainer: {}\n")
     assert "rollout.n must be ≥ 1" in entry(migration, "actor_rollout_ref.rollout.n").reason
     assert "top_p must be" in entry(migration, "actor_rollout_ref.rollout.top_p").reason
-    assert migration.yaml.splitlines()[1:] == ["trainer: {}"]
+    assert migration.yaml.splitlines()[1:3] == ["trainer: {}", ""]
+    left_out = migration.yaml.splitlines()[3:]
+    assert left_out[0] == "# Left out, and why:"
+    assert left_out[1].startswith("#   actor_rollout_ref.rollout.n: 0  # rollout.n must be ≥ 1")
 
 
 def test_keys_that_disagree_are_reported_and_the_first_is_kept(tmp_path: Path) -> None:

@@ -7,8 +7,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from treadle.config.legacy.shell.grammar import parse
 from treadle.config.legacy.shell.launch import Launch, read_launch
-from treadle.config.legacy.shell.lexer import read_commands
+from treadle.errors import ConfigError
 
 START = "python3 -m verl.trainer.main_ppo"
 
@@ -100,8 +101,10 @@ def test_a_list_in_a_variable_is_split_unless_quoted() -> None:
         (f"{START} a=$(date)", "$(date) would have to be run"),
         (f"{START} a=`date`", "$(date) would have to be run"),
         (f"x=$(nproc)\n{START} a=$((x * 2))", "$(nproc) would have to be run"),
-        (f"if true; then X=1; fi\n{START} a=$X", "depends on a condition"),
-        (f"X=1\nif true; then\n X=2\nfi\n{START} a=$X", "depends on a condition"),
+        (f"if nvidia-smi; then X=1; fi\n{START} a=$X", "depends on a condition"),
+        (f"X=1\nif [ -d /data ]; then\n X=2\nfi\n{START} a=$X", "depends on a condition"),
+        (f"D=$(hostname)\ncase $D in a) X=1;; *) X=2;; esac\n{START} a=$X", "depends on a condition"),
+        (f"for f in *.txt $(ls); do X=$f; done\n{START} a=$X", "depends on a condition"),
         (f"{START} a=${{X%.yaml}}", "is an expansion that is not read"),
         (f"{START} a=$((1 / 0))", "cannot be worked out"),
         (f"{START} a=$((9 ** 63 ** 63))", "cannot be worked out"),
@@ -161,8 +164,80 @@ def test_a_script_that_launches_something_else_is_not_verls() -> None:
 @given(st.text(alphabet="ab=$({})'\"\\\n #;|&`@[]X1+", max_size=40))
 @settings(max_examples=300, deadline=None)
 def test_any_text_can_be_read(text: str) -> None:
-    assert isinstance(read_commands(text), list)
+    assert isinstance(parse(text), list)
     read_launch(f"{text}\n{START} {text}")
+
+
+def test_a_condition_on_the_machine_hides_only_what_it_sets() -> None:
+    script = f'ARGS=(a=1)\nif nvidia-smi; then ARGS+=(b=2); else ARGS+=(c=3); fi\n{START} "${{ARGS[@]}}" d=4'
+    found = {word.text: word.only_if for word in launch(script).words}
+    assert found.pop("a=1") == found.pop("d=4") == ""
+    assert all("line 2" in reason for reason in found.values()) and set(found) == {"b=2", "c=3"}
+
+
+def test_both_ways_of_a_condition_that_agree_leave_nothing_open() -> None:
+    assert words(f"if nvidia-smi; then X=1; else X=1; fi\n{START} a=$X") == ["a=1"]
+    assert words(f"X=1\nif nvidia-smi; then echo; else X=2; exit 1; fi\n{START} a=$X") == ["a=1"]
+
+
+def test_a_script_that_would_end_itself_is_read_on_and_says_so() -> None:
+    script = f'if [ "$#" -lt 2 ]; then\n  echo usage\n  exit 1\nfi\n{START} a=1'
+    assert words(script) == ["a=1"] and any("ends itself" in note for note in launch(script).notes)
+
+
+def test_there_is_no_npu_here() -> None:
+    detect = "D=${D:-$(python3 -c 'import torch_npu' 2>/dev/null && echo npu || echo gpu)}"
+    script = f"{detect}\ncase $D in npu) N=16;; gpu) N=8;; esac\n{START} a=$N"
+    assert words(script) == ["a=8"] and any("torch_npu" in note for note in launch(script).notes)
+    assert [word.text for word in read_launch(script, {"D": "npu"}).words] == ["a=16"]  # type: ignore[union-attr]
+
+
+def test_variables_of_the_caller_win_and_must_be_the_scripts() -> None:
+    script = f"N=$(nproc)\n{START} a=$N b=${{M:-1}} c=$1"
+    found = read_launch(script, {"N": "4", "M": "5", "1": "six"})
+    assert found is not None and [word.text for word in found.words] == ["a=4", "b=5", "c=six"]
+    with pytest.raises(ConfigError, match=r"--set MM: the script has no \$MM"):
+        read_launch(script, {"MM": "1"})
+
+
+def run_bash(script: str, folder: Path) -> list[str]:
+    """The words that bash gives to the program."""
+    stub = folder / "python3"
+    stub.write_text('#!/bin/sh\nshift 2\nfor word in "$@"; do printf "%s\\0" "$word"; done\n')
+    stub.chmod(0o755)
+    done = subprocess.run(
+        ["bash", "-c", script], env={"PATH": f"{folder}:/usr/bin:/bin"}, capture_output=True, check=True, timeout=20
+    )
+    return done.stdout.decode().split("\0")[:-1]
+
+
+CONDITIONS = [
+    'if [ "$X" = one ]; then A=yes; else A=no; fi',
+    'if [[ $X == o* && -n "${Y:-}" ]]; then A=1; elif [[ -z $UNSET ]]; then A=2; fi',
+    'case "$X" in two|three) A=23;; o?e) A=glob;; *) A=else;; esac',
+    "if (( N % 2 == 0 && N > 3 )); then A=even; else A=odd; fi",
+    "A=; A=${A:-replaced}; B=${A-kept}",
+    "A=; B=${A-empty}; A=x$B",
+    'E=(); for i in 1 2 3; do E+=(k$i=$((i * N))); done; A="${E[*]}"',
+    'f() { A="$1-$2"; }; f "$X" b',
+    '[ "$N" -ge 5 ] && A=big || A=small',
+    '! [ "$X" = one ] || A=not',
+    "A=$(echo $X)",
+    "{ A=group; }; ( A=sub )",
+    'if test "$X" != one -o "$N" = 4; then A=test; fi',
+    "cat <<EOF > /dev/null\nA=document\nif [\nEOF\nA=${A:-after}",
+    'while false; do A=never; done; A=${A:-loop}; : "${B:=given}"; A=$A$B',
+]
+
+
+@pytest.mark.parametrize("condition", CONDITIONS)
+@pytest.mark.parametrize("start", ["X=one\nN=4", "X=two\nN=5\nY=y", "X=\nN=0"])
+def test_conditions_and_loops_go_as_bash_goes(tmp_path: Path, condition: str, start: str) -> None:
+    script = f'{start}\n{condition}\n{START} a="${{A:-none}}" b="${{B:-none}}" "${{E[@]:-}}"'
+    expected = [word for word in run_bash(script, tmp_path) if word]
+    found = launch(script)
+    assert [word.text for word in found.words] == expected
+    assert not any(word.unknown or word.only_if for word in found.words)
 
 
 VALUES = st.text(alphabet="abc XY_/.,:[]{}-", max_size=8)
@@ -176,14 +251,4 @@ def test_words_are_those_that_bash_passes_on(
     lines = [f"V{at}={quote}{value}{quote}" for at, value in enumerate(values)]
     given_words = " ".join(f'k{at}="$V{at}"' for at in range(len(values)))
     script = "\n".join([*lines, f"{START} {given_words} 'end=1'"])
-    stub: Path = tmp_path_factory.mktemp("bin") / "python3"
-    stub.write_text('#!/bin/sh\nshift 2\nfor word in "$@"; do printf "%s\\0" "$word"; done\n')
-    stub.chmod(0o755)
-    done = subprocess.run(
-        ["bash", "-c", script],
-        env={"PATH": f"{stub.parent}:/usr/bin:/bin"},
-        capture_output=True,
-        check=True,
-        timeout=20,
-    )
-    assert words(script) == done.stdout.decode().split("\0")[:-1]
+    assert words(script) == run_bash(script, tmp_path_factory.mktemp("bin"))

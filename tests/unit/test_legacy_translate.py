@@ -199,7 +199,7 @@ def test_a_key_that_is_nobodys_is_left_for_the_loader() -> None:
         ("reward_model.max_rpm=120", {"reward.rate_limit_per_s": 2.0}),
         (
             "custom_reward_function.path=recipe/r1/score.py",
-            {"reward.functions.custom.path": "recipe.r1.score:compute_score"},
+            {"reward.functions.custom.path": "recipe/r1/score.py:compute_score"},
         ),
         ("trainer.project_name=007", {"logging.project_name": 7}),
     ],
@@ -218,7 +218,7 @@ def test_values_are_spelled_our_way(word: str, expected: dict[str, Any]) -> None
         ("actor_rollout_ref.model.lora_rank=32", "no LoRA"),
         ("actor_rollout_ref.rollout.log_prob_micro_batch_size=32", "actor.ppo_max_token_len_per_gpu"),
         ("trainer.v1.trainer_mode=colocate_async", "devices of its own"),
-        ("custom_reward_function.path=/abs/score.py", "package.module:function"),
+        ("custom_reward_function.path=/abs/score.txt", "package.module:function"),
         ("reward_model.enable=True", "reward function"),
         ("data.max_length=5", "fine-tuning"),
         ("hydra.run.dir=x", "no Hydra"),

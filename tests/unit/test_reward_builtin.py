@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from treadle.reward.builtin import exact_match, format, number_match
+from treadle.reward.builtin import by_source, exact_match, format, number_match
 from treadle.reward.builtin.tag import read_tag
 
 
@@ -132,3 +132,31 @@ def test_a_pattern_that_explodes_gives_up() -> None:
 def test_a_wrong_pattern_is_refused_before_the_first_score() -> None:
     with pytest.raises(ValueError, match="pattern"):
         format.prepare("(")
+
+
+@pytest.mark.parametrize(
+    ("source", "response", "truth", "expected"),
+    [
+        ("openai/gsm8k", "so #### 1,024", "1024", 1.0),
+        ("openai/gsm8k", "so it is 1024", "1024", 0.0),
+        ("lighteval/MATH", "thus \\boxed{\\dfrac12}.", "\\frac{1}{2}", 1.0),
+        ("HuggingFaceH4/MATH-500", "\\boxed{1} then \\boxed{12\\text{ cm}}", "12", 1.0),
+        ("HuggingFaceH4/MATH-500", "thus 12", "12", 0.0),
+        ("lighteval/MATH", "\\boxed{3\\sqrt2}", "so \\boxed{3\\sqrt{2}}", 1.0),
+        ("numina_olympiads", "\\boxed{x=-3/4}", "-\\frac{3}{4}", 1.0),
+        ("math_dapo", "Answer: 7\nAnswer: $8$", "8", 1.0),
+        ("aime2025", "\\boxed{70}", "70", 1.0),
+        ("math_dapo", "Answer: 7", "8", -1.0),
+        ("math_dapo", "no idea", "8", -1.0),
+        ("searchR1_nq", "<answer>The Eiffel Tower!</answer>", {"target": ["eiffel tower"]}, 1.0),
+        ("searchR1_nq", "Eiffel Tower", {"target": ["eiffel tower"]}, 0.0),
+    ],
+)
+def test_by_source_scores_as_the_data_set_does(source: str, response: str, truth: object, expected: float) -> None:
+    assert by_source.score(response, truth, source) == expected
+
+
+@pytest.mark.parametrize(("source", "why"), [("mine", "no rule scores"), ("taco", "running programs"), ("", "no rule")])
+def test_by_source_refuses_a_source_without_a_rule_by_name(source: str, why: str) -> None:
+    with pytest.raises(ValueError, match=f"{why}.*|.*{source!r}"):
+        by_source.score("x", "y", source)

@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 
 from treadle.cli.parser import Arguments, Commands, add_command, add_words, load_words
+from treadle.errors import ConfigError, Mistake
 from treadle.terminal import say, warn
 
 
@@ -32,6 +33,13 @@ def register(commands: Commands) -> None:
     command = add_command(group, "migrate", migrate, "example: treadle config migrate run_qwen.sh > my.yaml")
     command.add_argument("path", metavar="PATH", type=Path, help="verl YAML file, or a script that launches verl")
     command.add_argument("--json", action="store_true", help="write the report as JSON")
+    command.add_argument(
+        "--set",
+        action="append",
+        default=[],
+        metavar="NAME=VALUE",
+        help="a variable of the script's environment, such as DEVICE=gpu; wins over what the script assigns",
+    )
 
     add_command(group, "recipes", recipes, "example: treadle config recipes")
 
@@ -85,10 +93,18 @@ def migrate(arguments: Arguments) -> int:
     """
     from treadle.config import legacy
 
-    migration = legacy.migrate(arguments.path)
+    migration = legacy.migrate(arguments.path, dict(map(_variable, arguments.set)))
     say(migration.yaml, end="")
     warn(migration.to_json() if arguments.json else migration.report())
     return migration.exit_status
+
+
+def _variable(word: str) -> tuple[str, str]:
+    name, equals, value = word.partition("=")
+    if not (name.isidentifier() or name.isdigit()) or not equals:
+        fix = "as in --set DEVICE=gpu, or --set 1=8 for the first argument of the script"
+        raise ConfigError([Mistake("--set", f"{word!r} is not NAME=VALUE", word, fix=fix)])
+    return name, value
 
 
 def recipes(arguments: Arguments) -> None:

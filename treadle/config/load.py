@@ -18,7 +18,7 @@ from treadle.config.reference import nested, resolve
 from treadle.config.root import Config, TrainConfig
 from treadle.config.rules import UNKNOWN, check_rules
 from treadle.config.section import Section
-from treadle.config.source import Layer, Path, dotted, read_text, read_words
+from treadle.config.source import UNDECIDED, Layer, Path, dotted, read_text, read_words
 from treadle.config.syntax import read_scalar
 from treadle.config.value import FrozenDict, check, choices
 from treadle.errors import ConfigError, Mistake, nearest
@@ -124,6 +124,11 @@ class _Builder:
         if not slot.leaves:
             fix = f"set {dotted(path)} in a file or on the command line"
             self._missing.append(Mistake(dotted(path), f"is required: {slot.key.description}", fix=fix))
+            return UNKNOWN
+        undecided = next((leaf for leaf in slot.leaves.values() if leaf.value == UNDECIDED), None)
+        if undecided is not None:
+            problem = f"is {UNDECIDED}, which stands for a value that has to be decided: {slot.key.description}"
+            self._mistakes.append(Mistake(dotted(path), problem, UNDECIDED, undecided.origin, "write the value there"))
             return UNKNOWN
         raw = {below: _as_text(leaf, slot.hint) for below, leaf in slot.leaves.items()}
         given = raw[()] if () in raw else nested(raw)

@@ -1,21 +1,24 @@
 """Finds the user's own code: objects that a config names by import path."""
 
 import sys
+from hashlib import sha256
 from importlib import import_module
+from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 from treadle.errors import ConfigError, Mistake, nearest
 
 
 def load_object(path: str, key: str) -> Any:
-    """The object at `package.module:name`. Anything wrong is a mistake of `key`.
+    """The object at `package.module:name` or `path/to/file.py:name`. Anything wrong is a mistake of `key`.
 
     Modules are found as Python finds them, and in the working directory, whichever command was started.
     """
-    module_name, colon, name = path.partition(":")
+    module_name, colon, name = path.rpartition(":")
     if not colon or not module_name or not name:
-        raise _mistake(key, path, f"{path!r} is not an import path", "write package.module:name")
+        raise _mistake(key, path, f"{path!r} is not an import path", "write package.module:name, or file.py:name")
     module = _import(module_name, path, key)
     value: Any = module
     for part in name.split("."):
@@ -29,13 +32,30 @@ def _import(name: str, path: str, key: str) -> Any:
     here = str(Path.cwd())
     if here not in sys.path:
         sys.path.append(here)
+    if name.endswith(".py") and not Path(name).expanduser().is_file():
+        raise _mistake(key, path, f"there is no file {name}", "paths start from the working directory, or with / or ~")
     try:
-        return import_module(name)
+        return _import_file(Path(name).expanduser().resolve()) if name.endswith(".py") else import_module(name)
     except ModuleNotFoundError as error:
         problem = f"there is no module {error.name!r}"
         raise _mistake(key, path, problem, "install it, or start from the directory that holds it") from error
     except Exception as error:
         raise _mistake(key, path, f"importing {name} failed: {type(error).__name__}: {error}", None) from error
+
+
+def _import_file(file: Path) -> ModuleType:
+    """The module of a file, imported once in each process under a name of its own."""
+    name = f"{file.stem}_{sha256(str(file).encode()).hexdigest()[:8]}"
+    if name not in sys.modules:
+        spec = spec_from_file_location(name, file)
+        assert spec is not None and spec.loader is not None, "a .py file always has a loader"
+        module = sys.modules[name] = module_from_spec(spec)
+        try:
+            spec.loader.exec_module(module)
+        except BaseException:
+            del sys.modules[name]
+            raise
+    return sys.modules[name]
 
 
 def _mistake(key: str, path: str, problem: str, fix: str | None) -> ConfigError:

@@ -21,6 +21,9 @@ Layer = dict[Path, Leaf]
 UNSET = Unset.UNSET
 """The value of a leaf that takes back what earlier layers said (Hydra's `~key`)."""
 
+UNDECIDED = "???"
+"""A value that has to be decided before the config can be used, as in OmegaConf."""
+
 _MAX_BYTES = 4_000_000
 _EXAMPLE = "write for example rollout.n=8"
 

@@ -12,7 +12,7 @@ from math import isfinite
 from types import NoneType, UnionType
 from typing import Any, Literal, NoReturn, Self, Union, get_args, get_origin
 
-_IMPORT_PATH = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*(\.[^\W\d]\w*)*")
+_IMPORT_PATH = re.compile(r"([^\W\d]\w*(\.[^\W\d]\w*)*|[^:\0]+\.py):[^\W\d]\w*(\.[^\W\d]\w*)*")
 _LONGEST_SHOWN = 120
 
 
@@ -73,7 +73,7 @@ class Bounds:
 
     def __str__(self) -> str:
         if self.names is not None:
-            path = "an import path (package.module:name)"
+            path = "an import path (package.module:name or file.py:name)"
             return f"one of {', '.join(self.names)}, or {path}" if self.names else path
         words = (("≥", self.ge), (">", self.gt), ("≤", self.le), ("<", self.lt))
         return " and ".join(f"{word} {bound:g}" for word, bound in words if bound is not None)

@@ -6,7 +6,7 @@
 A config without old keys pays only for a walk over its keys: the tables are imported when one is not ours.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path as FilePath
 
@@ -16,6 +16,7 @@ from treadle.config.origin import Leaf
 from treadle.config.section import TARGET
 from treadle.config.source import Layer, Path
 from treadle.errors import Mistake
+from treadle.types import NOTHING
 
 __all__ = ["Entry", "Migration", "Translation", "is_legacy", "migrate", "translate"]
 
@@ -52,8 +53,11 @@ def _is_plain(path: Path, leaf: Leaf) -> bool:
     return is_ours(path) and not (path[-1] == TARGET and str(leaf.value).startswith("verl."))
 
 
-def migrate(path: FilePath) -> Migration:
-    """Our YAML for a verl YAML file or launch script, and what became of every key. Nothing is executed."""
+def migrate(path: FilePath, variables: Mapping[str, str] = NOTHING) -> Migration:
+    """Our YAML for a verl YAML file or launch script, and what became of every key. Nothing is executed.
+
+    `variables` are those of the script's environment, such as DEVICE: they win over what the script assigns.
+    """
     from treadle.config.legacy.migration import migrate_file
 
-    return migrate_file(path)
+    return migrate_file(path, variables)

@@ -3,7 +3,7 @@
 Each function fits `Convert`: it gets the old value and a way to look at other old keys.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from math import ceil
 from typing import Any
 
@@ -102,12 +102,18 @@ def sequences_to_tokens(dynamic: str) -> Convert:
     return convert
 
 
-def token_budget(dynamic: str, sequences: str) -> Convert:
-    """A token budget, which verl reads only while `dynamic` is true; else it counts `sequences`."""
+def token_budget(dynamic: str, sequences: str, parallel: Sequence[str] = ()) -> Convert:
+    """A token budget, which verl reads only while `dynamic` is true; else it counts `sequences`.
+
+    `parallel` are the keys of sequence parallelism: verl gives as many GPUs one micro batch of that many budgets.
+    """
 
     def convert(value: Any, look: Look) -> Answer:
         if not is_dynamic(look, dynamic) and look(sequences) is not None:
             return Nothing(f"verl does not read it while use_dynamic_bsz is false; {sequences} counts")
+        sizes = [size for size in map(look, parallel) if isinstance(size, int) and size > 1]
+        if sizes and isinstance(value, int):
+            return Said(value * sizes[0], f"{sizes[0]} GPUs share a micro batch in verl; here each GPU has one")
         return Said(value)
 
     return convert

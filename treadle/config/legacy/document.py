@@ -1,6 +1,6 @@
 """Writes keys and values as YAML that our loader reads: sections in their order, comments beside values."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,8 +31,8 @@ class Line:
 Tree = dict[str, Any]
 
 
-def write_document(lines: Mapping[Path, Line], title: str) -> str:
-    """The YAML text of these keys."""
+def write_document(lines: Mapping[Path, Line], title: str, left_out: Sequence[str] = ()) -> str:
+    """The YAML text of these keys; `left_out` are comments at the end."""
     tree: Tree = {}
     sections = {path[:end] for path in lines for end in range(len(path))}
     for path, line in sorted(lines.items(), key=lambda item: _order(item[0])):
@@ -42,7 +42,8 @@ def write_document(lines: Mapping[Path, Line], title: str) -> str:
         for part in path[:-1]:
             inner = inner.setdefault(part, {})
         inner[path[-1]] = line
-    return "\n".join([f"# {title}", *_block(tree, "")]) + "\n"
+    comments = ["", "# Left out, and why:", *(f"#   {text}" for text in left_out)] if left_out else []
+    return "\n".join([f"# {title}", *_block(tree, ""), *comments]) + "\n"
 
 
 def _order(path: Path) -> tuple[int, ...]:

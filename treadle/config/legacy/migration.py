@@ -19,21 +19,32 @@ from treadle.config.legacy.rules import find_rule
 from treadle.config.legacy.source import Source, read_source
 from treadle.config.legacy.translation import find_clashes, implied
 from treadle.config.origin import Leaf, Origin
-from treadle.config.source import UNSET, Layer, Path, dotted
+from treadle.config.section import TARGET
+from treadle.config.source import UNDECIDED, UNSET, Layer, Path, dotted
 from treadle.errors import ConfigError, Mistake
 
 VERLS_DEFAULT = "verl's default"
-NO_REWARD = (
-    "verl scores by data source where no function is named; here reward.functions names them,"
-    " such as number_match for GSM8K or math for MATH"
-)
+BY_SOURCE = "verl scores by data source where no function is named"
+BY_HAND = {
+    "custom_reward_function.path": ("reward", "functions", "custom", "path"),
+    "reward.custom_reward_function.path": ("reward", "functions", "custom", "path"),
+    "actor_rollout_ref.rollout.multi_turn.tool_config_path": ("rollout", "multi_turn", "tools"),
+    "data.tool_config_path": ("rollout", "multi_turn", "tools"),
+    "actor_rollout_ref.rollout.multi_turn.interaction_config_path": ("rollout", "multi_turn", "environment"),
+    "actor_rollout_ref.rollout.agent.agent_loop_config_path": ("rollout", "agent", "loops"),
+}
+"""Files of verl's that name code, which a run cannot do without, and the keys of ours that name such code."""
+
+NAMES = frozenset({"logging", "checkpoint"})
+"""Sections whose keys name runs and places: where a script does not tell them, our defaults do no harm."""
+SCORERS = {("reward", kind) for kind in ("functions", "classifiers", "judges")}
 MODES = {"main_ppo": "sync", "separate_async": "fully_async"}
 
 
-def migrate_file(path: FilePath) -> Migration:
+def migrate_file(path: FilePath, variables: Mapping[str, str]) -> Migration:
     """Our YAML for the file at `path`, and what became of every key. Raises ConfigError if it cannot be read."""
     mistakes: list[Mistake] = []
-    source = read_source(path, mistakes)
+    source = read_source(path, mistakes, variables)
     if mistakes:
         raise ConfigError(mistakes)
     draft = _Draft()
@@ -42,9 +53,9 @@ def migrate_file(path: FilePath) -> Migration:
     draft.withhold(source)
     if source.recipe:
         draft.assume(source.recipe)
-    if source.recipe and not any(path[:2] == ("reward", "functions") for path in draft.lines):
-        source.notes.append(NO_REWARD)
-    text = write_document(draft.lines, f"Migrated from {path.name} by `treadle config migrate`.")
+        draft.score_as_verl()
+    title = f"Migrated from {path.name} by `treadle config migrate`."
+    text = write_document(draft.lines, title, [_left_out(entry) for entry in draft.entries if entry.kind == Kind.NONE])
     return Migration(text, (*source.entries, *draft.entries), tuple(source.notes))
 
 
@@ -79,6 +90,8 @@ class _Draft:
         problem = self._problem(reading, clashes)
         if problem:
             reading = replace(reading, kind=Kind.NONE, values={}, reason=problem)
+        if reading.kind is Kind.NONE and dotted(reading.path) in BY_HAND:
+            self.lines[BY_HAND[dotted(reading.path)]] = Line(UNDECIDED, f"{reading.leaf.value} is not read: see below")
         if reading.kind is Kind.NONE or reading.leaf.value is UNSET:
             self.withheld.update(_targets(reading.path))
         for path, value in reading.values.items():
@@ -104,9 +117,12 @@ class _Draft:
             (reading,) = read_layers([{path: leaf}])
             if targets:
                 keys = " and ".join(map(dotted, targets))
-                reason = f"{'; '.join(word.unknown)}: set {keys} yourself."
-                reading = replace(reading, kind=Kind.NONE, values={}, reason=reason)
-            self.withheld.update(targets)
+                why = "; ".join((*word.unknown, word.only_if) if word.only_if else word.unknown)
+                reading = replace(reading, kind=Kind.NONE, values={}, reason=f"{why}: set {keys} yourself.")
+                if word.unknown and not word.only_if and targets[0][0] not in NAMES and targets[0][-1] != TARGET:
+                    self.lines[targets[0]] = Line(UNDECIDED, f"line {word.line}: {why}")
+            if not word.only_if:
+                self.withheld.update(targets)
             self.entries.append(_entry(reading))
 
     def assume(self, recipe: str) -> None:
@@ -119,6 +135,12 @@ class _Draft:
             if path not in self.lines and path not in self.withheld and default.when(self.value):
                 value = default.value(self.value) if callable(default.value) else default.value
                 self.lines[path] = Line(value, VERLS_DEFAULT)
+
+    def score_as_verl(self) -> None:
+        """Name the reward where the source names none: verl then goes by the data source of each row."""
+        if any(path[:2] in SCORERS for path in self.lines):
+            return
+        self.lines["reward", "functions", "by_source", "path"] = Line("by_source", BY_SOURCE)
 
     def value(self, key: str, default: Any = None) -> Any:
         """The value of a key of ours so far; see `View`."""
@@ -136,6 +158,11 @@ def _as_text(path: Path, value: Any, reading: Reading) -> Any:
 def _targets(path: Path) -> list[Path]:
     found = find_rule(path)
     return targets_of(path, *found) if found else [path] if is_ours(path) else []
+
+
+def _left_out(entry: Entry) -> str:
+    value = "null" if entry.before is None else " ".join(str(entry.before).split())
+    return f"{entry.old}: {value}  # {entry.reason} ({entry.place.rpartition('/')[2]})"
 
 
 def _entry(reading: Reading) -> Entry:

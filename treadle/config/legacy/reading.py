@@ -17,10 +17,10 @@ from treadle.config.legacy.rules.tools import HYDRA
 from treadle.config.origin import Leaf
 from treadle.config.root import TrainConfig
 from treadle.config.section import TARGET, fields_of
-from treadle.config.source import UNSET, Layer, Path, dotted, put
+from treadle.config.source import UNDECIDED, UNSET, Layer, Path, dotted, put
 
-NOT_GIVEN = "???"
-"""OmegaConf's word for a value that somebody else must give."""
+NOT_GIVEN = UNDECIDED
+"""OmegaConf's word for a value that must come from elsewhere, which is ours too."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,14 +1,14 @@
 """What a migration starts from: the layers of a verl YAML file, or of the words a script launches verl with."""
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path as FilePath
 from typing import Any
 
 from treadle.config.legacy.report import Entry
 from treadle.config.legacy.rule import Kind
-from treadle.config.legacy.shell.expansion import Expanded
+from treadle.config.legacy.shell.interpreter import Expanded
 from treadle.config.legacy.shell.launch import Launch, read_launch
 from treadle.config.origin import Leaf, Origin
 from treadle.config.origin import Source as OriginSource
@@ -68,9 +68,11 @@ class Source:
         self.entries.append(Entry(old, kind, (), before, None, reason, f"{self.name}:{line}"))
 
 
-def read_source(path: FilePath, mistakes: list[Mistake]) -> Source:
+def read_source(path: FilePath, mistakes: list[Mistake], variables: Mapping[str, str]) -> Source:
     """The source at `path`: YAML by its ending, anything else is a script."""
     if path.suffix in (".yaml", ".yml"):
+        if variables:
+            mistakes.append(Mistake("--set", "gives variables of a launch script, and this is a YAML file"))
         return _read_yaml(path, mistakes)
     try:
         text = path.read_text(encoding="utf-8")
@@ -80,7 +82,7 @@ def read_source(path: FilePath, mistakes: list[Mistake]) -> Source:
     except UnicodeDecodeError:
         mistakes.append(Mistake(str(path), "cannot be read: it is not UTF-8 text"))
         return Source(str(path))
-    launch = read_launch(text)
+    launch = read_launch(text, variables)
     if launch is None:
         fix = "a line such as `python3 -m verl.trainer.main_ppo key=value …` is looked for"
         mistakes.append(Mistake(str(path), "launches no program of verl's", fix=fix))
@@ -185,9 +187,11 @@ def _words(source: Source, launch: Launch) -> Layer:
     layer: Layer = {}
     for word in launch.words:
         key = re.sub(r"^(\+{1,2}|~)", "", word.text.partition("=")[0])
-        if word.unknown:
+        if word.unknown or word.only_if:
             source.unknown[key] = word
+            layer.pop(tuple(key.split(".")), None)
             continue
+        source.unknown.pop(key, None)  # a later word wins
         problems: list[Mistake] = []
         text = word.text.partition("=")[0] if word.text.startswith("~") else _spaced(word.text)
         for path, leaf in read_words([text], problems).items():

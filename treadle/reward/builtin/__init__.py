@@ -21,6 +21,7 @@ class Builtin:
 BUILTINS: Mapping[str, Builtin] = {
     "exact_match": Builtin("treadle.reward.builtin.exact_match"),
     "number_match": Builtin("treadle.reward.builtin.number_match"),
+    "by_source": Builtin("treadle.reward.builtin.by_source"),
     "format": Builtin("treadle.reward.builtin.format"),
     "math": Builtin("treadle.reward.builtin.math", evaluates_text=True),
     "reasoning_gym": Builtin("treadle.reward.builtin.reasoning_gym", evaluates_text=True),

@@ -43,6 +43,18 @@ _losses = words(
     f"There is {LOSSES.replace(' ', ', ')}; any other loss is named by import path, as package.module:function.",
 )
 
+
+def _parallel(*networks: str) -> list[str]:
+    """The keys that say over how many GPUs verl splits a sequence."""
+    sizes = (
+        "ulysses_sequence_parallel_size",
+        "fsdp_config.ulysses_sequence_parallel_size",
+        "veomni.ulysses_parallel_size",
+        "megatron.context_parallel_size",
+    )
+    return [f"{network}.{size}" for network in networks for size in sizes]
+
+
 _MEMORY_OF_ENTROPY: Rules = {
     "entropy_from_logits_with_chunking": fixed(False, note="no chunking", otherwise=ENTROPY),
     "entropy_from_logits_chunk_size": none(ENTROPY),
@@ -81,7 +93,7 @@ RULES: Rules = (
             "policy_loss.dro_beta": fixed(None, note="no DRO loss", otherwise="There is no DRO loss."),
             "ppo_max_token_len_per_gpu": to(
                 "actor.ppo_max_token_len_per_gpu",
-                convert=token_budget(DYNAMIC, f"{ACTOR}.ppo_micro_batch_size_per_gpu"),
+                convert=token_budget(DYNAMIC, f"{ACTOR}.ppo_micro_batch_size_per_gpu", _parallel(ACTOR)),
             ),
             "ppo_micro_batch_size_per_gpu": to("actor.ppo_max_token_len_per_gpu", convert=sequences_to_tokens(DYNAMIC)),
             "ppo_micro_batch_size": fixed(None, note="not given", otherwise=GLOBAL_MICRO_BATCH),
@@ -122,7 +134,9 @@ RULES: Rules = (
             "rollout_n": to("rollout.n"),
             "log_prob_max_token_len_per_gpu": to(
                 "ref.log_prob_max_token_len_per_gpu",
-                convert=token_budget(f"{REF}.log_prob_use_dynamic_bsz", f"{REF}.log_prob_micro_batch_size_per_gpu"),
+                convert=token_budget(
+                    f"{REF}.log_prob_use_dynamic_bsz", f"{REF}.log_prob_micro_batch_size_per_gpu", _parallel(REF, ACTOR)
+                ),
             ),
             "log_prob_micro_batch_size_per_gpu": to(
                 "ref.log_prob_max_token_len_per_gpu", convert=sequences_to_tokens(f"{REF}.log_prob_use_dynamic_bsz")

@@ -52,19 +52,15 @@ def _function(name: str) -> Any:
     def convert(value: Any, look: Look) -> Answer:
         if value is None:
             return Nothing("no reward function of your own")
-        module = _module(str(value))
-        if module is None:
-            return Refused(f"A function is named by import path, as package.module:function: give {FUNCTION}.")
-        path = f"{module}:{look(name) or 'compute_score'}"
-        return Said(path, "imported by name, and called with the parameters it names, verl's included")
+        file = str(value)
+        if file.startswith("pkg://"):
+            file = file.removeprefix("pkg://").removesuffix(".py").replace("/", ".")
+        elif not file.endswith(".py"):
+            return Refused(f"A function is named as file.py:function or package.module:function: give {FUNCTION}.")
+        path = f"{file}:{look(name) or 'compute_score'}"
+        return Said(path, "called with the parameters it names, verl's included")
 
     return convert
-
-
-def _module(path: str) -> str | None:
-    """The module a relative file or a pkg:// path names; None where only its place on a disk is known."""
-    text = path.removeprefix("pkg://").removesuffix(".py").removeprefix("./").replace("/", ".")
-    return text if all(part.isidentifier() for part in text.split(".")) else None
 
 
 def _functions(old: str) -> Rules:

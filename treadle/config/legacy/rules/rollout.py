@@ -79,13 +79,13 @@ _PLAIN = (
     " enable_chunked_prefill enable_prefix_caching n"
 )
 
+ALWAYS_ASYNC = fixed(
+    "async", note="the rollout is always asynchronous", otherwise="The rollout is always asynchronous: leave it out."
+)
+
 _ENGINE: Rules = {
     "name": to("rollout.name", convert=_engines),
-    "mode": fixed(
-        "async",
-        note="the rollout is always asynchronous",
-        otherwise="The rollout is always asynchronous: leave it out.",
-    ),
+    "mode": ALWAYS_ASYNC,
     "n_gpus_per_node": to("rollout.n_gpus_per_node", convert=_own_gpus),
     "dtype": to("rollout.dtype", convert=_formats),
     "top_k": to("rollout.top_k", convert=_all_tokens),

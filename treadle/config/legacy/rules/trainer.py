@@ -77,6 +77,8 @@ def _device(value: Any, look: Look) -> Answer:
 
 
 def _path(value: Any, look: Look) -> Answer:
+    if look("trainer.resume_mode", "auto") != "resume_path":
+        return Nothing("verl reads it only where trainer.resume_mode is resume_path")
     return Said(value) if isinstance(value, str) else Nothing("no path")
 
 

@@ -4,11 +4,13 @@ Owns which programs are verl's and what each of them runs. Knows nothing about k
 """
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from treadle.config.legacy.shell.expansion import HOME, Expanded, Variables
-from treadle.config.legacy.shell.lexer import read_commands
+from treadle.config.legacy.shell.grammar import parse
+from treadle.config.legacy.shell.interpreter import HOME, Expanded, Interpreter
+from treadle.errors import ConfigError, Mistake, nearest
+from treadle.types import NOTHING
 
 MODULES: tuple[tuple[str, str], ...] = (
     (r"(verl\.experimental|recipe)\.fully_async_policy\.\w+", "fully_async"),
@@ -44,20 +46,34 @@ class Launch:
     notes: list[str] = field(default_factory=list)
 
 
-def read_launch(text: str) -> Launch | None:
-    """The first command of a script that launches verl; None if there is none."""
-    variables = Variables()
-    found: Launch | None = None
-    for command in read_commands(text):
-        if variables.assign(command):
-            continue
-        words = [item for word in command.words for item in variables.expand(word)]
-        launch = _launch(words, command.line)
-        if found is None:
-            found = launch
-        elif launch is not None:
-            found.notes.append(f"line {launch.line}: launches {launch.module} again; only the first launch is read")
-    return found
+def read_launch(text: str, given: Mapping[str, str] = NOTHING) -> Launch | None:
+    """The first command of a script that launches verl; None if there is none. `given` are variables of the caller."""
+    found: list[Launch] = []
+
+    def launched(words: Sequence[Expanded], line: int) -> bool:
+        launch = _launch(words, line)
+        if launch is None:
+            return False
+        if found:
+            found[0].notes.append(f"line {launch.line}: launches {launch.module} again; only the first launch is read")
+        else:
+            found.append(launch)
+        return True
+
+    interpreter = Interpreter(given, launched)
+    interpreter.run(parse(text))
+    unread = [name for name in given if name not in interpreter.read]
+    if unread:
+        raise ConfigError(
+            [
+                Mistake(f"--set {name}", f"the script has no ${name}", fix=nearest(name, interpreter.read))
+                for name in unread
+            ]
+        )
+    if not found:
+        return None
+    found[0].notes[:0] = interpreter.notes
+    return found[0]
 
 
 def _launch(words: Sequence[Expanded], line: int) -> Launch | None:
