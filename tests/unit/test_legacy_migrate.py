@@ -13,6 +13,7 @@ REWARD = "reward.functions.extra.path=exact_match"
 """A script that leaves scores to verl's table of data sources names no reward, and a run needs one."""
 
 GOLDEN = Path(__file__).parent.parent / "golden"
+START = "python3 -m verl.trainer.main_ppo actor_rollout_ref.rollout.name=vllm"
 
 
 def migrate(folder: Path, text: str, name: str = "old.yaml") -> Migration:
@@ -28,8 +29,7 @@ def entry(migration: Migration, old: str) -> Entry:
 
 
 def load(migration: Migration, *words: str) -> TrainConfig:
-    config = loads(migration.yaml, overrides=words if "
-reward:" in migration.yaml else (*words, REWARD))
+    config = loads(migration.yaml, overrides=words if "\nreward:" in migration.yaml else (*words, REWARD))
     assert isinstance(config, TrainConfig)
     return config
 
@@ -72,15 +72,26 @@ def test_the_tool_script_says_what_it_cannot_tell() -> None:
 
 
 def test_a_script_that_names_no_reward_is_scored_by_data_source(tmp_path: Path) -> None:
-    script = "python3 -m verl.trainer.main_ppo actor_rollout_ref.rollout.n=2 algorithm.adv_estimator=grpo"
+    script = f"{START} actor_rollout_ref.rollout.n=2 algorithm.adv_estimator=grpo"
     assert load(migrate(tmp_path, script, "run.sh")).reward.functions["by_source"].path == "by_source"
     own = f"{script} custom_reward_function.path=/data/score.py custom_reward_function.name=judge"
     functions = load(migrate(tmp_path, own, "own.sh")).reward.functions
     assert {name: function.path for name, function in functions.items()} == {"custom": "/data/score.py:judge"}
 
 
+def test_an_engine_and_a_backend_that_are_not_here_have_stand_ins_that_the_report_names(tmp_path: Path) -> None:
+    script = (
+        "python3 -m verl.trainer.main_ppo actor_rollout_ref.rollout.n=2 actor_rollout_ref.rollout.name=sglang"
+        " actor_rollout_ref.actor.strategy=megatron"
+    )
+    migration = migrate(tmp_path, script, "run.sh")
+    config = load(migration)
+    assert config.rollout.name == "vllm" and type(config.actor).__name__ == "FSDPActorConfig"
+    assert migration.exit_status == 3 and "no SGLang" in entry(migration, "actor_rollout_ref.rollout.name").reason
+
+
 def test_a_path_to_resume_from_is_left_out_where_verl_would_not_read_it(tmp_path: Path) -> None:
-    script = "python3 -m verl.trainer.main_ppo actor_rollout_ref.rollout.n=2 trainer.resume_from_path=x"
+    script = f"{START} actor_rollout_ref.rollout.n=2 trainer.resume_from_path=x"
     assert load(migrate(tmp_path, script, "run.sh")).checkpoint.resume_from_path is None
     config = load(migrate(tmp_path, f"{script} trainer.resume_mode=resume_path", "run.sh"))
     assert config.checkpoint.resume_from_path == "x"
@@ -89,7 +100,7 @@ def test_a_path_to_resume_from_is_left_out_where_verl_would_not_read_it(tmp_path
 def test_sequence_parallelism_leaves_micro_batches_as_large_as_they_were(tmp_path: Path) -> None:
     actor = "actor_rollout_ref.actor"
     script = (
-        f"python3 -m verl.trainer.main_ppo {actor}.use_dynamic_bsz=True {actor}.ppo_max_token_len_per_gpu=1000"
+        f"{START} {actor}.use_dynamic_bsz=True {actor}.ppo_max_token_len_per_gpu=1000"
         f" {actor}.ulysses_sequence_parallel_size=4 data.max_prompt_length=900 data.max_response_length=900"
     )
     assert load(migrate(tmp_path, script, "run.sh")).actor.ppo_max_token_len_per_gpu == 4000

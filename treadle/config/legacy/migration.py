@@ -37,6 +37,14 @@ BY_HAND = {
 
 NAMES = frozenset({"logging", "checkpoint"})
 """Sections whose keys name runs and places: where a script does not tell them, our defaults do no harm."""
+STAND_INS: Mapping[str, tuple[Path, str]] = {
+    "actor_rollout_ref.rollout.name": (("rollout", "name"), "vllm"),
+    "actor_rollout_ref.actor.strategy": (("actor", TARGET), "treadle.config.FSDPActorConfig"),
+    "actor_rollout_ref.ref.strategy": (("ref", TARGET), "treadle.config.FSDPRefConfig"),
+    "critic.strategy": (("critic", TARGET), "treadle.config.FSDPCriticConfig"),
+}
+"""Engines and training backends that are not here do the same work as these; the report names each one."""
+
 SCORERS = {("reward", kind) for kind in ("functions", "classifiers", "judges")}
 MODES = {"main_ppo": "sync", "separate_async": "fully_async"}
 
@@ -92,6 +100,9 @@ class _Draft:
             reading = replace(reading, kind=Kind.NONE, values={}, reason=problem)
         if reading.kind is Kind.NONE and dotted(reading.path) in BY_HAND:
             self.lines[BY_HAND[dotted(reading.path)]] = Line(UNDECIDED, f"{reading.leaf.value} is not read: see below")
+        if reading.kind is Kind.NONE and dotted(reading.path) in STAND_INS:
+            target, value = STAND_INS[dotted(reading.path)]
+            self.lines[target] = Line(value, f"in place of {reading.leaf.value}: see below")
         if reading.kind is Kind.NONE or reading.leaf.value is UNSET:
             self.withheld.update(_targets(reading.path))
         for path, value in reading.values.items():
