@@ -1,13 +1,16 @@
 """Trackers: failing to start is an error with its fix, failing to log is one warning, and a run never notices."""
 
+import socket
 import sys
-from types import ModuleType
+from urllib.error import HTTPError, URLError
+from urllib.request import urlopen
 
 import pytest
 
 from treadle.config import LoggingConfig
 from treadle.errors import ConfigError
 from treadle.observe import trackers
+from treadle.observe.prometheus import PrometheusEndpoint
 from treadle.observe.trackers import Trackers
 
 
@@ -79,14 +82,55 @@ def test_a_tracker_that_cannot_start_is_an_error_and_closes_those_that_did(monke
     assert fine.closed
 
 
-def test_a_resumed_run_directory_keeps_its_wandb_id(monkeypatch, tmp_path):
-    ids = iter(["first", "second"])
-    asked = []
-    fake = ModuleType("wandb")
-    fake.util = ModuleType("util")
-    fake.util.generate_id = lambda: next(ids)
-    fake.init = lambda **options: asked.append(options["id"])
-    monkeypatch.setitem(sys.modules, "wandb", fake)
-    for _ in range(2):
-        Trackers.start(LoggingConfig(logger=("wandb",)), tmp_path, {})
-    assert asked == ["first", "first"]
+def test_a_port_that_is_taken_is_a_mistake_that_names_the_key(tmp_path):
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        with pytest.raises(ConfigError, match=r"logging.prometheus_port: cannot listen on 127.0.0.1"):
+            Trackers.start(LoggingConfig(prometheus_port=port), tmp_path, {})
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def test_prometheus_reads_the_newest_figures_and_nobody_else_listens(tmp_path):
+    logging = LoggingConfig(prometheus_port=free_port(), experiment_name='a "b"')
+    running = Trackers.start(logging, tmp_path, {})
+    address = f"http://127.0.0.1:{logging.prometheus_port}"
+    try:
+        running.log(3, {"reward/mean": 0.25, "validation/pass@1": 1.0})
+        running.log(4, {"reward/mean": 0.5})
+        with urlopen(f"{address}/metrics") as answer:
+            assert answer.headers["Content-Type"].startswith("text/plain; version=0.0.4")
+            lines = answer.read().decode().splitlines()
+        labels = 'project="treadle",experiment="a \\"b\\"",metric='
+        assert f'treadle_reward_mean{{{labels}"reward/mean"}} 0.5' in lines
+        assert f'treadle_validation_pass_1{{{labels}"validation/pass@1"}} 1.0' in lines
+        assert f'treadle_step{{{labels}"step"}} 4.0' in lines
+        assert lines.count("# TYPE treadle_reward_mean gauge") == 1
+        with pytest.raises(HTTPError, match="404"):
+            urlopen(f"{address}/")
+    finally:
+        running.close()
+    with pytest.raises(URLError):
+        urlopen(f"{address}/metrics")
+
+
+def test_names_that_prometheus_spells_alike_stay_apart():
+    endpoint = PrometheusEndpoint(0, {})
+    try:
+        endpoint.log(1, {"reward/a-b": 1.0, "reward/a_b": 2.0})
+        text = endpoint.render()
+    finally:
+        endpoint.close()
+    assert 'treadle_reward_a_b{metric="reward/a-b"} 1.0' in text
+    assert 'treadle_reward_a_b{metric="reward/a_b"} 2.0' in text
+
+
+def test_prometheus_is_off_unless_asked_for(tmp_path):
+    assert LoggingConfig().prometheus_port is None
+    assert "prometheus" not in Trackers.start(LoggingConfig(), tmp_path, {})._trackers

@@ -4,7 +4,7 @@ from typing import Literal
 
 from treadle.config.section import Section, key
 
-Tracker = Literal["console", "tensorboard", "wandb", "mlflow"]
+Tracker = Literal["console", "tensorboard", "wandb", "mlflow", "trackio"]
 
 
 class LoggingConfig(Section):
@@ -16,6 +16,12 @@ class LoggingConfig(Section):
     logger: tuple[Tracker, ...] = key(("console",), "where metrics go")
     journal: bool = key(True, "keep every trajectory in the run directory")
     journal_max_mb: int = key(4096, "size at which the oldest trajectories are dropped from the journal", ge=1)
+    prometheus_port: int | None = key(
+        None,
+        "port of this machine at which a Prometheus scraper finds the newest metrics; null for none",
+        ge=1,
+        le=65535,
+    )
     log_val_generations: int = key(0, "validation transcripts to send to the trackers", ge=0)
 
     def directory(self) -> str:

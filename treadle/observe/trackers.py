@@ -1,16 +1,21 @@
-"""Where metrics go besides the journal: TensorBoard, Weights & Biases, MLflow. Each a thin adapter.
+"""Where metrics go besides the journal: TensorBoard, Weights & Biases, MLflow, trackio, Prometheus. Thin adapters.
 
 Owns the calls of those libraries, imported only when a config names them.
 A tracker that cannot start is an error before the run; one that cannot log is a warning, once, and the run goes on.
 """
 
+import sys
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import redirect_stdout
+from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
+from re import sub
 from secrets import token_hex
 from typing import Any, Protocol, Self
 
 from treadle.config import LoggingConfig
 from treadle.errors import ConfigError, Mistake
+from treadle.observe.prometheus import HOST, PrometheusEndpoint
 from treadle.terminal import warn
 
 
@@ -49,46 +54,62 @@ class TensorBoardTracker:
 
 
 class WandbTracker:
-    """A run in `logging.project_name`, continued under the same id when the run directory is."""
+    """A run in `logging.project_name`, continued under the same id when the run directory is.
+
+    `step` is an own metric that all others are drawn over: W&B drops what it is told of a step that has passed, and the
+    figures of a validation beside training come late.
+    """
 
     def __init__(self, logging: LoggingConfig, run_dir: Path, config: Mapping[str, Any]) -> None:
         import wandb
 
+        self._wandb: Any = wandb
         self._run: Any = wandb.init(
             project=logging.project_name,
             name=logging.experiment_name,
             dir=str(run_dir),
             config=dict(config),
             resume="allow",
-            id=_run_id(run_dir, lambda: token_hex(4)),
+            id=_kept(run_dir / "wandb_id", lambda: token_hex(4)),
         )
+        self._run.define_metric("step")
+        self._run.define_metric("*", step_metric="step")
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        self._run.log(dict(metrics), step=step)
+        self._run.log({**metrics, "step": step})
 
     def log_texts(self, step: int, texts: Sequence[str]) -> None:
-        import wandb
-
-        table: Any = wandb.Table(columns=["transcript"], data=[[text] for text in texts])
-        self._run.log({"validation/transcripts": table}, step=step)
+        table = self._wandb.Table(columns=["transcript"], data=[[text] for text in texts])
+        self._run.log({"validation/transcripts": table, "step": step})
 
     def close(self) -> None:
         self._run.finish()
 
 
 class MLflowTracker:
-    """A run in the experiment `logging.project_name`, at the address MLflow itself is set to."""
+    """A run in the experiment `logging.project_name`, at the address MLflow itself is set to; continued like W&B's.
+
+    Without an address MLflow keeps a database in the working directory, which the skinny package cannot.
+    """
 
     def __init__(self, logging: LoggingConfig, run_dir: Path, config: Mapping[str, Any]) -> None:
         import mlflow
 
         self._mlflow: Any = mlflow
+        if _is_skinny() and not mlflow.get_tracking_uri().startswith(("http", "databricks")):
+            raise RuntimeError(
+                "only mlflow-skinny is installed, which has no store of its own: pip install 'treadle[mlflow]', or set "
+                "MLFLOW_TRACKING_URI to the address of a server"
+            )
         mlflow.set_experiment(logging.project_name)
-        mlflow.start_run(run_name=logging.experiment_name)
+        file = run_dir / "mlflow_id"
+        begun = file.read_text().strip() if file.exists() else None
+        started = mlflow.start_run(run_id=begun, run_name=logging.experiment_name)
+        _kept(file, lambda: started.info.run_id)
         mlflow.log_dict(dict(config), "config.json")
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        self._mlflow.log_metrics(dict(metrics), step=step)
+        self._mlflow.log_metrics({_plain(name): value for name, value in metrics.items()}, step=step)
 
     def log_texts(self, step: int, texts: Sequence[str]) -> None:
         self._mlflow.log_text("\n\n".join(texts), f"validation/step-{step}.txt")
@@ -97,10 +118,35 @@ class MLflowTracker:
         self._mlflow.end_run()
 
 
+class TrackioTracker:
+    """A run in `logging.project_name`, where trackio itself keeps runs; continued by its name."""
+
+    def __init__(self, logging: LoggingConfig, run_dir: Path, config: Mapping[str, Any]) -> None:
+        import trackio
+
+        self._trackio: Any = trackio
+        with redirect_stdout(sys.stderr):  # it greets there
+            self._run: Any = trackio.init(
+                project=logging.project_name, name=logging.experiment_name, config=dict(config), resume="allow"
+            )
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        self._run.log(dict(metrics), step=step)
+
+    def log_texts(self, step: int, texts: Sequence[str]) -> None:
+        text = "\n\n".join(f"```text\n{text}\n```" for text in texts)
+        self._run.log({"validation/transcripts": self._trackio.Markdown(text)}, step=step)
+
+    def close(self) -> None:
+        with redirect_stdout(sys.stderr):
+            self._run.finish()
+
+
 TRACKERS: Mapping[str, Callable[[LoggingConfig, Path, Mapping[str, Any]], Tracker]] = {
     "tensorboard": TensorBoardTracker,
     "wandb": WandbTracker,
     "mlflow": MLflowTracker,
+    "trackio": TrackioTracker,
 }
 
 
@@ -126,6 +172,14 @@ class Trackers:
                 except Exception as error:  # noqa: BLE001  whatever a tracker's start raises means it cannot start
                     problem = f"{name} cannot start: {type(error).__name__}: {error}"
                     mistakes.append(Mistake("logging.logger", problem, name))
+        if logging.prometheus_port is not None:
+            labels = {"project": logging.project_name, "experiment": logging.experiment_name}
+            try:
+                started["prometheus"] = PrometheusEndpoint(logging.prometheus_port, labels)
+            except OSError as error:
+                key, origin = "logging.prometheus_port", logging.origin("prometheus_port")
+                problem = f"cannot listen on {HOST}: {error.strerror}"
+                mistakes.append(Mistake(key, problem, logging.prometheus_port, origin, "choose another port"))
         if mistakes:
             cls(started).close()
             raise ConfigError(mistakes)
@@ -152,9 +206,21 @@ class Trackers:
                     warn(f"warning: {name} cannot {what}: {type(error).__name__}: {error}")
 
 
-def _run_id(run_dir: Path, make: Callable[[], str]) -> str:
-    """The id this run directory had before, or a new one."""
-    file = run_dir / "wandb_id"
+def _kept(file: Path, make: Callable[[], str]) -> str:
+    """What this run directory had in the file before, or what is made now."""
     if not file.exists():
         file.write_text(make())
     return file.read_text().strip()
+
+
+def _is_skinny() -> bool:
+    """Whether the part of MLflow is installed that only speaks to servers."""
+    try:
+        return not distribution("mlflow")
+    except PackageNotFoundError:
+        return True
+
+
+def _plain(name: str) -> str:
+    """A metric's name in the letters that MLflow takes: `pass@1` is `pass_1`."""
+    return sub(r"[^\w\-. /:]", "_", name)
