@@ -79,18 +79,24 @@ class SamplingParams:
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """What a session asks of an engine. The same (seed, uid, sample, position) always draws the same noise."""
+    """What a session asks of an engine. The same (seed, uid, sample, row, attempt, position) draws the same noise."""
 
     uid: str
     sample: int
     ids: tuple[int, ...]
     sampling: SamplingParams
     position: int = 0
-    """Tokens of this trajectory sampled before this request."""
+    """Tokens of this row sampled before this request."""
     messages: tuple[Message, ...] = ()
     """The conversation behind `ids`, for engines that only take text."""
     tools: tuple[Mapping[str, Any], ...] = ()
     """Schemas of the tools on offer, for the same engines."""
+    row: int = 0
+    """Which row of the trajectory: 0 is the main one, forks follow in the order they were made."""
+    attempt: int = 0
+    """Attempts at this sample that failed by a tool, environment, loop or reward: each draws other noise.
+
+    The failure of an engine does not count, so that its tokens are drawn again as they were."""
 
     @property
     def session(self) -> str:
@@ -111,6 +117,9 @@ class Completion:
     """Tool calls, from engines that parse them themselves."""
     preemptions: int = 0
     """How often it had to wait in the middle, because the engine's KV cache was full."""
+    processed_logprobs: tuple[float, ...] = ()
+    """Of the distribution that was sampled from: after penalties, min-p, top-k and top-p. Empty where none of these was
+    asked for: then `logprobs`, of the whole softmax, are the same numbers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,12 +129,13 @@ class Part:
     uid: str
     sample: int
     number: int
-    """Which request of its session it answers, counted from 0 in the order they were asked."""
+    """Which request of its row it answers, counted from 0 in the order they were asked."""
     asked: int
     """How many ids the request had."""
     digest: int
     """Of those ids; the same in every process."""
     completion: Completion
+    row: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,6 +197,8 @@ class Row:
     versions: tuple[int, ...]
     """Policy version per token; -1 on tokens that were not sampled."""
     turns: tuple[Turn, ...] = ()
+    processed_logprobs: tuple[float, ...] = ()
+    """As in `Completion`, 0.0 on tokens that were not sampled; empty where every token has the same as `logprobs`."""
 
     @property
     def num_sampled(self) -> int:

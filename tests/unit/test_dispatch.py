@@ -10,7 +10,15 @@ from hypothesis import strategies as st
 from tests.rollouts import rollout, task, tasks
 from tests.virtual_time import run
 from treadle.config import FailureConfig
-from treadle.errors import BudgetSpent, EngineFailure, PromptFailure, RewardFailure
+from treadle.errors import (
+    BudgetSpent,
+    EngineFailure,
+    EnvironmentFailure,
+    LoopFailure,
+    PromptFailure,
+    RewardFailure,
+    ToolFailure,
+)
 from treadle.rollout.dispatch import Dispatcher, Order
 from treadle.rollout.feed import Feed
 from treadle.rollout.worker import Dropped, Job
@@ -86,6 +94,39 @@ def test_a_failed_attempt_is_made_again_as_often_as_the_config_says():
     batch = dispatch(worker, FailureConfig(session_retries=2))
     assert all(trajectory.outcome.ok for trajectory in batch.trajectories)
     assert set(worker.attempts.values()) == {3}
+
+
+@pytest.mark.parametrize(
+    ("failures", "expected"),
+    [
+        ([ToolFailure, EnvironmentFailure, LoopFailure], [0, 1, 2, 3]),
+        ([EngineFailure, EngineFailure, EngineFailure], [0, 0, 0, 0]),
+        ([EngineFailure, EnvironmentFailure, EngineFailure], [0, 0, 1, 1]),
+    ],
+)
+def test_another_attempt_draws_other_noise_unless_it_was_the_engine_that_failed(failures, expected):
+    redraws = []
+
+    def fails(job: Job):
+        if job.task.uid == "task0" and job.sample == 0:
+            redraws.append(job.redraws)
+            return failures[job.attempt]("broke") if job.attempt < len(failures) else None
+        return None
+
+    dispatch(Worker(fails), FailureConfig(session_retries=3, max_failed_fraction=1.0))
+    assert redraws == expected
+
+
+def test_a_sample_whose_reward_failed_is_drawn_with_other_noise_when_its_group_needs_it():
+    redraws: dict[int, list[int]] = {}
+
+    def note(job: Job):
+        redraws.setdefault(job.sample, []).append(job.redraws)
+
+    scorer = Rewards(lambda trajectory: trajectory.sample > 0 and trajectory.attempt == 0)
+    failures = FailureConfig(max_failed_fraction=1.0, session_retries=0, min_group_size=4)
+    dispatch(Worker(note), failures, scorer, count=1)
+    assert redraws == {0: [0], 1: [0, 1], 2: [0, 1], 3: [0, 1]}
 
 
 def test_a_prompt_that_cannot_be_rendered_is_not_tried_again():

@@ -148,7 +148,7 @@ def test_a_journal_of_a_newer_version_is_refused_by_writer_and_reader(tmp_path: 
         connection.execute("PRAGMA user_version = 7")
     connection.close()
     for open_again in (lambda: Journal.open(tmp_path, max_mb=16), lambda: JournalReader.open(tmp_path)):
-        with pytest.raises(RunError, match=r"newer treadle \(journal version 7, this one knows 2\)"):
+        with pytest.raises(RunError, match=r"newer treadle \(journal version 7, this one knows 3\)"):
             open_again()
 
 

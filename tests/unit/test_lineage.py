@@ -1,6 +1,6 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from treadle.errors import EngineFailure, RunError
+from treadle.errors import EngineFailure, EnvironmentFailure, RunError
 from treadle.journal import Journal
 from treadle.rollout.recall import NO_PAST, Past
 from treadle.trainer.lineage import Lineage
@@ -217,3 +217,21 @@ def test_exactly_what_the_weights_of_this_history_sampled_counts(
         world.go_back(version)
         found = past(run_dir, n=1000, version=version)
     assert {item.sample for item in found.finished} == {sample for sample in world.said if world.is_ours(sample)}
+
+
+def test_attempts_that_failed_otherwise_than_by_an_engine_count_as_drawn(tmp_path: Path) -> None:
+    broken = Outcome.failed(EnvironmentFailure("it broke"))
+    with start(tmp_path) as journal:
+        write(
+            journal,
+            *(trajectory(0, 1, attempt=at, outcome=outcome) for at, outcome in enumerate((broken, DEAD, broken))),
+            trajectory(1, 1, outcome=DEAD),
+        )
+    assert past(tmp_path).redraws == {0: 2}
+
+
+def test_parts_of_forks_are_told_apart(tmp_path: Path) -> None:
+    parts = [replace(part(0, number, 1), row=row) for row in (0, 1) for number in (0, 1)]
+    with start(tmp_path) as journal:
+        write(journal, *reversed(parts))
+    assert list(past(tmp_path).parts) == parts

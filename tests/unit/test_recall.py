@@ -255,6 +255,21 @@ def test_forks_that_ask_side_by_side_are_told_apart_by_the_order_they_asked_in(t
     in_journal(tmp_path, main)
 
 
+def test_forks_that_come_in_another_order_get_their_own_answers(tmp_path: Path) -> None:
+    first, second = replace(ask("draft"), row=1), replace(ask("draft"), row=2)
+
+    async def main(journal: Journal) -> None:
+        engine = Engine()
+        recall = Recall(engine, journal)
+        recall.recover([replace(part_of(first, 0, answer(1)), row=1), replace(part_of(second, 0, answer(2)), row=2)])
+        assert (await recall.generate(second)).ids == (2,)
+        assert (await recall.generate(first)).ids == (1,)
+        assert not engine.asked
+        recall.close()
+
+    in_journal(tmp_path, main)
+
+
 def test_a_session_that_is_forgotten_while_it_waits_leaves_nothing(tmp_path: Path) -> None:
     async def main(journal: Journal) -> None:
         recall = Recall(Engine(1.0), journal)

@@ -7,7 +7,7 @@ import pytest
 
 from tests import virtual_time
 from tests.breakable import BreakableEngine, replica, router
-from tests.letters import ask, decode, encode
+from tests.letters import ask, decode, encode, go_on
 from treadle.config.rollout import ScriptedConfig
 from treadle.engine.router import Router
 from treadle.errors import EngineFailure, MisuseError
@@ -146,6 +146,33 @@ def test_a_request_past_its_deadline_names_replica_age_and_session() -> None:
             await door.generate(ask(uid="me"))
         assert asyncio.get_running_loop().time() == pytest.approx(23.0)
         assert loads(door) == {"a": 0}
+
+    virtual_time.run(main())
+
+
+def test_a_request_past_its_deadline_keeps_the_tokens_it_has() -> None:
+    async def main() -> None:
+        door = router(replica("a", latency_s=100.0), timeout_s=20.0, retries=0)
+        request = ask("0123456789" * 10, max_tokens=1000)
+        part = await door.generate(request)
+        assert asyncio.get_running_loop().time() == pytest.approx(20.0)
+        assert part.stop is StopReason.ABORT
+        assert 15 < len(part.ids) < 25
+        rest = await door.generate(go_on(request, part.ids))
+        assert decode(part.ids + rest.ids).startswith("0123456789" * 3)
+        assert [state.healthy for state in door.snapshot()] == [True]
+
+    virtual_time.run(main())
+
+
+def test_a_replica_that_does_not_even_abort_loses_its_request_soon_after_the_deadline() -> None:
+    async def main() -> None:
+        deaf = replica("a", hang_rate=1.0)
+        deaf.deaf = True
+        door = router(deaf, replica("b", latency_s=0.0), timeout_s=20.0, retries=1)
+        answers = await asyncio.gather(*(door.generate(ask(uid=f"t{at}")) for at in range(8)))
+        assert {answer.replica for answer in answers} == {"b"}
+        assert asyncio.get_running_loop().time() == pytest.approx(25.0, abs=0.01)
 
     virtual_time.run(main())
 

@@ -9,8 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests import virtual_time
 from tests.rollouts import rollout, task
 from treadle.config import LimitsConfig, RolloutConfig
+from treadle.engine import noise
 from treadle.errors import EngineFailure, MisuseError
 from treadle.rollout.parsers import parser
 from treadle.rollout.services import Services
@@ -267,3 +269,99 @@ def test_whatever_a_loop_does_rows_stay_whole_and_within_bounds(steps, length):
     assert [at for at, bit in zip(row.ids, row.mask, strict=True) if bit] == sampled
     assert all((version == -1) == (bit == 0) for version, bit in zip(row.versions, row.mask, strict=True))
     assert all(turn.start <= turn.sampled_end <= turn.end for turn in row.turns)
+
+
+class Slow:
+    """Draws ids by the noise of each request, one for every second, and never stops by itself."""
+
+    def __init__(self) -> None:
+        self.asked: list[Request] = []
+
+    async def generate(self, request: Request) -> Completion:
+        self.asked.append(request)
+        await asyncio.sleep(request.sampling.max_tokens)
+        ids = tuple(10 + noise.bits_at(noise.stream_of(request), request.position + at) % 50 for at in range(1000))
+        ids = ids[: request.sampling.max_tokens]
+        return Completion(ids, (-1.0,) * len(ids), (0,) * len(ids), StopReason.LENGTH)
+
+
+def slow_session(length: int, *, attempt: int = 0) -> tuple[Session, Slow]:
+    engine = Slow()
+    services = Services(rollout(response_length=length), engine, Codec(), parser("hermes"))
+    return Session(task(), 0, services, Tools(), (), SamplingParams(10_000), PROMPT, attempt=attempt), engine
+
+
+def test_parallel_drafts_draw_noise_of_their_own_and_stay_within_the_budget_together():
+    async def main() -> None:
+        session, engine = slow_session(12)
+        drafts = [session.fork([{"role": "user", "content": "draft"}]) for _ in range(4)]
+        said = await asyncio.gather(*(draft.generate() for draft in drafts))
+        assert len({completion.ids for completion in said}) == 4
+        assert sum(len(completion.ids) for completion in said) == 12
+        assert {request.row for request in engine.asked} == {1, 2, 3, 4}
+        assert asyncio.get_running_loop().time() == pytest.approx(3.0)  # side by side, three tokens each
+        assert session.tokens_left == 0 and session.done
+
+    virtual_time.run(main())
+
+
+def test_a_row_that_reserved_too_little_goes_on_with_what_others_left():
+    async def main() -> None:
+        session, engine = slow_session(40)
+        long, short = (session.fork([{"role": "user", "content": "draft"}]) for _ in range(2))
+
+        async def stop_early(request: Request, real=engine.generate) -> Completion:
+            answer = await real(request)
+            if request.row != short._row.number:
+                return answer
+            return Completion(answer.ids[:5], answer.logprobs[:5], answer.versions[:5], StopReason.STOP)
+
+        engine.generate = stop_early
+        first, second = await asyncio.gather(long.generate(), short.generate())
+        assert (len(first.ids), len(second.ids)) == (35, 5)
+        stream = noise.stream_of(engine.asked[0])
+        assert list(first.ids) == [10 + noise.bits_at(stream, at) % 50 for at in range(35)]
+
+    virtual_time.run(main())
+
+
+def test_position_counts_the_tokens_of_its_row():
+    async def use(session: Session, engine: Canned) -> None:
+        await session.generate()
+        fork = session.fork([{"role": "user", "content": "s"}])
+        await fork.generate()
+        await session.generate()
+        assert [(request.row, request.position) for request in engine.asked] == [(0, 0), (1, 0), (0, 2)]
+
+    with_session(rollout(), [said(1, 9), said(2, 3, 9), said(4, 9)], use)
+
+
+def test_another_attempt_is_in_the_key_of_every_row():
+    async def main(attempt: int) -> list[tuple[int, ...]]:
+        session, _ = slow_session(20, attempt=attempt)
+        fork = session.fork([{"role": "user", "content": "s"}])
+        return [(await fork.generate()).ids]
+
+    first, again, other = (virtual_time.run(main(attempt)) for attempt in (0, 0, 1))
+    assert first == again != other
+
+
+def test_generating_twice_at_once_on_one_row_is_refused():
+    async def main() -> None:
+        session, _ = slow_session(12)
+        first = asyncio.ensure_future(session.generate())
+        await asyncio.sleep(0)
+        with pytest.raises(MisuseError, match="fork it for each draft"):
+            await session.generate()
+        assert len((await first).ids) == 12
+
+    virtual_time.run(main())
+
+
+def test_a_request_that_fails_gives_its_tokens_back():
+    async def use(session: Session, engine: Canned) -> None:
+        with pytest.raises(EngineFailure):
+            await session.generate()
+        assert session.tokens_left == 8
+
+    with_session(rollout(response_length=8), [Completion((1, 9), (0.0,), (0, 0), StopReason.STOP)], use)

@@ -47,12 +47,14 @@ class Interrupt:
 class Flight(Interrupt):
     """The wait for one request's answer."""
 
-    __slots__ = ("session", "started")
+    __slots__ = ("grace_until", "session", "started")
 
     def __init__(self, session: str, started: float) -> None:
         super().__init__()
         self.session = session
         self.started = started
+        self.grace_until: float | None = None
+        """Its time is over, and its engine was asked for the tokens it has; none come later than this."""
 
 
 class Flights(dict[Flight, None]):

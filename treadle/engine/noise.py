@@ -1,7 +1,7 @@
 """Numbers drawn by key, not by turn.
 
-Owns the arithmetic from (seed, task, sample, position) to bits that look random. Holds no state, so who asks first
-changes nothing, and every process draws the same.
+Owns the arithmetic from (seed, task, sample, row, attempt, position) to bits that look random. Holds no state, so who
+asks first changes nothing, and every process draws the same.
 """
 
 from hashlib import blake2b
@@ -13,8 +13,11 @@ _STEP = 0x9E3779B97F4A7C15
 
 
 def stream_of(request: Request, *salt: object) -> int:
-    """64 bits for one trajectory: the same for all its requests."""
-    key = f"{request.sampling.seed}\0{request.uid}\0{request.sample}\0{salt}"
+    """64 bits for one row of one attempt: the same for all its requests, and no other row's."""
+    sample = f"{request.sample}"
+    if request.row or request.attempt:
+        sample = f"{sample}.{request.row}.{request.attempt}"
+    key = f"{request.sampling.seed}\0{request.uid}\0{sample}\0{salt}"
     return int.from_bytes(blake2b(key.encode(errors="surrogatepass"), digest_size=8).digest(), "little")
 
 

@@ -6,6 +6,8 @@ whatever way it ends, nothing of it is counted any more.
 
 Who waits for whom: a request waits for the gate (shut by `pause`), then for one replica, then maybe for the next. Each
 of these waits ends after `limits.request_timeout_s`. One timer serves them all, since the oldest flight is due first.
+A request whose time is over is aborted at its replica, and the tokens it has are its answer; it fails only where there
+are none, or where the replica does not answer in `probe_timeout_s` either.
 Whoever restarts the last replica pauses the router meanwhile, so that requests wait instead of failing.
 """
 
@@ -14,6 +16,7 @@ import random
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Iterable
 from math import inf
+from typing import Any
 
 from treadle.config.rollout import FailureConfig, LimitsConfig
 from treadle.engine.fleet import Fleet, Routing
@@ -22,7 +25,7 @@ from treadle.engine.interrupt import Flight, Flights, Interrupted
 from treadle.engine.protocol import ABORTED, Engine, Forgetter, Sleeper, WeightUpdate
 from treadle.engine.replica import FlightState, Replica, ReplicaState
 from treadle.errors import DeadlineError, EngineFailure, RequestRefused
-from treadle.types import Completion, Request
+from treadle.types import Completion, Request, StopReason
 
 DEFAULT_ROUTING = Routing()
 
@@ -51,6 +54,8 @@ class Router:
         self._stranded = Flights()
         """Requests that wait for a replica to come back."""
         self._timer: asyncio.TimerHandle | None = None
+        self._collecting: set[asyncio.Future[Any]] = set()
+        """Calls for the tokens of requests whose time was over."""
         self._control = asyncio.Lock()
         """Pausing, resuming and adding happen one after the other, so that all replicas end up in the same state."""
 
@@ -216,6 +221,8 @@ class Router:
             replica.flights.end(f"{self.name} is closed")
         if self._timer is not None:
             self._timer.cancel()
+        for asking in self._collecting:
+            asking.cancel()
         if stuck:
             raise EngineFailure("; ".join(f"{replica.name} did not close: {why}" for replica, why in stuck.items()))
 
@@ -247,13 +254,18 @@ class Router:
             with flight:
                 completion = await replica.engine.generate(request)
         except Interrupted as interrupted:
-            age_s = loop.time() - flight.started
-            raise EngineFailure(f"{replica.name}: session {session}, {age_s:.1f} s old: {interrupted}") from None
+            raise self._late(replica, flight, interrupted) from None
         finally:
             replica.flights.land(flight)
+        if flight.grace_until is not None and not completion.ids and completion.stop is StopReason.ABORT:
+            raise self._late(replica, flight, f"no answer in {self._limits.request_timeout_s:g} s")
         if replica.failures or replica.backoff_s:
             replica.failures, replica.backoff_s = 0, 0.0
         return completion
+
+    def _late(self, replica: Replica, flight: Flight, why: object) -> EngineFailure:
+        age_s = asyncio.get_running_loop().time() - flight.started
+        return EngineFailure(f"{replica.name}: session {flight.session}, {age_s:.1f} s old: {why}")
 
     async def _revive(self, session: str) -> None:
         flight = Flight(session, asyncio.get_running_loop().time())
@@ -274,7 +286,7 @@ class Router:
             ) from None
 
     def _expire(self) -> None:
-        """End the flights whose time is over, and come back for the next."""
+        """Ask for the tokens of flights whose time is over, end those that waited for them, come back for the next."""
         loop, timeout_s, next_due = asyncio.get_running_loop(), self._limits.request_timeout_s, inf
         now = loop.time() + 1e-6
         for replica in self._fleet.replicas:
@@ -282,8 +294,21 @@ class Router:
                 if flight.started + timeout_s > now:
                     next_due = min(next_due, flight.started + timeout_s)
                     break
-                flight.fire(f"no answer in {timeout_s:g} s")
+                if flight.grace_until is None:
+                    flight.grace_until = now + self._routing.probe_timeout_s
+                    self._collect(replica, flight.session)
+                if flight.grace_until > now:
+                    next_due = min(next_due, flight.grace_until)
+                else:
+                    flight.fire(f"no answer in {timeout_s:g} s")
         self._timer = loop.call_at(next_due, self._expire) if next_due < inf else None
+
+    def _collect(self, replica: Replica, session: str) -> None:
+        """Have a replica end a session's requests with what they have. One that cannot is seen by its flights' end."""
+        grace_s = self._routing.probe_timeout_s
+        asking = asyncio.ensure_future(self._fleet.ask([replica], lambda engine: engine.abort(session), grace_s))
+        self._collecting.add(asking)
+        asking.add_done_callback(self._collecting.discard)
 
     async def _order(self, replicas: Iterable[Replica], call: Callable[[Engine], Awaitable[None]], word: str) -> None:
         """Tell replicas what to do; one that does not is set aside, and loses its requests to the others."""

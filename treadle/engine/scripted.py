@@ -2,7 +2,8 @@
 
 Owns the clockwork of an engine with no model in it: tokens appear one by one in the loop's time, can be aborted in the
 middle, and carry logprobs and versions. Refuses to know threads and the wall clock, so it runs in virtual time.
-Invariant: answer, logprobs and delay depend on (seed, uid, sample, position) and never on what else is in flight.
+Invariant: answer, logprobs and delay depend on (seed, uid, sample, row, attempt, position) and never on what else is in
+flight.
 
 A request that goes on exactly where an aborted one stopped gets the rest of that answer, so an interrupted answer ends
 as it would have without the interruption, as long as it stays on its replica.
@@ -37,6 +38,10 @@ _LOGPROBS = tuple(math.log1p(-0.9 * unit_at(0, at)) for at in range(_PERIOD)) * 
 
 _MAX_REMEMBERED = 65_536
 """Aborted answers and failed requests that are remembered; the oldest are forgotten first."""
+
+
+_Place = tuple[str, int, int]
+"""Session, row and position."""
 
 
 class _Fate(Enum):
@@ -102,8 +107,8 @@ class ScriptedEngine:
         self._rng = random.Random(0)
         self._gate = Gate()
         self._running: dict[_Performance, None] = {}
-        self._rests: OrderedDict[tuple[str, int], tuple[int, _Answer]] = OrderedDict()
-        self._faults: OrderedDict[tuple[str, int], int] = OrderedDict()
+        self._rests: OrderedDict[_Place, tuple[int, _Answer]] = OrderedDict()
+        self._faults: OrderedDict[_Place, int] = OrderedDict()
 
     @classmethod
     def create(
@@ -169,7 +174,7 @@ class ScriptedEngine:
 
     def _write(self, request: Request, stream: int) -> _Answer:
         if self._rests:
-            spoken, rest = self._rests.pop((request.session, request.position), (0, None))
+            spoken, rest = self._rests.pop((request.session, request.row, request.position), (0, None))
             if rest is not None and spoken == hash(request.ids):
                 return rest
         self._rng.seed(bits_at(stream, request.position))
@@ -247,7 +252,7 @@ class ScriptedEngine:
         """Another replica, or the same one the next time, draws again: else no retry could help."""
         if not (self._scripted.failure_rate or self._scripted.hang_rate):
             return _Fate.ANSWER
-        key = (request.session, request.position)
+        key = (request.session, request.row, request.position)
         tries = self._faults.pop(key, 0)
         luck = unit_at(stream_of(request, self._seed, self.name, tries), request.position)
         if luck >= self._scripted.failure_rate + self._scripted.hang_rate:
@@ -263,11 +268,11 @@ class ScriptedEngine:
 
     def _remember(self, request: Request, answer: _Answer, kept: int) -> None:
         spoken = hash(request.ids + answer.ids[:kept])
-        self._rests[request.session, request.position + kept] = (spoken, _Answer(answer.ids[kept:]))
+        self._rests[request.session, request.row, request.position + kept] = (spoken, _Answer(answer.ids[kept:]))
         _forget_oldest(self._rests)
 
 
-def _forget_oldest(memory: OrderedDict[tuple[str, int], Any]) -> None:
+def _forget_oldest(memory: OrderedDict[_Place, Any]) -> None:
     if len(memory) > _MAX_REMEMBERED:
         memory.popitem(last=False)
 

@@ -8,6 +8,7 @@ a float32, as engines give them, and eight otherwise; the length of the blob say
 import math
 import struct
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from treadle.errors import Boundary
@@ -71,11 +72,22 @@ def row_values(trajectory_id: int, position: int, row: Row, mask: Mask) -> Value
         mask,
         pack_floats(row.logprobs),
         pack_ints(row.versions),
+        _pack_optional(row.processed_logprobs),
         encode([_turn_fields(turn) for turn in row.turns]),
     )
 
 
-def read_row(prompt_ids: bytes, ids: bytes, mask: bytes, logprobs: bytes, versions: bytes, turns: str) -> Row:
+def _pack_optional(values: tuple[float, ...]) -> bytes | None:
+    return pack_floats(values) if values else None
+
+
+def _unpack_optional(blob: bytes | None, count: int) -> tuple[float, ...]:
+    return () if blob is None else unpack_floats(blob, count)
+
+
+def read_row(
+    prompt_ids: bytes, ids: bytes, mask: bytes, logprobs: bytes, versions: bytes, processed: bytes | None, turns: str
+) -> Row:
     ids_T = unpack_ints(ids)
     return Row(
         unpack_ints(prompt_ids),
@@ -84,6 +96,7 @@ def read_row(prompt_ids: bytes, ids: bytes, mask: bytes, logprobs: bytes, versio
         unpack_floats(logprobs, len(ids_T)),
         unpack_ints(versions),
         tuple(_read_turn(**fields) for fields in decode(turns)),
+        _unpack_optional(processed, len(ids_T)),
     )
 
 
@@ -144,18 +157,20 @@ def part_values(start: int, written_at: float, part: Part) -> Values:
     if said.calls:
         answer["calls"] = [_call_fields(call) for call in said.calls]
     return (
-        *(label(part.uid), part.sample, part.number, start, written_at, part.asked, part.digest),
-        *(pack_ints(said.ids), pack_floats(said.logprobs), pack_ints(said.versions), encode(answer)),
+        *(label(part.uid), part.sample, part.row, part.number, start, written_at, part.asked, part.digest),
+        *(pack_ints(said.ids), pack_floats(said.logprobs), pack_ints(said.versions)),
+        *(_pack_optional(said.processed_logprobs), encode(answer)),
     )
 
 
 def read_part(uid: str, stored: Sequence[Any]) -> PartEntry:
     """The columns of `parts`, in their order; `uid` as it was asked for."""
-    sample, number, start, written_at, asked, digest = stored[1:7]
-    ids, logprobs, versions, answer = stored[7:]
+    sample, row, number, start, written_at, asked, digest = stored[1:8]
+    ids, logprobs, versions, processed, answer = stored[8:]
     ids_T = unpack_ints(ids)
     completion = _read_answer(ids_T, unpack_floats(logprobs, len(ids_T)), unpack_ints(versions), **decode(answer))
-    return PartEntry(start, written_at, Part(uid, sample, number, asked, digest, completion))
+    completion = replace(completion, processed_logprobs=_unpack_optional(processed, len(ids_T)))
+    return PartEntry(start, written_at, Part(uid, sample, number, asked, digest, completion, row))
 
 
 def _read_answer(

@@ -88,9 +88,9 @@ class JournalReader:
             return tuple(self._entry(read_headline(stored[:-1], bool(stored[-1]))) for stored in found.fetchall())
 
     def parts(self, uid: str) -> tuple[PartEntry, ...]:
-        """What is left of sessions that had not ended: sample by sample, in the order of their requests."""
+        """What is left of sessions that had not ended: sample by sample, row by row, in the order of their requests."""
         found = self._connection.execute(
-            f"SELECT {_PART} FROM parts WHERE uid = ? ORDER BY sample, number", (label(uid),)
+            f"SELECT {_PART} FROM parts WHERE uid = ? ORDER BY sample, row, number", (label(uid),)
         )
         return tuple(read_part(uid, stored) for stored in found.fetchall())
 
@@ -201,7 +201,8 @@ class JournalReader:
 
     def _rows(self, id: int, prompt_ids: bytes) -> tuple[Row, ...]:
         found = self._connection.execute(
-            "SELECT prompt_ids, ids, mask, logprobs, versions, turns FROM rows WHERE trajectory = ? ORDER BY position",
+            "SELECT prompt_ids, ids, mask, logprobs, versions, processed_logprobs, turns FROM rows "
+            "WHERE trajectory = ? ORDER BY position",
             (id,),
         )
         return tuple(read_row(prompt_ids if own is None else own, *rest) for own, *rest in found.fetchall())

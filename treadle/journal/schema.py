@@ -24,7 +24,7 @@ from pathlib import Path
 from treadle.errors import RunError
 
 FILE_NAME = "journal.sqlite"
-VERSION = 2
+VERSION = 3
 _APPLICATION_ID = 0x7265646C  # "redl": tells a journal from any other SQLite file
 _PAGE_BYTES = 16384  # holds a short trajectory whole; 4096 would spill nearly each one into overflow pages
 _CHECKPOINT_BYTES = 8 << 20
@@ -61,13 +61,16 @@ TRAJECTORIES = Table(
         *("started_at", "total_s", "generate_s", "tool_s", "score_s"),
     ),
 )
-ROWS = Table("rows", ("trajectory", "position", "prompt_ids", "ids", "mask", "logprobs", "versions", "turns"))
+ROWS = Table(
+    "rows",
+    ("trajectory", "position", "prompt_ids", "ids", "mask", "logprobs", "versions", "processed_logprobs", "turns"),
+)
 TEXTS = Table("texts", ("trajectory", "messages", "extra", "score_extra"))
 PARTS = Table(
     "parts",
     (
-        *("uid", "sample", "number", "start", "written_at", "asked", "digest"),
-        *("ids", "logprobs", "versions", "answer"),
+        *("uid", "sample", "row", "number", "start", "written_at", "asked", "digest"),
+        *("ids", "logprobs", "versions", "processed_logprobs", "answer"),
     ),
     verb="INSERT OR REPLACE",
 )
@@ -91,16 +94,18 @@ CREATE TABLE trajectories (
 CREATE INDEX trajectories_by_sample ON trajectories (uid, sample);
 CREATE TABLE rows (
     id INTEGER PRIMARY KEY, trajectory INTEGER NOT NULL, position INTEGER NOT NULL, prompt_ids BLOB,
-    ids BLOB NOT NULL, mask BLOB NOT NULL, logprobs BLOB NOT NULL, versions BLOB NOT NULL, turns TEXT NOT NULL
+    ids BLOB NOT NULL, mask BLOB NOT NULL, logprobs BLOB NOT NULL, versions BLOB NOT NULL,
+    processed_logprobs BLOB, turns TEXT NOT NULL
 );
 CREATE INDEX rows_by_trajectory ON rows (trajectory);
 CREATE TABLE texts (trajectory INTEGER PRIMARY KEY, messages TEXT NOT NULL, extra TEXT, score_extra TEXT);
 CREATE TABLE parts (
-    id INTEGER PRIMARY KEY, uid TEXT NOT NULL, sample INTEGER NOT NULL, number INTEGER NOT NULL,
+    id INTEGER PRIMARY KEY, uid TEXT NOT NULL, sample INTEGER NOT NULL, row INTEGER NOT NULL, number INTEGER NOT NULL,
     start INTEGER NOT NULL, written_at REAL NOT NULL, asked INTEGER NOT NULL, digest INTEGER NOT NULL,
-    ids BLOB NOT NULL, logprobs BLOB NOT NULL, versions BLOB NOT NULL, answer TEXT NOT NULL
+    ids BLOB NOT NULL, logprobs BLOB NOT NULL, versions BLOB NOT NULL, processed_logprobs BLOB,
+    answer TEXT NOT NULL
 );
-CREATE UNIQUE INDEX parts_by_session ON parts (uid, sample, number);
+CREATE UNIQUE INDEX parts_by_session ON parts (uid, sample, row, number);
 CREATE TABLE events (
     id INTEGER PRIMARY KEY, start INTEGER NOT NULL, time REAL NOT NULL, kind TEXT NOT NULL, fields TEXT NOT NULL
 );

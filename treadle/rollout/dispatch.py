@@ -20,7 +20,7 @@ from treadle.errors import Boundary, DeadlineError, MisuseError, RewardFailure, 
 from treadle.journal import Journal
 from treadle.rollout.budget import FailureBudget
 from treadle.rollout.feed import Feed
-from treadle.rollout.recall import NO_PAST, Past
+from treadle.rollout.recall import NO_PAST, Past, draws_anew
 from treadle.rollout.worker import Dropped, Job
 from treadle.types import Batch, Group, Outcome, SamplingParams, Score, Task, Trajectory
 
@@ -132,7 +132,7 @@ class Dispatcher:
 
     async def _stream_task(self, task: Task, order: Order, feed: Feed[Trajectory | Dropped]) -> None:
         async def one(sample: int) -> None:
-            result = await self._sample(task, sample, order)
+            result = await self._sample(task, sample, order, Counter())
             if isinstance(result, Trajectory) or sample == 0:
                 await feed.put(result)
 
@@ -145,7 +145,8 @@ class Dispatcher:
         """The samples of one task. With too few survivors, those that failed are drawn once more."""
         finished = {trajectory.sample: trajectory for trajectory in past.finished}
         missing = [sample for sample in self._missing(task, order) if sample not in finished]
-        results = await _side_by_side([self._sample(task, sample, order, past.attempt) for sample in missing])
+        redraws = Counter(past.redraws)
+        results = await _side_by_side([self._sample(task, sample, order, redraws, past.attempt) for sample in missing])
         if any(isinstance(result, Dropped) for result in results):
             return next(result for result in results if isinstance(result, Dropped))
         finished.update({result.sample: result for result in results if isinstance(result, Trajectory)})
@@ -153,20 +154,25 @@ class Dispatcher:
         if len(group.survivors) >= self._rollout.failures.min_group_size:
             return group
         failed = [trajectory for trajectory in group.trajectories if not trajectory.outcome.ok]
-        again = await _side_by_side([self._sample(task, old.sample, order, old.attempt + 1) for old in failed])
+        again = await _side_by_side([self._sample(task, old.sample, order, redraws, old.attempt + 1) for old in failed])
         redone = {new.sample: new for new in again if isinstance(new, Trajectory)}
         return Group(task, tuple(redone.get(old.sample, old) for old in group.trajectories))
 
-    async def _sample(self, task: Task, sample: int, order: Order, attempt: int = 0) -> Trajectory | Dropped:
-        """One sample: attempts until one does not fail or the retries are spent; then counted against the budget."""
+    async def _sample(
+        self, task: Task, sample: int, order: Order, redraws: Counter[int], attempt: int = 0
+    ) -> Trajectory | Dropped:
+        """One sample: attempts until one does not fail or the retries are spent; then counted against the budget.
+
+        `redraws` counts, by sample, the attempts whose noise must not be drawn again.
+        """
         last = attempt + self._rollout.failures.session_retries
         async with self._places:
             self._tell("start")
-            result = await self._attempt(task, sample, order, attempt)
+            result = await self._attempt(task, sample, order, redraws, attempt)
             while isinstance(result, Trajectory) and result.outcome.boundary in RETRIED and attempt < last:
                 self._tell("retry", result)
                 attempt += 1
-                result = await self._attempt(task, sample, order, attempt)
+                result = await self._attempt(task, sample, order, redraws, attempt)
         if isinstance(result, Dropped):
             self._tell("drop")
             return result
@@ -174,12 +180,15 @@ class Dispatcher:
         self._budget.add(result.outcome)
         return result
 
-    async def _attempt(self, task: Task, sample: int, order: Order, attempt: int) -> Trajectory | Dropped:
-        result = await self._run(Job(task, sample, order.sampling, attempt))
+    async def _attempt(
+        self, task: Task, sample: int, order: Order, redraws: Counter[int], attempt: int
+    ) -> Trajectory | Dropped:
+        result = await self._run(Job(task, sample, order.sampling, attempt, redraws[sample]))
         if isinstance(result, Dropped):
             return result
         if result.outcome.ok and self._scorer is not None:
             result = await self._scored(task, result, self._scorer)
+        redraws[sample] += draws_anew(result.outcome)
         if self._journal is not None:
             self._journal.add(result)
         self._forget(f"{task.uid}/{sample}")  # not before the journal has it, so that a crash finds one or the other

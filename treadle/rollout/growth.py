@@ -1,9 +1,14 @@
 """A trajectory while it grows: its rows, its turns, and what it has spent.
 
-Owns how tokens are appended. Invariant: rows only grow; mask is 1 exactly on sampled ids, each with its logprob and
-policy version.
+Owns how tokens are appended, and the budget of sampled tokens that rows share. Invariant: rows only grow; mask is 1
+exactly on sampled ids, each with its logprob and policy version; what is sampled and reserved together never exceeds
+the budget.
+
+Who waits for whom: a request waits for tokens of the budget only while requests of other rows have reserved all that is
+left; each of those ends, and gives back what it did not use.
 """
 
+import asyncio
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -16,6 +21,8 @@ class Ledger:
     """What a session and its forks have spent together, and where they stand."""
 
     sampled: int = 0
+    reserved: int = 0
+    """Tokens that requests under way may still sample."""
     assistant_turns: int = 0
     user_turns: int = 0
     preemptions: int = 0
@@ -34,6 +41,27 @@ class Ledger:
     extra: dict[str, Any] = field(default_factory=dict)
     cleanups: list[tuple[Callable[[], Coroutine[Any, Any, None]], str]] = field(default_factory=list)
     """What to run when the loop has ended, last added first, and what to call it."""
+    settled: asyncio.Event = field(default_factory=asyncio.Event)
+    """A request has ended, and what it reserved is free or spent."""
+
+    async def reserve(self, budget: int, wanted: int, sharers: int) -> int:
+        """Tokens for one request, at least one; 0 if the budget is spent. Each of `sharers` gets its part of the rest.
+
+        So no two requests that run at once can exceed the budget together.
+        """
+        while self.sampled + self.reserved >= budget and self.reserved:
+            self.settled.clear()
+            await self.settled.wait()
+        left = budget - self.sampled - self.reserved
+        granted = min(wanted, max(1, left // sharers)) if left > 0 else 0
+        self.reserved += granted
+        return granted
+
+    def settle(self, granted: int, sampled: int) -> None:
+        """A request has ended: what it sampled is spent, the rest of what it reserved is free."""
+        self.reserved -= granted
+        self.sampled += sampled
+        self.settled.set()
 
 
 @dataclass(slots=True)
@@ -52,13 +80,24 @@ class OpenTurn:
 class OpenRow:
     """A row that is still growing."""
 
-    __slots__ = ("ids", "logprobs", "mask", "prompt_ids", "turns", "versions")
+    __slots__ = (
+        *("begun", "generating", "ids", "logprobs", "mask", "num_sampled", "number", "processed", "processed_logprobs"),
+        *("prompt_ids", "turns", "versions"),
+    )
 
-    def __init__(self, prompt_ids: tuple[int, ...]) -> None:
+    def __init__(self, prompt_ids: tuple[int, ...], number: int = 0) -> None:
         self.prompt_ids = prompt_ids
+        self.number = number
+        self.begun = False
+        """Whether it has ever asked for tokens."""
+        self.generating = False
+        self.num_sampled = 0
+        self.processed = False
+        """Whether some token was drawn from another distribution than the whole softmax."""
         self.ids: list[int] = []
         self.mask: list[int] = []
         self.logprobs: list[float] = []
+        self.processed_logprobs: list[float] = []
         self.versions: list[int] = []
         self.turns: list[OpenTurn] = []
 
@@ -66,20 +105,24 @@ class OpenRow:
         self.ids += completion.ids
         self.mask += [1] * len(completion.ids)
         self.logprobs += completion.logprobs
+        self.processed_logprobs += completion.processed_logprobs or completion.logprobs
         self.versions += completion.versions
+        self.num_sampled += len(completion.ids)
+        self.processed |= bool(completion.processed_logprobs)
 
     def add_observed(self, ids: Sequence[int]) -> None:
         self.ids += ids
         self.mask += [0] * len(ids)
         self.logprobs += [0.0] * len(ids)
+        self.processed_logprobs += [0.0] * len(ids)
         self.versions += [-1] * len(ids)
 
     def close(self) -> Row:
         ends = [turn.start for turn in self.turns[1:]] + [len(self.ids)]
         turns = tuple(_closed(turn, end) for turn, end in zip(self.turns, ends, strict=False))
-        return Row(
-            self.prompt_ids, tuple(self.ids), tuple(self.mask), tuple(self.logprobs), tuple(self.versions), turns
-        )
+        processed = tuple(self.processed_logprobs) if self.processed else ()
+        columns = (tuple(self.ids), tuple(self.mask), tuple(self.logprobs), tuple(self.versions))
+        return Row(self.prompt_ids, *columns, turns, processed)
 
 
 def _closed(turn: OpenTurn, end: int) -> Turn:

@@ -9,20 +9,21 @@ are asked. So agent loops and tools are simply run again, and neither they nor s
 
 Owns the answers of open sessions until they are written: those that are `interval_s` old when their session is still
 open, and all of them on `flush`. Most sessions end sooner and never touch the journal. Waits for nobody but an engine.
-Invariant: an answer is given twice only to a request with the same ids; memory is bounded by what open sessions were
-answered within `interval_s`.
+Invariant: an answer is given twice only to a request of the same row with the same ids; memory is bounded by what
+open sessions were answered within `interval_s`.
 """
 
 import asyncio
-from collections.abc import Iterable, Sequence
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import takewhile
 
-from treadle.errors import RunError
+from treadle.errors import Boundary, RunError
 from treadle.journal import Journal
 from treadle.rollout.services import Generator
-from treadle.types import Completion, Part, Request, Trajectory
+from treadle.types import Completion, Outcome, Part, Request, Trajectory
 
 INTERVAL_S = 5.0
 """How much sampling a crash may cost a session, and how long one must live to touch the journal at all."""
@@ -41,9 +42,16 @@ class Past:
     """Of samples that are not finished."""
     attempt: int = 0
     """The first attempt number that no record has used."""
+    redraws: Mapping[int, int] = field(default_factory=dict)
+    """By sample: recorded attempts that failed otherwise than by an engine. The next one draws other noise."""
 
 
 NO_PAST = Past()
+
+
+def draws_anew(outcome: Outcome) -> bool:
+    """Whether the attempt after this one draws other noise: what an engine loses is drawn again as it was."""
+    return not outcome.ok and outcome.boundary is not Boundary.ENGINE
 
 
 def digest(ids: tuple[int, ...]) -> int:
@@ -51,8 +59,8 @@ def digest(ids: tuple[int, ...]) -> int:
     return hash(ids)
 
 
-_Answer = tuple[int, int, int, Completion]
-"""The last four fields of a Part, which is made of it if it is ever written."""
+_Answer = tuple[int, int, int, Completion, int]
+"""The last five fields of a Part, which is made of it if it is ever written."""
 
 
 @dataclass(slots=True, eq=False)
@@ -61,10 +69,10 @@ class _Memory:
 
     uid: str
     sample: int
-    asked: int = 0
-    """Requests so far."""
-    recovered: dict[int, Part] = field(default_factory=dict)
-    """By number; answered ones are taken out."""
+    asked: Counter[int] = field(default_factory=Counter)
+    """Requests so far, by row."""
+    recovered: dict[tuple[int, int], Part] = field(default_factory=dict)
+    """By row and number; answered ones are taken out."""
     unwritten: list[_Answer] = field(default_factory=list)
     since: float = 0.0
     """When the oldest of those came."""
@@ -95,8 +103,8 @@ class Recall:
         memory = self._open.get(session)
         if memory is None:
             memory = self._open[session] = _Memory(request.uid, request.sample)
-        number = memory.asked
-        memory.asked += 1
+        number = memory.asked[request.row]
+        memory.asked[request.row] += 1
         if memory.recovered and (known := _match(memory, number, request)) is not None:
             self.num_recalled += len(known.ids)
             return known
@@ -113,7 +121,7 @@ class Recall:
             if memory is None:
                 memory = self._open[session] = _Memory(part.uid, part.sample, is_written=True)
             assert not memory.asked, f"session {session} has begun"
-            memory.recovered[part.number] = part
+            memory.recovered[part.row, part.number] = part
 
     def forget(self, session: str) -> None:
         """A session has ended, or begins anew. Call it after the trajectory was given to the journal, not before."""
@@ -146,7 +154,7 @@ class Recall:
             self._unwritten[memory] = None
             if self._timer is None:
                 self._timer = loop.call_later(self._interval_s, self._tick)
-        memory.unwritten.append((number, len(request.ids), digest(request.ids), completion))
+        memory.unwritten.append((number, len(request.ids), digest(request.ids), completion, request.row))
 
     def _tick(self) -> None:
         """Write what is old enough, and come back for the rest; with a full journal, for everything."""
@@ -175,12 +183,12 @@ class Recall:
 
 
 def _match(memory: _Memory, number: int, request: Request) -> Completion | None:
-    """The recovered answer to this request; if it was another request then, nothing that followed counts."""
-    part = memory.recovered.pop(number, None)
+    """The recovered answer to this request; if it was another request then, nothing that followed in its row counts."""
+    part = memory.recovered.pop((request.row, number), None)
     if part is None:
         return None
     fits = len(part.completion.ids) <= request.sampling.max_tokens
     if fits and part.asked == len(request.ids) and part.digest == digest(request.ids):
         return part.completion
-    memory.recovered.clear()
+    memory.recovered = {key: later for key, later in memory.recovered.items() if key[0] != request.row}
     return None

@@ -3,7 +3,8 @@
 Owns the token rows of a trajectory and its budgets. An agent loop calls `generate`, `observe`, `call_tools` and `fork`;
 it never holds a token list, so what is trained is what was sampled, whatever the loop does.
 Invariant: rows only grow; mask is 1 exactly on sampled ids, each with its logprob and policy version; no row is longer
-than `rollout.response_length`, nor are all sampled ids together.
+than `rollout.response_length`, nor are all sampled ids together. Each row draws noise of its own, whoever else
+generates meanwhile.
 """
 
 import asyncio
@@ -48,6 +49,7 @@ class Session:
         *,
         parent: "Session | None" = None,
         messages: Sequence[Message] | None = None,
+        attempt: int = 0,
     ) -> None:
         self.task = task
         self.sample = sample
@@ -57,7 +59,8 @@ class Session:
         self._sampling = sampling
         self._ledger: Ledger = parent._ledger if parent else Ledger()
         self._rows: list[OpenRow] = parent._rows if parent else []
-        self._row = OpenRow(prompt_ids)
+        self._attempt = attempt
+        self._row = OpenRow(prompt_ids, len(self._rows))
         self._rows.append(self._row)
         self._messages: list[Message] = list(task.messages if messages is None else messages)
         self._clock = asyncio.get_running_loop().time
@@ -87,12 +90,16 @@ class Session:
 
     @property
     def tokens_left(self) -> int:
-        """How many more tokens this row may grow by."""
+        """How many more tokens this row may grow by; what forks are sampling right now is set aside for them."""
+        ledger = self._ledger
+        return min(self._room, self._services.rollout.response_length - ledger.sampled - ledger.reserved)
+
+    @property
+    def _room(self) -> int:
+        """How many more tokens fit this row, whatever the others sample."""
         rollout, row = self._services.rollout, self._row
-        return min(
-            rollout.response_length - max(len(row.ids), self._ledger.sampled),
-            rollout.sequence_length() - len(row.prompt_ids) - len(row.ids),
-        )
+        length = rollout.sequence_length() - len(row.prompt_ids)
+        return min(rollout.response_length, length) - len(row.ids)
 
     @property
     def extra(self) -> dict[str, Any]:
@@ -106,11 +113,19 @@ class Session:
                 f"session {self.task.uid}/{self.sample} is over ({self._ledger.ended}): check session.done"
             )
         ledger, row = self._ledger, self._row
+        if row.generating:
+            raise MisuseError(
+                f"session {self.task.uid}/{self.sample} generates already: fork it for each draft that runs beside it"
+            )
+        row.begun = row.generating = True
         start, began = len(row.ids), self._enter("generate")
-        part = await self._sample_part()
-        while part.stop is StopReason.ABORT:
-            ledger.last_event = f"interrupted after {len(row.ids) - start} tokens"
+        try:
             part = await self._sample_part()
+            while part.stop is StopReason.ABORT:
+                ledger.last_event = f"interrupted after {len(row.ids) - start} tokens"
+                part = await self._sample_part()
+        finally:
+            row.generating = False
         took = self._clock() - began
         ledger.generate_s += took
         ledger.assistant_turns += 1
@@ -124,30 +139,47 @@ class Session:
         return completion
 
     async def _sample_part(self) -> Completion:
-        """One request: up to the end of the turn, or up to an interruption."""
-        row, sampling = self._row, self._sampling
-        room = self.tokens_left
-        if room < 1:
+        """One request: up to the end of the turn, to an interruption, or to the end of what was reserved for it."""
+        row, ledger = self._row, self._ledger
+        wanted = min(self._room, self._sampling.max_tokens)
+        granted = 0
+        if wanted > 0:
+            granted = await ledger.reserve(self._services.rollout.response_length, wanted, self._sharers())
+        if not granted:
             return Completion((), (), (), StopReason.LENGTH)
-        request = Request(
+        count = 0
+        try:
+            part = await self._services.engine.generate(self._request(granted))
+            _check_lengths(part, granted)
+            count = len(part.ids)
+        finally:
+            ledger.settle(granted, count)
+        row.add_sampled(part)
+        ledger.preemptions += part.preemptions
+        ledger.server = part.replica
+        if part.stop is StopReason.LENGTH and count == granted < wanted:
+            return replace(part, stop=StopReason.ABORT)  # there may be more to reserve by now
+        return part
+
+    def _request(self, max_tokens: int) -> Request:
+        row = self._row
+        return Request(
             uid=self.task.uid,
             sample=self.sample,
             ids=(*row.prompt_ids, *row.ids),
-            sampling=replace(sampling, max_tokens=min(room, sampling.max_tokens)),
-            position=self._ledger.sampled,
+            sampling=replace(self._sampling, max_tokens=max_tokens),
+            position=row.num_sampled,
             messages=tuple(self._messages),
             tools=self._schemas,
+            row=row.number,
+            attempt=self._attempt,
         )
-        part = await self._services.engine.generate(request)
-        count = len(part.ids)
-        if len(part.logprobs) != count or len(part.versions) != count or count > room:
-            lengths = f"{count} ids, {len(part.logprobs)} logprobs, {len(part.versions)} versions, room for {room}"
-            raise EngineFailure(f"{part.replica or 'engine'} returned {lengths}")
-        row.add_sampled(part)
-        self._ledger.sampled += count
-        self._ledger.preemptions += part.preemptions
-        self._ledger.server = part.replica
-        return part
+
+    def _sharers(self) -> int:
+        """How many rows the rest of the budget is for: forks that are about to begin, else those that generate."""
+        others = [row for row in self._rows if row is not self._row]
+        fresh = sum(not row.begun for row in others if row.number)
+        return 1 + (fresh or sum(row.generating for row in others))
 
     def _whole_turn(self, last: Completion, start: int) -> Completion:
         row = self._row
@@ -173,7 +205,7 @@ class Session:
                 return self.end(StopReason.TURN_LIMIT)
             ledger.user_turns += 1
         ids = self._services.codec.observation(said, self._schemas)
-        if len(ids) >= self.tokens_left:
+        if len(ids) >= min(self._room, self._services.rollout.response_length - ledger.sampled):
             return self.end(StopReason.LENGTH)
         self._row.add_observed(ids)
         self._messages += said
@@ -219,6 +251,7 @@ class Session:
             ids,
             parent=self,
             messages=said,
+            attempt=self._attempt,
         )
 
     def score_turn(self, reward: float | None) -> None:
@@ -304,6 +337,14 @@ def _spoken(completion: Completion) -> Message:
             for call in completion.calls
         ]
     return said
+
+
+def _check_lengths(part: Completion, most: int) -> None:
+    count = len(part.ids)
+    uneven = len(part.logprobs) != count or len(part.versions) != count
+    if uneven or count > most or len(part.processed_logprobs) not in (0, count):
+        lengths = f"{count} ids, {len(part.logprobs)} logprobs, {len(part.versions)} versions, room for {most}"
+        raise EngineFailure(f"{part.replica or 'engine'} returned {lengths}")
 
 
 def _message(item: Message | str) -> Message:

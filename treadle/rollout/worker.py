@@ -45,6 +45,8 @@ class Job:
     sample: int
     sampling: SamplingParams
     attempt: int = 0
+    redraws: int = 0
+    """Earlier attempts that failed otherwise than by an engine: this one draws other noise than they did."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,7 +138,9 @@ class AgentLoopWorker:
         loop = self._loops.create(job.task.agent)
         async with self._toolbox.open(job.task) as tools:
             schemas = self._toolbox.schemas(job.task.tools)
-            session = Session(job.task, job.sample, self._services, tools, schemas, job.sampling, prompt_ids)
+            session = Session(
+                job.task, job.sample, self._services, tools, schemas, job.sampling, prompt_ids, attempt=job.redraws
+            )
             opened.record = SessionRecord(session)
             try:
                 await self._run_loop(loop, session, opened)

@@ -9,12 +9,13 @@ Knows nothing of schedules or of tasks that were trained: whoever asks for a tas
 time, on a connection of its own.
 """
 
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from itertools import groupby, takewhile
 from pathlib import Path
 
 from treadle.journal import Entry, JournalReader, PartEntry
-from treadle.rollout.recall import Past
+from treadle.rollout.recall import Past, draws_anew
 from treadle.types import Part, StopReason, Trajectory
 
 RESUME = "resume"
@@ -66,6 +67,7 @@ class Lineage:
             finished=tuple(finished.values()),
             parts=tuple(self._usable(open_parts, version, oldest)),
             attempt=1 + max((entry.headline.attempt for entry in entries), default=-1),
+            redraws=Counter(entry.headline.sample for entry in entries if draws_anew(entry.headline.outcome)),
         )
 
     def close(self) -> None:
