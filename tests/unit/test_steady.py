@@ -2,12 +2,15 @@
 
 import asyncio
 from collections.abc import Awaitable, Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
+from tests import virtual_time
 from treadle.cluster.apart import Apart
 from treadle.cluster.stillness import Stillness
+from treadle.engine.partial import rest_of
 from treadle.engine.protocol import Engine, EngineGone, WeightUpdate
 from treadle.engine.recovery import Patience, Recovery
 from treadle.engine.steady import Crew, SteadyEngine
@@ -493,3 +496,75 @@ def test_a_step_that_came_first_leaves_nothing_to_read_until_it_is_pushed() -> N
         assert seen == [4]
 
     play(body)
+
+
+class Typist(Frail):
+    """Samples its position, then the next, one every 10 ms, until it is aborted or dies."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.asked: list[Request] = []
+        self._aborted = asyncio.Event()
+
+    async def generate(self, request: Request) -> Completion:
+        self.asked.append(request)
+        self._aborted.clear()
+        ids: list[int] = []
+        while len(ids) < request.sampling.max_tokens and not self._aborted.is_set():
+            await asyncio.sleep(0.01)
+            if self._death.done():
+                raise EngineGone("killed")
+            ids.append(request.position + len(ids))
+        stop = StopReason.ABORT if self._aborted.is_set() else StopReason.LENGTH
+        return Completion(tuple(ids), (0.0,) * len(ids), (0,) * len(ids), stop, replica=self.name)
+
+    async def abort(self, session: str | None = None) -> None:
+        self._aborted.set()
+
+
+def test_a_killed_engine_keeps_the_tokens_that_were_brought_to_safety() -> None:
+    async def body() -> None:
+        born: list[Typist] = []
+
+        async def start() -> Typist:
+            born.append(Typist())
+            return born[-1]
+
+        crew = Crew(1, patience=PATIENCE, report=lambda recovery: None, save_s=0.05)
+        engine = await crew.hire("e-1", start)
+        request = Request("s", 0, (1, 2), SamplingParams(100_000))
+        running = asyncio.ensure_future(engine.generate(request))
+        await asyncio.sleep(0.22)
+        assert len(born[0].asked) > 2
+        kept = born[0].asked[-1].position
+        born[0].kill()
+        part = await running
+        assert part.stop is StopReason.ABORT
+        assert part.ids == tuple(range(kept)) and kept > 0
+        assert part.replica == "e-1" or part.replica == "e"
+        rest = await engine.generate(rest_of(replace(request, sampling=SamplingParams(kept + 3)), part))
+        assert rest.ids == (kept, kept + 1, kept + 2)
+        await crew.dismiss()
+
+    virtual_time.run(body())
+
+
+def test_a_long_answer_is_one_answer_and_an_abort_ends_it() -> None:
+    async def body() -> None:
+        typist = Typist()
+
+        async def start() -> Typist:
+            return typist
+
+        crew = Crew(1, patience=PATIENCE, report=lambda recovery: None, save_s=0.03)
+        engine = await crew.hire("e-1", start)
+        whole = await engine.generate(Request("s", 0, (1, 2), SamplingParams(20)))
+        assert whole.ids == tuple(range(20)) and whole.stop is StopReason.LENGTH
+        assert len(typist.asked) > 1
+        running = asyncio.ensure_future(engine.generate(Request("s", 0, (1, 2), SamplingParams(100_000))))
+        await asyncio.sleep(0.1)
+        await engine.abort("s/0")
+        assert (await running).stop is StopReason.ABORT
+        await crew.dismiss()
+
+    virtual_time.run(body())

@@ -1,7 +1,8 @@
 """Engines that outlive their processes: one that dies is started again, under the same name.
 
-Owns the posts of one rollout's engines: who serves, who is being started again, and when that is given up. Knows no
-tokens: a request that lost its process is made again, and the noise of its session gives the same tokens once more.
+Owns the posts of one rollout's engines: who serves, who is being started again, and when that is given up. Requests run
+in slices (`partial`): one that lost its process returns the tokens of the slices before, for its session to go on with;
+without any it is made again.
 
     generate, update_weights   wait for the successor, if no other engine serves; else they fail, and go elsewhere
     tend                       one for each post: waits for the process's end, without a deadline; then for the next one
@@ -12,11 +13,12 @@ raises the cause.
 """
 
 import asyncio
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from dataclasses import asdict
-from typing import Protocol, Self
+from typing import Any, Protocol, Self
 
 from treadle.engine.gate import Gate
+from treadle.engine.partial import SAVE_S, Keep, PartialRequests, join_parts
 from treadle.engine.protocol import ABORTED, Engine, EngineGone, Forgetter, Mortal, Sleeper, WeightUpdate
 from treadle.engine.recovery import DEFAULT_PATIENCE, Patience, Recovery, print_recovery
 from treadle.engine.router import Router
@@ -42,8 +44,10 @@ class Crew:
         restore: Restore | None = None,
         patience: Patience = DEFAULT_PATIENCE,
         report: Callable[[Recovery], None] = print_recovery,
+        save_s: float | None = SAVE_S,
     ) -> None:
         self.restore = restore
+        self.save_s = save_s
         self.patience = patience
         self._size = size
         self._report = report
@@ -122,6 +126,8 @@ class SteadyEngine:
         self._arrived = asyncio.Event()
         """There is an engine or a successor; or there will be none."""
         self._gate = Gate()
+        self._requests = PartialRequests(crew.save_s, self._interrupt)
+        self._interrupting: set[asyncio.Task[None]] = set()
         self._paused = False
         self._cause = ""
         self._arrived.set()
@@ -139,11 +145,23 @@ class SteadyEngine:
                     return ABORTED
             engine = self._engine
             assert engine is not None, "the gate is open while there is one"
+            saved: list[Completion] = []
             try:
-                return await engine.generate(request)
+                last = await self._requests.generate(engine, request, _keeper(saved))
             except EngineGone:
                 self._lose(engine)
+                if saved:
+                    return join_parts(saved, ABORTED, self.name)
                 self._refuse()
+            else:
+                return join_parts(saved, last, self.name)
+
+    def _interrupt(self, abort: Coroutine[Any, Any, None]) -> None:
+        """Let a request hand its tokens over. An engine that cannot is gone, and the request itself sees that."""
+        task = asyncio.ensure_future(abort)
+        self._interrupting.add(task)
+        task.add_done_callback(self._interrupting.discard)
+        task.add_done_callback(lambda done: done.cancelled() or done.exception())
 
     async def update_weights(self, update: WeightUpdate) -> str:
         while True:
@@ -163,11 +181,13 @@ class SteadyEngine:
 
     async def abort(self, session: str | None = None) -> None:
         self._gate.abort(session)
+        self._requests.end(session)
         await self._order(lambda engine: engine.abort(session))
 
     async def pause(self) -> None:
         self._paused = True
         self.send_away()  # those that wait for a successor count as running
+        self._requests.end()
         await self._order(lambda engine: engine.pause())
 
     async def resume(self) -> None:
@@ -176,6 +196,7 @@ class SteadyEngine:
 
     async def sleep(self, level: int = 1) -> None:
         """Where the engine can."""
+        self._requests.end()
         await self._order(lambda engine: engine.sleep(level) if isinstance(engine, Sleeper) else _nothing())
 
     async def _order(self, call: Callable[[Mortal], Awaitable[None]]) -> None:
@@ -209,6 +230,7 @@ class SteadyEngine:
 
     async def close(self) -> None:
         self._gate.close(f"{self.name} is closed")
+        self._requests.end()
         await self.rest()
         for engine in (self._engine, self._successor):
             if engine is not None:
@@ -318,6 +340,13 @@ class SteadyEngine:
         if version is not None and self._successor is engine:
             self._seat(engine, version)
             self._crew.vouch(self.name, version)
+
+
+def _keeper(saved: list[Completion]) -> Keep:
+    async def keep(part: Completion) -> None:
+        saved.append(part)
+
+    return keep
 
 
 async def _nothing() -> None:

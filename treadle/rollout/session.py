@@ -188,7 +188,10 @@ class Session:
         ids = tuple(row.ids[start:])
         text = self._services.codec.decode(ids)
         logprobs, versions = tuple(row.logprobs[start:]), tuple(row.versions[start:])
-        return Completion(ids, logprobs, versions, last.stop, text, last.replica, last.calls)
+        processed = tuple(row.processed_logprobs[start:]) if row.processed else ()
+        return Completion(
+            ids, logprobs, versions, last.stop, text, last.replica, last.calls, processed_logprobs=processed
+        )
 
     async def observe(self, *messages: Message | str, reward: float | None = None) -> None:
         """Add what follows the model's turn: tool results, or a user's words. Text alone is a user message.

@@ -13,11 +13,9 @@ from treadle.cluster.ray.replica import RemoteReplica
 from treadle.cluster.ray.roster import Roster
 from treadle.cluster.ray.seat import Seat
 from treadle.config import ModelConfig, RolloutConfig
+from treadle.engine.partial import SAVE_S
 from treadle.engine.protocol import Engine
 from treadle.rollout.dispatch import first_error
-
-SAVE_S = 10.0
-"""How often the tokens of a running request are brought to safety. It costs an engine one short prefill."""
 
 
 @dataclass(frozen=True, slots=True)

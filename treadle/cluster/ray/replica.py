@@ -8,7 +8,6 @@ where there are none, fails for the router to try another; while no replica is a
 
 import asyncio
 import itertools
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -22,6 +21,7 @@ from treadle.cluster.ray.roster import Roster
 from treadle.cluster.ray.seat import Seat
 from treadle.config import RolloutConfig
 from treadle.engine.channel import ChannelClosed
+from treadle.engine.partial import join_parts
 from treadle.engine.protocol import ABORTED, EngineGone, WeightUpdate
 from treadle.errors import EngineFailure, TreadleError
 from treadle.types import Completion, Request
@@ -73,7 +73,7 @@ class RemoteReplica:
             last = ABORTED
         finally:
             saved = self._saved.pop(number, ())
-        return _join(saved, last, self.name) if saved else last
+        return join_parts(saved, last, self.name)
 
     async def abort(self, session: str | None = None) -> None:
         await self._call("abort", session)
@@ -159,17 +159,3 @@ class RemoteReplica:
     async def _keep(self, saved: Saved) -> None:
         """Tokens of a running request have come."""
         self._saved.setdefault(saved.number, []).append(saved.part)
-
-
-def _join(saved: Sequence[Completion], last: Completion, replica: str) -> Completion:
-    """The parts of an answer as one. Its text is left for whoever has the whole turn: a part may end in mid-letter."""
-    parts = (*saved, last)
-    return Completion(
-        ids=tuple(token for part in parts for token in part.ids),
-        logprobs=tuple(logprob for part in parts for logprob in part.logprobs),
-        versions=tuple(version for part in parts for version in part.versions),
-        stop=last.stop,
-        replica=last.replica or replica,
-        calls=last.calls,
-        preemptions=sum(part.preemptions for part in parts),
-    )
