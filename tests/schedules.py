@@ -137,7 +137,7 @@ class Checkpoints:
         self.save_freq = save_freq
         self.saved: list[tuple[int, dict]] = []
 
-    def restore(self, policy, critic):
+    def restore(self, policy, critic, reference=None):
         if self.progress is not None:
             policy.version = self.progress.version
         return self.progress
@@ -145,7 +145,7 @@ class Checkpoints:
     def is_due(self, step: int) -> bool:
         return self.save_freq > 0 and step % self.save_freq == 0
 
-    def save(self, policy, critic, step, state):
+    def save(self, policy, critic, step, state, reference=None):
         self.saved.append((step, state))
 
 

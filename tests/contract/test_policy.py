@@ -217,13 +217,39 @@ def test_a_model_of_another_shape_is_not_restored(networks: Networks, tmp_path: 
         networks.policy.restore(tmp_path)
 
 
-def test_a_gradient_that_is_not_finite_never_reaches_the_weights(networks: Networks) -> None:
-    before, batch = checksum(networks.policy.tensors()), make_batch()
-    with pytest.raises(RunError, match=r"actor: the gradient of training step 1 is nan"):
-        networks.policy.train(replace(batch, advantages_T=batch.advantages_T * torch.inf))
-    assert checksum(networks.policy.tensors()) == before and networks.policy.version == 0
-    networks.policy.train(batch)
-    assert networks.policy.version == 1
+def test_updates_with_a_gradient_that_is_not_finite_are_skipped_and_counted(load: Load, directory: Path) -> None:
+    policy, batch = load(make_spec(directory, ppo_epochs=2)).policy, make_batch()
+    spoilt = replace(batch, advantages_T=batch.advantages_T * torch.inf)
+    before = checksum(policy.tensors())
+    metrics = policy.train(spoilt)
+    assert metrics["actor/skipped_steps"] == 2 and metrics["actor/optimizer_steps"] == 0
+    assert checksum(policy.tensors()) == before and policy.version == 1
+    metrics = policy.train(batch)
+    assert metrics["actor/skipped_steps"] == 0 and metrics["actor/grad_norm"] > 0
+    assert checksum(policy.tensors()) != before
+    policy.train(spoilt)  # the update in between was whole, so counting starts again
+
+
+def test_too_many_skipped_updates_in_a_row_end_the_run_with_their_cause(load: Load, directory: Path) -> None:
+    policy, batch = load(make_spec(directory, optim=OptimConfig(lr=1e-3, max_nonfinite_steps=2))).policy, make_batch()
+    before = checksum(policy.tensors())
+    spoilt = replace(batch, advantages_T=batch.advantages_T * torch.inf)
+    policy.train(spoilt)
+    with pytest.raises(RunError, match=r"actor: the gradient of training step 2 is nan \(first in .*\), and 2 updates"):
+        policy.train(spoilt)
+    assert checksum(policy.tensors()) == before and policy.version == 1
+
+
+def test_a_skipped_update_leaves_the_moments_alone(load: Load, directory: Path) -> None:
+    """So the next update is the one that would have followed anyway."""
+    spec, batch = make_spec(directory, optim=OptimConfig(lr=1e-3, weight_decay=0)), make_batch()
+    ends = []
+    for between in ((), (replace(batch, advantages_T=batch.advantages_T * torch.inf),)):
+        policy = load(spec).policy
+        for part in (batch, *between, batch):
+            policy.train(part)
+        ends.append(checksum(policy.tensors()))
+    assert ends[0] == ends[1]
 
 
 def test_a_row_over_the_budget_names_the_key(load: Load, directory: Path) -> None:
@@ -239,6 +265,73 @@ def test_a_reference_never_changes(networks: Networks) -> None:
     networks.policy.train(batch)
     assert torch.equal(networks.reference.logprobs(batch.rows), before)
     networks.reference.close()
+
+
+def following(directory: Path, freq: int, mix: float) -> NetworksSpec:
+    return replace(make_spec(directory), ref=FSDPRefConfig(dtype="fp32", sync_freq=freq, sync_mix=mix))
+
+
+def test_a_reference_follows_the_policy_as_often_and_as_far_as_asked(load: Load, directory: Path) -> None:
+    """Against the same mix, written out here, of the weights that a model was before and after."""
+    networks, batch = load(following(directory, freq=2, mix=0.6)), make_batch()
+    start = load_weights(directory)
+    networks.policy.train(batch)
+    before = networks.reference.logprobs(batch.rows)
+    assert networks.reference.follow(networks.policy, 1) is False
+    assert torch.equal(networks.reference.logprobs(batch.rows), before)
+    assert networks.reference.follow(networks.policy, 2) is True
+    policy = networks.policy.tensors()
+    mixed = {name: 0.4 * weight + 0.6 * policy[name] for name, weight in start.items()}
+    expected = logprobs_of(directory, mixed, batch.rows)
+    torch.testing.assert_close(networks.reference.logprobs(batch.rows), expected, atol=2e-5, rtol=0)
+    assert (expected - before).abs().max() > 1e-3
+
+
+def test_a_reference_that_takes_over_everything_is_the_policy(load: Load, directory: Path) -> None:
+    networks, batch = load(following(directory, freq=1, mix=1.0)), make_batch()
+    networks.policy.train(batch)
+    networks.reference.follow(networks.policy, 1)
+    torch.testing.assert_close(
+        networks.reference.logprobs(batch.rows), networks.policy.logprobs(batch.rows), atol=1e-5, rtol=0
+    )
+
+
+def test_a_reference_that_followed_is_saved_and_restored(load: Load, directory: Path, tmp_path: Path) -> None:
+    spec, batch = following(directory, freq=1, mix=0.5), make_batch()
+    networks = load(spec)
+    networks.policy.train(batch)
+    networks.reference.save(tmp_path / "before")
+    assert not (tmp_path / "before" / "training").exists(), "it is still the model"
+    networks.reference.follow(networks.policy, 1)
+    followed = networks.reference.logprobs(batch.rows)
+    networks.reference.save(tmp_path / "after")
+    again = load(spec).reference
+    again.restore(tmp_path / "before")
+    assert not torch.equal(again.logprobs(batch.rows), followed)
+    again.restore(tmp_path / "after")
+    assert torch.equal(again.logprobs(batch.rows), followed)
+    again.save(tmp_path / "once more")
+    assert (tmp_path / "once more" / "training" / "reference").is_dir()
+
+
+def load_weights(directory: Path) -> dict[str, torch.Tensor]:
+    module = AutoModelForCausalLM.from_pretrained(directory)
+    return {name: weight.detach().clone() for name, weight in module.named_parameters()}
+
+
+def logprobs_of(directory: Path, weights: Mapping[str, torch.Tensor], rows: Any) -> torch.Tensor:
+    """By transformers' own forward, row by row; 0 where nothing was sampled."""
+    module = AutoModelForCausalLM.from_pretrained(directory).eval()
+    for name, weight in module.named_parameters():
+        weight.data = weights[name]
+    found = []
+    for row in rows:
+        ids = torch.tensor([*row.prompt_ids, *row.ids])
+        with torch.no_grad():
+            logprobs = module(ids[None]).logits[0].log_softmax(-1)
+        ends = range(len(row.prompt_ids), len(ids))
+        found += [logprobs[at - 1, ids[at]].item() * flag for at, flag in zip(ends, row.mask, strict=True)]
+    return torch.tensor(found)
 
 
 def with_returns(critic: Critic, seed: int = 1) -> TrainBatch:

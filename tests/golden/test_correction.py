@@ -127,7 +127,7 @@ def test_every_asynchronous_choice_reports_divergence_effective_samples_and_clip
     }
     for chosen in (
         RolloutCorrectionConfig(rollout_is="none"),
-        RolloutCorrectionConfig(rollout_is="sequence", rollout_rs="geometric"),
+        RolloutCorrectionConfig(rollout_is="sequence", rollout_rs="geometric", rollout_rs_threshold=1.2),
         RolloutCorrectionConfig(rollout_is="token", bypass_mode=True),
     ):
         measured = read(output_of(make(8), "vanilla", chosen).measures)
@@ -190,10 +190,12 @@ def output_of(sequences: list[Sequence], loss_mode: str, rollout_correction: Rol
 
 def test_decoupled_ppo_clips_against_the_proximal_policy_and_weighs_by_the_behaviour_policy() -> None:
     sequences = make(5)
-    chosen = RolloutCorrectionConfig(rollout_is="token", rollout_is_threshold=1.4, rollout_rs="geometric")
+    chosen = RolloutCorrectionConfig(
+        rollout_is="token", rollout_is_threshold=1.4, rollout_rs="geometric", rollout_rs_threshold=1.3
+    )
     total, tokens = 0.0, 0
     for sequence in sequences:
-        m = keeps(sequence, "geometric", 0.5, 2.0)
+        m = keeps(sequence, "geometric", 1 / 1.3, 1.3)
         weight = np.minimum(np.exp(sequence.old - sequence.rollout), 1.4)
         total += (weight * ppo(np.exp(sequence.now - sequence.old), sequence.advantages))[m].sum()
         tokens += sequence.mask.sum()

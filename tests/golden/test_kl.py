@@ -5,9 +5,11 @@ import pytest
 import torch
 
 from treadle.algorithm.kl import Estimator, KLControl, estimate_kl, kl_loss, penalise_kl
+from treadle.config.actor import KLLossType
 from treadle.config.algorithm import AlgorithmConfig, KLControlConfig
 
 ESTIMATORS: list[Estimator] = ["k1", "k2", "k3"]
+KINDS: list[KLLossType] = ["k1", "k1+", "k2", "k3", "k3+"]
 
 
 def softmax(logits: np.ndarray) -> np.ndarray:
@@ -50,23 +52,32 @@ def test_k2_is_near_the_divergence_for_policies_that_are_near() -> None:
     assert (torch.from_numpy(p) * found).sum().item() == pytest.approx((p * np.log(p / q)).sum(), rel=0.1)
 
 
-@pytest.mark.parametrize("estimator", ESTIMATORS)
-def test_in_the_loss_the_mean_gradient_is_that_of_the_divergence(estimator: Estimator) -> None:
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_mean_gradient_of_each_kind_in_the_loss(kind: KLLossType) -> None:
     """Over all tokens, each with its own probability: what sampling would find on average, without its noise."""
     policy, reference = pair(2)
     p, q = softmax(policy), softmax(reference)
     logits = torch.from_numpy(policy).requires_grad_()
-    loss_V = kl_loss(logits.log_softmax(0), torch.from_numpy(np.log(q)), estimator)
+    loss_V = kl_loss(logits.log_softmax(0), torch.from_numpy(np.log(q)), kind)
     (torch.from_numpy(p) * loss_V).sum().backward()
     divergence = (p * np.log(p / q)).sum()
+    own = p * (np.log(p / q) - divergence)
+    expected = {"k1": np.zeros(7), "k3": p - q}.get(kind, own)  # that of k3 is of KL(reference || policy)
     assert logits.grad is not None
-    np.testing.assert_allclose(logits.grad.numpy(), p * (np.log(p / q) - divergence), atol=1e-12)
+    np.testing.assert_allclose(logits.grad.numpy(), expected, atol=1e-12)
 
 
-@pytest.mark.parametrize("estimator", ESTIMATORS)
-def test_absurd_tokens_stay_finite(estimator: Estimator) -> None:
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_kind_with_a_plus_has_the_value_of_its_estimator(kind: KLLossType) -> None:
+    policy, reference = (torch.from_numpy(np.log(softmax(logits))) for logits in pair(4))
+    estimator: Estimator = {"k1+": "k1", "k3+": "k3"}.get(kind, kind)  # type: ignore[assignment]
+    assert torch.equal(kl_loss(policy, reference, kind), estimate_kl(policy, reference, estimator))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_absurd_tokens_stay_finite(kind: KLLossType) -> None:
     new = torch.tensor([-0.1, -500.0], requires_grad=True)
-    loss = kl_loss(new, torch.tensor([-500.0, -0.1]), estimator)
+    loss = kl_loss(new, torch.tensor([-500.0, -0.1]), kind)
     loss.sum().backward()
     assert loss.isfinite().all() and new.grad is not None and new.grad.isfinite().all()
 

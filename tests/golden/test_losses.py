@@ -16,7 +16,7 @@ from treadle.algorithm.measures import merge, read
 from treadle.algorithm.objective import LOSSES, compute_policy_loss
 from treadle.algorithm.packed import LossOutput, MicroBatch
 from treadle.algorithm.value import ValueBatch, compute_value_loss
-from treadle.config.actor import ActorConfig, CriticConfig, PolicyLossConfig
+from treadle.config.actor import SEQUENCE_MEAN_LOSSES, ActorConfig, CriticConfig, PolicyLossConfig
 from treadle.config.algorithm import RolloutCorrectionConfig
 
 MODES = ["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"]
@@ -79,7 +79,7 @@ def config(loss_mode: str, loss_agg_mode: str, **keys: float | bool | str) -> Ac
         clip_ratio_low=LOW,
         clip_ratio_high=HIGH,
         clip_ratio_c=BOUND,
-        policy_loss=PolicyLossConfig(loss_mode=loss_mode, ppo_kl_coef=0.7),
+        policy_loss=PolicyLossConfig(loss_mode=loss_mode, ppo_kl_coef=0.7, tau_pos=1.1, tau_neg=1.6),
         loss_agg_mode=loss_agg_mode,
         **keys,
     )
@@ -114,6 +114,33 @@ def cispo(now: np.ndarray, still: np.ndarray, old: np.ndarray, a: np.ndarray, ch
     return -np.clip(np.exp(still - old), 1 - LOW, 1 + HIGH) * a * now
 
 
+def sapo(now: np.ndarray, still: np.ndarray, old: np.ndarray, a: np.ndarray, chosen: np.ndarray) -> np.ndarray:
+    out = np.empty(len(now))
+    for t in range(len(now)):
+        tau = 1.1 if a[t] > 0 else 1.6
+        out[t] = -a[t] * (4 / tau) / (1 + np.exp(-tau * (np.exp(now[t] - old[t]) - 1)))
+    return out
+
+
+def dppo_tv(now: np.ndarray, still: np.ndarray, old: np.ndarray, a: np.ndarray, chosen: np.ndarray) -> np.ndarray:
+    out = np.zeros(len(now))
+    for t in range(len(now)):
+        moved = np.exp(still[t]) - np.exp(old[t])
+        if not (moved > HIGH if a[t] > 0 else -moved > LOW):
+            out[t] = -a[t] * min(np.exp(still[t] - old[t]), BOUND) * now[t]
+    return out
+
+
+def dppo_kl(now: np.ndarray, still: np.ndarray, old: np.ndarray, a: np.ndarray, chosen: np.ndarray) -> np.ndarray:
+    out = np.zeros(len(now))
+    for t in range(len(now)):
+        p, q = np.exp(still[t]), np.exp(old[t])
+        divergence = q * np.log(q / p) + (1 - q) * np.log((1 - q) / (1 - p))
+        away = (p > q and divergence > HIGH) if a[t] > 0 else (p < q and divergence > LOW)
+        out[t] = 0.0 if away else -a[t] * min(p / q, BOUND) * now[t]
+    return out
+
+
 def gpg(now: np.ndarray, still: np.ndarray, old: np.ndarray, a: np.ndarray, chosen: np.ndarray) -> np.ndarray:
     return -a * now
 
@@ -139,6 +166,9 @@ FORMULAS = {
     "vanilla": vanilla,
     "gspo": gspo,
     "cispo": cispo,
+    "sapo": sapo,
+    "dppo_tv": dppo_tv,
+    "dppo_kl": dppo_kl,
     "gpg": gpg,
     "geo_mean": geo_mean,
     "kl_cov": kl_cov,
@@ -152,7 +182,7 @@ def reference(name: str, sequences: list[Sequence], mode: str, now: list[np.ndar
         m = sequence.mask
         parts = (moved, sequence.now, sequence.old, sequence.advantages, sequence.selected)
         rows.append(FORMULAS[name](*(part[m] for part in parts)))
-    return aggregate(rows, "seq-mean-token-mean" if name == "geo_mean" else mode)
+    return aggregate(rows, "seq-mean-token-mean" if name in SEQUENCE_MEAN_LOSSES else mode)
 
 
 def slopes(function: Callable[[list[np.ndarray]], float], at: list[np.ndarray]) -> np.ndarray:
@@ -219,7 +249,7 @@ def test_any_split_of_a_mini_batch_gives_the_same_loss_gradient_and_measures(nam
 
 
 @pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("estimator", ["k1", "k2", "k3"])
+@pytest.mark.parametrize("estimator", ["k1", "k1+", "k2", "k3", "k3+"])
 def test_kl_and_entropy_are_added_to_the_loss(estimator: str, mode: str) -> None:
     sequences = make(3)
     terms = {"use_kl_loss": True, "kl_loss_type": estimator, "kl_loss_coef": 0.5, "entropy_coeff": 0.25}
@@ -227,7 +257,7 @@ def test_kl_and_entropy_are_added_to_the_loss(estimator: str, mode: str) -> None
     kl = []
     for sequence in sequences:
         d = (sequence.now - sequence.ref)[sequence.mask]
-        kl.append({"k1": d, "k2": d * d / 2, "k3": np.exp(-d) - 1 + d}[estimator])
+        kl.append({"k1": d, "k2": d * d / 2, "k3": np.exp(-d) - 1 + d}[estimator.removesuffix("+")])
     entropy = aggregate([sequence.entropy[sequence.mask] for sequence in sequences], mode)
     plain = reference("vanilla", sequences, mode, [sequence.now for sequence in sequences])
     expected = plain + 0.5 * aggregate(kl, mode) - 0.25 * entropy

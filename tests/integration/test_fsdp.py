@@ -26,7 +26,7 @@ from tests.sharded import (
 from tests.tiny import FAMILIES, tiny
 from treadle.algorithm.advantage import rows_of
 from treadle.checkpoint import Checkpoints
-from treadle.config.actor import PolicyLossConfig
+from treadle.config.actor import POLICY_LOSSES, PolicyLossConfig
 from treadle.config.algorithm import AlgorithmConfig
 from treadle.config.model import ModelConfig
 from treadle.config.trainer import CheckpointConfig, TrainerConfig
@@ -112,7 +112,7 @@ def test_ten_steps_with_a_critic_equal_those_of_one_device(pair: Ranks, director
     assert largest_gap(many.policy.tensors(), one.policy.tensors()) < 1e-5
 
 
-@pytest.mark.parametrize("loss_mode", ["vanilla", "gspo", "cispo", "gpg", "geo_mean", "kl_cov", "clip_cov"])
+@pytest.mark.parametrize("loss_mode", POLICY_LOSSES)
 def test_every_loss_is_that_of_one_device_though_ranks_have_nothing_to_do(
     four: Ranks, directory: Path, loss_mode: str
 ) -> None:

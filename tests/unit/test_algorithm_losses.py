@@ -13,7 +13,8 @@ from treadle.config.algorithm import RolloutCorrectionConfig
 from treadle.errors import ConfigError, MisuseError
 
 NONE = RolloutCorrectionConfig()
-RATIOS = sorted(LOSSES.keys() - {"gpg", "cispo"})
+RATIOS = sorted(LOSSES.keys() - {"gpg", "cispo", "dppo_tv", "dppo_kl", "sapo"})
+"""Losses whose value at ratio 1 is minus the advantage."""
 
 
 def batch(**changes: torch.Tensor | None) -> MicroBatch:

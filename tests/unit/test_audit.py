@@ -183,14 +183,14 @@ def test_a_journal_without_a_start_is_no_training_run(tmp_path):
 class Disk(Checkpoints):
     """Checkpoints that the next start finds: what was saved last is what it goes on from."""
 
-    def restore(self, policy, critic):
+    def restore(self, policy, critic, reference=None):
         if not self.saved:
             return None
         step, version, weight, state = self.saved[-1]
         policy.version, policy.weight = version, weight.clone()
         return Progress(step, version, state)
 
-    def save(self, policy, critic, step, state):
+    def save(self, policy, critic, step, state, reference=None):
         self.saved.append((step, policy.version, policy.weight.clone(), state))  # type: ignore[arg-type]
 
 

@@ -1,10 +1,19 @@
 """Rules between keys: what cannot work is refused before anything starts, with the two values that clash."""
 
+import warnings
+
 import pytest
 
 from tests.configs import ROLLOUT, TRAINING, mistake, mistakes, rollout_config, training_config
-from treadle.config import ModelConfig, RolloutConfig, TrainConfig, loads, rules
-from treadle.config.rules import ROLLOUT_RULES, TRAINING_RULES, UNKNOWN, AskedUnknown, check_rules
+from treadle.config import ConfigWarning, ModelConfig, RolloutConfig, TrainConfig, loads, rules
+from treadle.config.rules import (
+    ROLLOUT_RULES,
+    TRAINING_CAUTIONS,
+    TRAINING_RULES,
+    UNKNOWN,
+    AskedUnknown,
+    check_rules,
+)
 
 ASYNC = ["rollout.nnodes=1", "algorithm.rollout_correction.rollout_is=token"]
 
@@ -102,6 +111,10 @@ APART = "rollout.nnodes=1"
 SHARDED = "actor._target_=treadle.config.FSDPActorConfig"
 RAY = "cluster.backend=ray"
 
+KL_COV = "actor.policy_loss.loss_mode=kl_cov"
+GEOMETRIC = "algorithm.rollout_correction.rollout_rs=geometric"
+BOUND = "algorithm.rollout_correction.rollout_rs_threshold"
+
 NO_REWARD = "~reward.functions"
 ENVIRONMENT = ["rollout.agent.default_agent_loop=environment_agent", "rollout.multi_turn.environment=a:B"]
 TOOLS = ["rollout.agent.default_agent_loop=tool_agent", "rollout.multi_turn.tools=a:b"]
@@ -126,6 +139,11 @@ TRAINING_CLASHES = [
         "reward.tools_weight",
         "is the only reward, but rollout.agent.default_agent_loop tool_agent has no tool that could give one",
     ),
+    ([KL_COV], "actor.policy_loss.loss_mode", "kl_cov, but a step has one update"),
+    ([GEOMETRIC, f"{BOUND}=2"], BOUND, "2 bounds the mean ratio per token of a sequence"),
+    ([GEOMETRIC, f"{BOUND}_lower=0.5"], f"{BOUND}_lower", "0.5 bounds the mean ratio per token of a sequence"),
+    (["actor.clip_ratio_high=4"], "actor.clip_ratio_c", "3 is below 1 + clip_ratio_high = 5"),
+    (["ref.sync_freq=10"], "ref.sync_freq", "10, but nothing reads a reference policy"),
     (
         ["rollout.replicas_per_node=3"],
         "rollout.replicas_per_node",
@@ -268,6 +286,60 @@ def test_a_rollout_that_cannot_work_is_refused(words, key, problem):
     assert found.problem.startswith(problem)
 
 
+CAUTIONS = [
+    (
+        ["actor.policy_loss.loss_mode=gspo", "actor.loss_agg_mode=token-mean"],
+        "actor.loss_agg_mode: token-mean weighs the KL term and the entropy bonus only",
+    ),
+    (
+        ["actor.policy_loss.loss_mode=sapo", "actor.loss_agg_mode=seq-mean-token-sum"],
+        "actor.loss_agg_mode: seq-mean-token-sum weighs",
+    ),
+    (["algorithm.adv_estimator=dr_grpo"], "actor.loss_agg_mode: token-mean, but dr_grpo sums tokens"),
+    (["actor.use_kl_loss=true", "actor.kl_loss_type=k1"], "actor.kl_loss_type: k1's gradient is zero"),
+    (
+        ["actor.use_kl_loss=true", "ref.sync_freq=1", "ref.sync_mix=0.01"],
+        "ref.sync_mix: 0.01 of a difference is mostly less than bf16",
+    ),
+]
+
+
+@pytest.mark.parametrize(("words", "message"), CAUTIONS)
+def test_what_is_perhaps_not_meant_is_warned_of(words, message):
+    with pytest.warns(ConfigWarning) as caught:
+        training_config(*words)
+    (only,) = caught
+    assert str(only.message).startswith(message) and "\n    from " in str(only.message)
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["actor.policy_loss.loss_mode=gspo"],
+        ["actor.policy_loss.loss_mode=gspo", "actor.loss_agg_mode=seq-mean-token-mean"],
+        ["algorithm.adv_estimator=dr_grpo", "actor.loss_agg_mode=seq-mean-token-sum-norm"],
+        ["actor.kl_loss_type=k1"],
+        ["actor.use_kl_loss=true", "actor.kl_loss_type=k1+"],
+        ["actor.use_kl_loss=true", "ref.sync_freq=1", "ref.sync_mix=0.01", "ref.dtype=fp32"],
+    ],
+)
+def test_what_is_meant_is_not(words, recwarn):
+    training_config(*words)
+    assert list(recwarn) == []
+
+
+def test_every_caution_is_shown(monkeypatch):
+    silent = set(TRAINING_CAUTIONS)
+    for caution in TRAINING_CAUTIONS:
+        monkeypatch.setattr(rules, "TRAINING_CAUTIONS", (caution,))
+        for words, _ in CAUTIONS:
+            with warnings.catch_warnings(record=True) as caught:
+                warnings.simplefilter("always")
+                training_config(*words)
+            silent -= {caution} if caught else set()
+    assert silent == set()
+
+
 @pytest.mark.parametrize(("words", "key", "problem"), TRAINING_CLASHES)
 def test_training_that_cannot_work_is_refused(words, key, problem):
     found = mistake(*words, text=TRAINING)
@@ -323,6 +395,15 @@ def test_a_rollout_that_works_is_not(words):
         [NO_REWARD, "rollout.agent.default_agent_loop=my.module:Loop", "reward.environment_weight=1"],
         [NO_REWARD, "trainer.val_only=true"],
         ["algorithm.filter_groups={enable: true, metric: environment}"],
+        [KL_COV, "actor.ppo_epochs=2"],
+        [KL_COV, "actor.ppo_mini_batch_size=32"],
+        [KL_COV, "algorithm.rollout_correction.bypass_mode=true"],
+        [GEOMETRIC],
+        [GEOMETRIC, f"{BOUND}=1.01", f"{BOUND}_lower=0.98"],
+        ["algorithm.rollout_correction.rollout_rs=sequence", f"{BOUND}=5"],
+        ["actor.clip_ratio_high=4", "actor.clip_ratio_c=null"],
+        ["actor.clip_ratio_high=4", "actor.policy_loss.loss_mode=cispo"],
+        ["ref.sync_freq=10", "actor.use_kl_loss=true"],
     ],
 )
 def test_training_that_works_is_not(words):

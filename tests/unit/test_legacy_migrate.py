@@ -5,7 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from treadle.config import TrainConfig, legacy, loads
+from treadle.config import ConfigWarning, TrainConfig, legacy, loads
+from treadle.config.actor import SEQUENCE_MEAN_LOSSES
 from treadle.config.legacy import Entry, Migration
 from treadle.errors import ConfigError
 
@@ -47,6 +48,29 @@ def test_the_grpo_script_trains_as_it_did() -> None:
         "actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu"
     ]
     assert migration.exit_status == 3
+
+
+SCRIPT = """python3 -m verl.trainer.main_ppo \\
+    data.train_files=a.parquet data.val_files=b.parquet \\
+    algorithm.adv_estimator=grpo actor_rollout_ref.rollout.n=8 \\
+    actor_rollout_ref.rollout.name=vllm actor_rollout_ref.rollout.tensor_model_parallel_size=1 """
+
+
+def migrated(tmp_path: Path, words: str) -> TrainConfig:
+    (tmp_path / "run.sh").write_text(SCRIPT + words + "\n")
+    return load(legacy.migrate(tmp_path / "run.sh"))
+
+
+def test_the_kl_term_of_a_verl_run_keeps_its_gradient(tmp_path: Path) -> None:
+    """verl assumes low_var_kl with its own gradient; here the default is k3+."""
+    assert migrated(tmp_path, "actor_rollout_ref.actor.use_kl_loss=True").actor.kl_loss_type == "k3"
+
+
+def test_gspo_of_a_verl_run_is_a_mean_over_sequences_and_warns_of_another_aggregation(tmp_path: Path) -> None:
+    gspo = "actor_rollout_ref.actor.policy_loss.loss_mode=gspo"
+    assert migrated(tmp_path, gspo).actor.policy_loss.loss_mode in SEQUENCE_MEAN_LOSSES
+    with pytest.warns(ConfigWarning, match="gspo is a mean over sequences"):
+        migrated(tmp_path, f"{gspo} actor_rollout_ref.actor.loss_agg_mode=token-mean")
 
 
 def test_the_tool_script_says_what_it_cannot_tell() -> None:

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from treadle.config.legacy.conversion import kl_estimator, number_format
+from treadle.config.legacy.conversion import kl_in_loss, kl_in_reward, number_format
 from treadle.config.legacy.defaults import ALWAYS, BY_RECIPE
 from treadle.config.legacy.ours import find_place, is_ours
 from treadle.config.legacy.rule import BELOW, Kind, Nothing, Refused, Said
@@ -116,16 +116,30 @@ def test_verls_defaults_are_values_our_keys_accept_and_differ_from_ours() -> Non
 
 
 @pytest.mark.parametrize(
-    ("old", "new"), [("kl", "k1"), ("k1", "k1"), ("mse", "k2"), ("low_var_kl", "k3"), ("k3", "k3"), ("k2+", "k2")]
+    ("old", "loss", "reward"),
+    [
+        ("kl", "k1", "k1"),
+        ("k1", "k1", "k1"),
+        ("k1+", "k1+", "k1"),
+        ("mse", "k2", "k2"),
+        ("k2+", "k2", "k2"),
+        ("low_var_kl", "k3", "k3"),
+        ("k3", "k3", "k3"),
+        ("low_var_kl+", "k3+", "k3"),
+        ("k3+", "k3+", "k3"),
+    ],
 )
-def test_kl_estimators_have_our_names(old: str, new: str) -> None:
-    answer = kl_estimator(old, lambda key, default=None: default)
-    assert isinstance(answer, Said) and answer.value == new
+def test_kl_estimators_have_our_names(old: str, loss: str, reward: str) -> None:
+    """A plus is about the gradient, which a reward has none of."""
+    for convert, new in ((kl_in_loss, loss), (kl_in_reward, reward)):
+        answer = convert(old, lambda key, default=None: default)
+        assert isinstance(answer, Said) and answer.value == new
 
 
-@pytest.mark.parametrize("old", ["abs", "full", "k1+", 3, None, ["kl"]])
+@pytest.mark.parametrize("old", ["abs", "full", "k4", 3, None, ["kl"]])
 def test_an_estimator_we_do_not_have_is_refused(old: object) -> None:
-    assert isinstance(kl_estimator(old, lambda key, default=None: default), Refused)
+    for convert in (kl_in_loss, kl_in_reward):
+        assert isinstance(convert(old, lambda key, default=None: default), Refused)
 
 
 def test_number_formats_have_our_names() -> None:

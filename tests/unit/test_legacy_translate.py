@@ -178,6 +178,10 @@ def test_a_key_that_is_nobodys_is_left_for_the_loader() -> None:
     ("word", "expected"),
     [
         ("actor_rollout_ref.actor.kl_loss_type=low_var_kl", {"actor.kl_loss_type": "k3"}),
+        ("actor_rollout_ref.actor.kl_loss_type=k3+", {"actor.kl_loss_type": "k3+"}),
+        ("actor_rollout_ref.actor.tau_neg=1.2", {"actor.policy_loss.tau_neg": 1.2}),
+        ("actor_rollout_ref.actor.policy_loss.loss_mode=dppo_tv", {"actor.policy_loss.loss_mode": "dppo_tv"}),
+        ("actor_rollout_ref.actor.optim.lr_scheduler_type=linear", {"actor.optim.lr_scheduler_type": "linear"}),
         ("actor_rollout_ref.actor.fsdp_config.dtype=bfloat16", {"actor.dtype": "bf16"}),
         ("actor_rollout_ref.rollout.do_sample=False", {"rollout.temperature": 0.0}),
         ("actor_rollout_ref.rollout.do_sample=True", {}),

@@ -9,7 +9,7 @@ import treadle.types
 
 CONFIG = """
     ActorConfig AgentConfig AgentLoopConfig AlgorithmConfig CheckpointConfig ClassifierConfig ClusterConfig Config
-    CriticConfig DataConfig FSDPActorConfig FSDPConfig FSDPCriticConfig FSDPRefConfig FailureConfig
+    ConfigWarning CriticConfig DataConfig FSDPActorConfig FSDPConfig FSDPCriticConfig FSDPRefConfig FailureConfig
     FilterGroupsConfig JudgeConfig JudgeEngineConfig KLControlConfig LegacyKeyWarning LimitsConfig LoggingConfig
     MCPServerConfig Machine ModelConfig MultiTurnConfig OpenAIConfig OptimConfig Origin Plan PolicyLossConfig
     RefConfig RewardConfig RewardFunctionConfig RolloutConfig RolloutCorrectionConfig SamplingConfig ScriptedConfig

@@ -4,6 +4,9 @@ The ratio is trained policy over rollout policy. Decoupled (the default): the tr
 the step, its ratio to the rollout policy is a fixed weight, and PPO's own ratio starts from it. Bypass
 (`bypass_mode`): PPO's ratio is taken against the rollout policy itself and carries the weight, so none is applied.
 
+The off-policy sequence mask (DeepSeek-V3.2) compares the current policy instead, and silences the policy term alone:
+sequences that went wrong (negative advantage) and that the policy would hardly sample any more.
+
 Invariant: a token that is rejected contributes nothing, to any term of the loss, and still counts in the denominator:
 rejecting makes a step smaller, never the rest louder. T tokens, S sequences, as in `packed`.
 """
@@ -71,6 +74,21 @@ def correct(
     return Correction(weights_T, keep_T, _measure(ratios, keep_T, rollout_correction))
 
 
+@torch.no_grad()
+def mask_off_policy(
+    logprobs_T: Tensor,
+    rollout_logprobs_T: Tensor,
+    advantages_T: Tensor,
+    mask_T: Tensor,
+    sequence_T: Tensor,
+    num_sequences: int,
+    threshold: float,
+) -> Tensor:
+    """True on the tokens to leave out: advantage below 0, in a sequence whose mean log(rollout / current) is larger."""
+    gap_S = mean_by_sequence(rollout_logprobs_T - logprobs_T, mask_T, sequence_T, num_sequences)
+    return mask_T & (advantages_T < 0) & (gap_S > threshold)[sequence_T]
+
+
 def _truncate(log_ratio: Tensor, rollout_correction: RolloutCorrectionConfig) -> Tensor:
     return log_ratio.clamp(-LOG_BOUND, LOG_BOUND).exp().clamp(max=rollout_correction.rollout_is_threshold)
 
@@ -80,8 +98,7 @@ def _keep(ratios: _Ratios, rollout_correction: RolloutCorrectionConfig) -> Tenso
     level = rollout_correction.rollout_rs
     if level == "none":
         return ratios.mask_T
-    upper = rollout_correction.rollout_rs_threshold
-    lower = rollout_correction.rollout_rs_threshold_lower or 1 / upper
+    lower, upper = rollout_correction.rejection_bounds()
     sequence_S = ratios.mean_S if level == "geometric" else ratios.sum_S
     log_T = ratios.log_T if level == "token" else sequence_S[ratios.sequence_T]
     return ratios.mask_T & (log_T >= math.log(lower)) & (log_T <= math.log(upper))

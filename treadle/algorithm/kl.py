@@ -4,7 +4,7 @@ Estimators, for a token sampled from the policy, with d = log policy - log refer
     k1 = d    k2 = d² / 2    k3 = exp(-d) + d - 1
 k1 and k3 have the divergence as their mean, k2 nearly so. Gradients are another matter: the mean gradient of k1 is
 zero, that of k3 belongs to the divergence the other way round, and that of k2 is the divergence's own. So in the loss
-each estimator gives the value it is named for, and the gradient of k2.
+`k1+` and `k3+` have the value they are named for and the gradient of k2; `k1`, `k2` and `k3` have their own.
 """
 
 from dataclasses import dataclass, replace
@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from treadle.algorithm.packed import LOG_BOUND, count_by_sequence, mean_by_sequence
+from treadle.config.actor import KLLossType
 from treadle.config.algorithm import AlgorithmConfig, KLControlConfig
 
 Estimator = Literal["k1", "k2", "k3"]
@@ -35,9 +36,14 @@ def estimate_kl(logprobs_T: Tensor, ref_logprobs_T: Tensor, estimator: Estimator
     return (torch.expm1(-difference_T) + difference_T).clamp(max=LARGEST_K3)
 
 
-def kl_loss(logprobs_T: Tensor, ref_logprobs_T: Tensor, estimator: Estimator) -> Tensor:
-    """The divergence at each token, with the divergence's own gradient. Samples are taken as the policy's own."""
-    value_T = estimate_kl(logprobs_T, ref_logprobs_T, estimator).detach()
+def kl_loss(logprobs_T: Tensor, ref_logprobs_T: Tensor, kind: KLLossType) -> Tensor:
+    """The divergence at each token: with the estimator's own gradient, or with k2's where the name ends in a plus.
+
+    Samples are taken as the policy's own.
+    """
+    if kind in ("k1", "k2", "k3"):
+        return estimate_kl(logprobs_T, ref_logprobs_T, kind)
+    value_T = estimate_kl(logprobs_T, ref_logprobs_T, "k1" if kind == "k1+" else "k3").detach()
     slope_T = estimate_kl(logprobs_T, ref_logprobs_T, "k2")
     return value_T + (slope_T - slope_T.detach())
 

@@ -12,13 +12,13 @@ from torch import Tensor
 
 from treadle.algorithm.aggregation import Denominator, token_weights, weigh
 from treadle.algorithm.choice import choose
-from treadle.algorithm.correction import Correction, correct
+from treadle.algorithm.correction import Correction, correct, mask_off_policy
 from treadle.algorithm.covariance import clip_cov, kl_cov
 from treadle.algorithm.kl import kl_loss
 from treadle.algorithm.measures import Mean, Measures, Sum
 from treadle.algorithm.packed import LossInputs, LossOutput, MicroBatch, PolicyLoss
 from treadle.algorithm.sequence_losses import geo_mean, gspo
-from treadle.algorithm.token_losses import cispo, gpg, vanilla
+from treadle.algorithm.token_losses import cispo, dppo_kl, dppo_tv, gpg, sapo, vanilla
 from treadle.config.actor import ActorConfig
 from treadle.config.algorithm import RolloutCorrectionConfig
 from treadle.errors import MisuseError
@@ -27,6 +27,9 @@ LOSSES: Mapping[str, PolicyLoss] = {
     "vanilla": vanilla,
     "gspo": gspo,
     "cispo": cispo,
+    "sapo": sapo,
+    "dppo_tv": dppo_tv,
+    "dppo_kl": dppo_kl,
     "gpg": gpg,
     "geo_mean": geo_mean,
     "kl_cov": kl_cov,
@@ -47,19 +50,20 @@ def compute_policy_loss(
 ) -> LossOutput:
     """A micro batch's share of the loss, ready for backward, and its measures."""
     batch = _cleaned(batch)
-    inputs = _loss_inputs(batch, rollout_correction)
-    correction = _correction(batch, inputs, rollout_correction)
-    policy = find_loss(actor.policy_loss.loss_mode)(inputs, actor)
-    losses_T, kept_T = policy.losses_T, batch.mask_T
+    old_T = _old_logprobs(batch, rollout_correction)
+    correction = _correction(batch, old_T, rollout_correction)
+    kept_T = correction.keep_T if correction else batch.mask_T
+    taught_T, masked = _without_off_policy(batch, kept_T, rollout_correction)
+    policy = find_loss(actor.policy_loss.loss_mode)(_loss_inputs(batch, old_T, taught_T), actor)
+    losses_T = policy.losses_T
     if correction:
-        kept_T = correction.keep_T
         carried = rollout_correction.bypass_mode and actor.policy_loss.loss_mode not in RATIO_FREE
         losses_T = losses_T if carried else losses_T * correction.weights_T
     mode = policy.aggregation or actor.loss_agg_mode
     weights_T = token_weights(batch.mask_T, batch.sequence_T, batch.num_sequences, mode, denominator)
-    policy_term = weigh(losses_T, weights_T * kept_T)
+    policy_term = weigh(torch.where(taught_T, losses_T, 0), weights_T)
     others, measures = _other_terms(batch, kept_T, denominator, actor)
-    measured: Measures = {**policy.measures, **(correction.measures if correction else {}), **measures}
+    measured: Measures = {**policy.measures, **(correction.measures if correction else {}), **masked, **measures}
     return LossOutput(policy_term + others, {"actor/pg_loss": Sum(policy_term.detach()), **measured})
 
 
@@ -81,27 +85,45 @@ def _masked(values_T: Tensor | None, mask_T: Tensor) -> Tensor | None:
     return None if values_T is None else torch.where(mask_T, values_T, 0)
 
 
-def _loss_inputs(batch: MicroBatch, rollout_correction: RolloutCorrectionConfig) -> LossInputs:
+def _old_logprobs(batch: MicroBatch, rollout_correction: RolloutCorrectionConfig) -> Tensor:
+    """What ratios are taken against."""
     old_T = _rollout_logprobs(batch) if rollout_correction.bypass_mode else batch.old_logprobs_T
+    return batch.logprobs_T.detach() if old_T is None else old_T
+
+
+def _loss_inputs(batch: MicroBatch, old_T: Tensor, taught_T: Tensor) -> LossInputs:
     return LossInputs(
         batch.logprobs_T,
-        batch.logprobs_T.detach() if old_T is None else old_T,
+        old_T,
         batch.advantages_T,
-        batch.mask_T,
+        taught_T,
         batch.sequence_T,
         batch.num_sequences,
         batch.selected_T,
     )
 
 
-def _correction(
-    batch: MicroBatch, inputs: LossInputs, rollout_correction: RolloutCorrectionConfig
-) -> Correction | None:
+def _without_off_policy(
+    batch: MicroBatch, kept_T: Tensor, rollout_correction: RolloutCorrectionConfig
+) -> tuple[Tensor, Measures]:
+    """The tokens that the policy term learns from, where `off_policy_mask_threshold` leaves some out."""
+    threshold = rollout_correction.off_policy_mask_threshold
+    if threshold is None:
+        return kept_T, {}
+    current_T, rollout_T = batch.logprobs_T.detach(), _rollout_logprobs(batch)
+    masked_T = mask_off_policy(
+        current_T, rollout_T, batch.advantages_T, batch.mask_T, batch.sequence_T, batch.num_sequences, threshold
+    )
+    measures = {"rollout_corr/off_policy_masked_fraction": Mean.of(masked_T.double(), batch.mask_T)}
+    return kept_T & ~masked_T, measures
+
+
+def _correction(batch: MicroBatch, old_T: Tensor, rollout_correction: RolloutCorrectionConfig) -> Correction | None:
     """Measured wherever the sampler's logprobs are known, so that its difference from the trainer is always seen."""
     asked = rollout_correction.rollout_is not in (None, "none") or rollout_correction.rollout_rs != "none"
     if batch.rollout_logprobs_T is None and not asked:
         return None
-    logprobs_T = batch.logprobs_T.detach() if rollout_correction.bypass_mode else inputs.old_logprobs_T
+    logprobs_T = batch.logprobs_T.detach() if rollout_correction.bypass_mode else old_T
     return correct(
         logprobs_T, _rollout_logprobs(batch), batch.mask_T, batch.sequence_T, batch.num_sequences, rollout_correction
     )

@@ -50,6 +50,7 @@ class LossInputs:
     old_logprobs_T: Tensor
     advantages_T: Tensor
     mask_T: Tensor
+    """True on sampled tokens that are not rejected; other tokens must not change the loss of any token."""
     sequence_T: Tensor
     num_sequences: int
     selected_T: Tensor | None = None

@@ -1,6 +1,8 @@
 """Policy losses with one ratio per sequence: gspo and geo_mean. T tokens, S sequences, as in `packed`.
 
-A sequence's loss stands on each of its tokens, so that seq-mean-token-mean is the mean over sequences.
+A sequence's loss stands on each of its tokens, so that seq-mean-token-mean is the mean over sequences. Both ask for
+that aggregation themselves, whatever `actor.loss_agg_mode` says of other terms: any other would let the length of a
+sequence weigh a ratio that does not depend on it. A rejected token has no part in its sequence's ratio.
 """
 
 import torch
@@ -25,14 +27,14 @@ def gspo(inputs: LossInputs, actor: ActorConfig) -> TokenLosses:
             "actor/pg_clipfrac": Mean.of((clipped_T > plain_T).double(), inputs.mask_T),
             **ratio_measures(inputs, ratio_T),
         },
+        aggregation="seq-mean-token-mean",
     )
 
 
 def geo_mean(inputs: LossInputs, actor: ActorConfig) -> TokenLosses:
     """GMPO: the geometric mean of ratios that are clipped token by token, in log space, on their bad side only.
 
-    The clip range is one of log ratios: 0.4 allows ratios from exp(-0.4) to exp(0.4). It is a mean over sequences,
-    whatever `actor.loss_agg_mode` says of other terms.
+    The clip range is one of log ratios: 0.4 allows ratios from exp(-0.4) to exp(0.4).
     """
     low, high = clip_range(actor)
     log_T = inputs.log_ratio()

@@ -22,7 +22,7 @@ from treadle.checkpoint.manifest import Damaged, read_manifest, verify, write_ma
 from treadle.config.model import ModelConfig
 from treadle.config.trainer import CheckpointConfig
 from treadle.errors import ConfigError, Mistake, RunError
-from treadle.policy.protocol import Critic, Policy
+from treadle.policy.protocol import Critic, Policy, Reference
 
 log = logging.getLogger(__name__)
 
@@ -62,7 +62,14 @@ class Checkpoints:
         self._checkpoint = checkpoint
         self._model = model
 
-    def save(self, policy: Policy, critic: Critic | None, step: int, state: Mapping[str, Any]) -> Path:
+    def save(
+        self,
+        policy: Policy,
+        critic: Critic | None,
+        step: int,
+        state: Mapping[str, Any],
+        reference: Reference | None = None,
+    ) -> Path:
         """Save everything after training step `step`, then delete what is no longer kept."""
         folder = self._run_dir / FOLDER
         sweep(folder)
@@ -72,6 +79,8 @@ class Checkpoints:
             policy.save(draft)
             if critic is not None:
                 critic.save(draft)
+            if reference is not None:
+                reference.save(draft)
             copy_tokenizer(self._model, draft)
             progress = {"step": step, "version": policy.version, "state": dict(state)}
             (draft / PROGRESS).write_text(json.dumps(progress), encoding="utf-8")
@@ -96,7 +105,7 @@ class Checkpoints:
             raise ConfigError([Mistake(key, problem, given, checkpoint.origin("resume_from_path"), fix)]) from damage
         return path
 
-    def restore(self, policy: Policy, critic: Critic | None) -> Progress | None:
+    def restore(self, policy: Policy, critic: Critic | None, reference: Reference | None = None) -> Progress | None:
         """Bring the networks to where the run stopped; None, and nothing changed, where it starts afresh."""
         path = self.find()
         if path is None:
@@ -104,6 +113,8 @@ class Checkpoints:
         policy.restore(path)
         if critic is not None:
             critic.restore(path)
+        if reference is not None:
+            reference.restore(path)
         progress = Progress(**json.loads((path / PROGRESS).read_text(encoding="utf-8")))
         if progress.version != policy.version:
             raise RunError(f"{path} has version {progress.version} in {PROGRESS}, and {policy.version} in its policy")

@@ -63,14 +63,15 @@ def add_words(parser: Parser) -> None:
 
 
 def load_words(words: list[str]) -> "Config":
-    """The config that words on the command line describe; old spellings are named on standard error, a line each."""
-    from treadle.config import LegacyKeyWarning, load
+    """The config that words on the command line describe; warnings go to standard error."""
+    from treadle.config import ConfigWarning, LegacyKeyWarning, load
 
     overrides = [word for word in words if _is_override(word)]
     files = [word for word in words if not _is_override(word)]
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("ignore")
         warnings.simplefilter("always", LegacyKeyWarning)
+        warnings.simplefilter("always", ConfigWarning)
         try:
             return load(files, overrides)
         finally:

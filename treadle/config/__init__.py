@@ -20,7 +20,7 @@ from treadle.config.algorithm import AlgorithmConfig, FilterGroupsConfig, KLCont
 from treadle.config.cluster import ClusterConfig
 from treadle.config.data import DataConfig
 from treadle.config.explain import explain
-from treadle.config.load import LegacyKeyWarning, load, loads
+from treadle.config.load import ConfigWarning, LegacyKeyWarning, load, loads
 from treadle.config.logging import LoggingConfig
 from treadle.config.machines import Machine
 from treadle.config.model import ModelConfig
@@ -53,6 +53,7 @@ __all__ = [
     "ClassifierConfig",
     "ClusterConfig",
     "Config",
+    "ConfigWarning",
     "CriticConfig",
     "DataConfig",
     "FSDPActorConfig",

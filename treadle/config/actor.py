@@ -4,11 +4,26 @@ from typing import Literal
 
 from treadle.config.section import Section, key
 
-POLICY_LOSSES = ("vanilla", "gspo", "cispo", "gpg", "geo_mean", "kl_cov", "clip_cov")
+POLICY_LOSSES = (
+    "vanilla",
+    "gspo",
+    "cispo",
+    "sapo",
+    "dppo_tv",
+    "dppo_kl",
+    "gpg",
+    "geo_mean",
+    "kl_cov",
+    "clip_cov",
+)
 """The policy losses that come with treadle."""
+
+SEQUENCE_MEAN_LOSSES = ("gspo", "geo_mean", "sapo")
+"""Those that are a mean over sequences by definition, whatever `loss_agg_mode` says of other terms."""
 
 Dtype = Literal["fp32", "bf16"]
 Aggregation = Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"]
+KLLossType = Literal["k1", "k1+", "k2", "k3", "k3+"]
 
 
 class OptimConfig(Section):
@@ -17,11 +32,17 @@ class OptimConfig(Section):
     lr: float = key(1.0e-6, "peak learning rate", gt=0)
     betas: tuple[float, float] = key((0.9, 0.999), "decay of the two moment estimates", ge=0, lt=1)
     weight_decay: float = key(0.01, "decoupled weight decay", ge=0)
-    lr_scheduler_type: Literal["constant", "cosine"] = key("constant", "shape after warm-up")
+    lr_scheduler_type: Literal["constant", "linear", "cosine", "wsd"] = key(
+        "constant", "shape after warm-up; wsd is constant, then falls in a line over the last steps"
+    )
     lr_warmup_steps: int = key(-1, "steps of linear warm-up; -1 to use the ratio", ge=-1)
     lr_warmup_steps_ratio: float = key(0.0, "warm-up as a fraction of all steps", ge=0, le=1)
-    min_lr_ratio: float = key(0.0, "lowest learning rate over the peak, at the end of cosine", ge=0, le=1)
+    min_lr_ratio: float = key(0.0, "lowest learning rate over the peak, where it falls", ge=0, le=1)
+    wsd_decay_ratio: float = key(0.1, "last fraction of all steps, in which wsd falls", ge=0, le=1)
     num_cycles: float = key(0.5, "cosine waves over the run; 0.5 falls once", gt=0)
+    max_nonfinite_steps: int = key(
+        3, "updates in a row with a gradient that is not finite that end the run; each one is skipped", ge=1
+    )
 
 
 class FSDPConfig(Section):
@@ -44,6 +65,11 @@ class PolicyLossConfig(Section):
     clip_cov_ub: float = key(5.0, "upper covariance bound of clip_cov")
     kl_cov_ratio: float = key(0.0002, "fraction of tokens kl_cov penalises", ge=0, le=1)
     ppo_kl_coef: float = key(0.1, "weight of that penalty", ge=0)
+    cispo_max_ratio: float | None = key(
+        None, "largest weight of cispo, with no smallest (ScaleRL: 5); null to clip on both sides by clip_ratio", gt=0
+    )
+    tau_pos: float = key(1.0, "how fast sapo's gate closes where the advantage is positive", gt=0)
+    tau_neg: float = key(1.05, "how fast it closes elsewhere", gt=0)
 
 
 class ActorConfig(Section):
@@ -54,17 +80,19 @@ class ActorConfig(Section):
     ppo_max_token_len_per_gpu: int = key(16384, "tokens packed into one micro batch", ge=1)
     shuffle: bool = key(False, "shuffle trajectories between mini batches of a step")
     data_loader_seed: int = key(42, "seed of that shuffle", ge=0)
-    clip_ratio: float = key(0.2, "how far a probability ratio may move before it is clipped", ge=0)
+    clip_ratio: float = key(0.2, "how far a probability ratio (dppo: a divergence) may move before it is clipped", ge=0)
     clip_ratio_low: float | None = key(None, "clip below 1; null for clip_ratio", ge=0)
     clip_ratio_high: float | None = key(None, "clip above 1; null for clip_ratio", ge=0)
-    clip_ratio_c: float = key(3.0, "bound of dual clipping for negative advantages", gt=1)
+    clip_ratio_c: float | None = key(
+        3.0, "largest ratio that counts: vanilla, for negative advantages (TRL's delta), and dppo; null for none", gt=1
+    )
     policy_loss: PolicyLossConfig = key(PolicyLossConfig(), "which loss")
     loss_agg_mode: Aggregation = key("token-mean", "how token losses become one number")
     loss_scale_factor: float | None = key(None, "divisor of seq-mean-token-sum-norm; null for response_length", gt=0)
     entropy_coeff: float = key(0.0, "weight of the entropy bonus")
     use_kl_loss: bool = key(False, "add the KL divergence from the reference policy to the loss")
     kl_loss_coef: float = key(0.001, "weight of that divergence", ge=0)
-    kl_loss_type: Literal["k1", "k2", "k3"] = key("k3", "its estimator")
+    kl_loss_type: KLLossType = key("k3+", "its estimator; with a plus, that value and the gradient of k2")
     grad_clip: float = key(1.0, "gradient norm above which gradients are scaled down", gt=0)
     model_dtype: Dtype = key("fp32", "number format of the trained parameters")
     dtype: Dtype = key("bf16", "number format of the computation")
@@ -78,10 +106,16 @@ class FSDPActorConfig(ActorConfig):
 
 
 class RefConfig(Section):
-    """The reference policy: the model as it was before training."""
+    """The reference policy: the model as it was before training, or one that follows the policy."""
 
     log_prob_max_token_len_per_gpu: int = key(16384, "tokens packed into one forward pass", ge=1)
     dtype: Dtype = key("bf16", "number format of the computation")
+    sync_freq: int = key(-1, "mix the policy's weights in every this many steps; -1 for never", ge=-1)
+    sync_mix: float = key(0.6, "the policy's part of that mix", gt=0, le=1)
+
+    def syncs_after(self, step: int) -> bool:
+        """Whether the policy's weights are mixed in after this training step."""
+        return self.sync_freq > 0 and step % self.sync_freq == 0
 
 
 class FSDPRefConfig(RefConfig):

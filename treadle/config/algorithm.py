@@ -38,9 +38,21 @@ class RolloutCorrectionConfig(Section):
     rollout_rs: Literal["none", "token", "sequence", "geometric"] = key(
         "none", "reject tokens or sequences whose ratio leaves the bounds"
     )
-    rollout_rs_threshold: float = key(2.0, "upper bound of an accepted ratio", gt=1)
+    rollout_rs_threshold: float | None = key(
+        None, "upper bound of an accepted ratio; null for 2, and for 1.001 with geometric", gt=1
+    )
     rollout_rs_threshold_lower: float | None = key(None, "lower bound; null for one over the upper", gt=0, lt=1)
+    off_policy_mask_threshold: float | None = key(
+        None,
+        "leave sequences of negative advantage out of the policy term where the mean log(sampler / policy) is larger",
+        gt=0,
+    )
     bypass_mode: bool = key(False, "use the sampler's logprobs as the old policy instead of computing them again")
+
+    def rejection_bounds(self) -> tuple[float, float]:
+        """Between which ratios nothing is rejected."""
+        upper = self.rollout_rs_threshold or (1.001 if self.rollout_rs == "geometric" else 2.0)
+        return self.rollout_rs_threshold_lower or 1 / upper, upper
 
 
 class AlgorithmConfig(Section):

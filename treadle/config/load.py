@@ -16,7 +16,7 @@ from treadle.config.outline import TARGET, Outline, Slot, hints_at, is_free_map,
 from treadle.config.recipe import read_config
 from treadle.config.reference import nested, resolve
 from treadle.config.root import Config, TrainConfig
-from treadle.config.rules import UNKNOWN, check_rules
+from treadle.config.rules import UNKNOWN, check_cautions, check_rules
 from treadle.config.section import Section
 from treadle.config.source import UNDECIDED, Layer, Path, dotted, read_text, read_words
 from treadle.config.syntax import read_scalar
@@ -26,6 +26,10 @@ from treadle.errors import ConfigError, Mistake, nearest
 
 class LegacyKeyWarning(UserWarning):
     """A config uses another framework's spelling of a key; the message names ours."""
+
+
+class ConfigWarning(UserWarning):
+    """A config that works, and is perhaps not what was meant; the message names the key and the fix."""
 
 
 def load(files: Sequence[str | FilePath] | str | FilePath = (), overrides: Iterable[str] = ()) -> Config:
@@ -68,6 +72,8 @@ def build(layers: Sequence[Layer], mistakes: list[Mistake]) -> Config:
         found.extend((*check_rules(config), *missing))
     if unread or found:
         raise ConfigError((*unread, *_in_reading_order(found, layers)))
+    for caution in _in_reading_order(check_cautions(config), layers):
+        warnings.warn(ConfigWarning(str(caution)), stacklevel=3)
     return config
 
 

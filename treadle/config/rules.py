@@ -9,6 +9,7 @@ from typing import Any, NoReturn
 
 from treadle.config.actor import FSDPActorConfig, FSDPCriticConfig, FSDPRefConfig
 from treadle.config.algorithm import GROUP_ESTIMATORS, OTHER_ESTIMATORS
+from treadle.config.loss_rules import LOSS_CAUTIONS, LOSS_RULES
 from treadle.config.reward import SESSION_PARTS, reward_models_are_whole, scores_are_bounded
 from treadle.config.rollout import AGENT_LOOPS
 from treadle.config.root import Config, TrainConfig
@@ -42,6 +43,12 @@ UNKNOWN: Any = _Unknown()
 def check_rules(config: Config) -> list[Mistake]:
     """Every clash between the values of a config."""
     rules: list[Callable[..., Clash]] = [*ROLLOUT_RULES, *(TRAINING_RULES if isinstance(config, TrainConfig) else ())]
+    return [_mistake(config, *clash) for rule in rules for clash in _known(rule(config))]
+
+
+def check_cautions(config: Config) -> list[Mistake]:
+    """What works and is perhaps not meant: a warning each, and never a reason to stop."""
+    rules: list[Callable[..., Clash]] = list(TRAINING_CAUTIONS if isinstance(config, TrainConfig) else ())
     return [_mistake(config, *clash) for rule in rules for clash in _known(rule(config))]
 
 
@@ -381,5 +388,7 @@ TRAINING_RULES: tuple[Callable[[TrainConfig], Clash], ...] = (
     groups_can_be_compared,
     critic_exists,
     loss_bounds_are_ordered,
+    *LOSS_RULES,
     resume_path_is_read,
 )
+TRAINING_CAUTIONS: tuple[Callable[[TrainConfig], Clash], ...] = LOSS_CAUTIONS

@@ -28,7 +28,15 @@ from treadle.policy.reference import FrozenPolicy
 from treadle.policy.scatter import build_blank, load_source, scatter
 from treadle.policy.sequence import Rows
 from treadle.policy.sharding import CPU, ShardedNetwork, ShardedValueNetwork, Sharding, make_mesh
-from treadle.policy.storage import compare, restore_critic, restore_training, save_critic, save_training, shapes
+from treadle.policy.storage import (
+    compare,
+    restore_critic,
+    restore_training,
+    save_critic,
+    save_reference,
+    save_training,
+    shapes,
+)
 from treadle.policy.team import RankTeam
 
 
@@ -100,7 +108,7 @@ class FSDPPolicy(PolicyLearner):
             source = load_source(
                 stored,
                 DTYPES[self._actor.model_dtype],
-                lambda found: compare(shapes(found.named_parameters()), weights, directory),
+                lambda found: compare(shapes(found.named_parameters()), weights.full, directory),
             )
             scatter(source, network.module, network.sharding.mesh, network.device)
             self._version = restore_training(directory, self._optimizer, network.device)
@@ -133,6 +141,21 @@ class FSDPReference(FrozenPolicy):
     def logprobs(self, rows: Rows) -> Tensor:
         with self._network.sharding.present():
             return super().logprobs(rows)
+
+    def follow(self, policy: FSDPPolicy, step: int) -> bool:
+        if not self._ref.syncs_after(step):
+            return False
+        with self._network.sharding.present():
+            self.mix_in(policy.full_tensors())
+        return True
+
+    def save(self, directory: Path) -> None:
+        if self._followed:
+            save_reference(directory, self._parameters(), self._network.sharding.part())
+
+    def restore(self, directory: Path) -> None:
+        with self._network.sharding.present():
+            super().restore(directory)
 
 
 class FSDPCritic(CriticLearner):

@@ -8,6 +8,7 @@ Invariant: every rank of a team does as many forwards and backwards as any other
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from math import isfinite, nan
 
 import torch
 from torch import Tensor
@@ -39,6 +40,7 @@ class Lesson:
 
     measures: Measures
     grad_norm: float
+    """Not finite where the update was skipped for it."""
     num_micro_batches: int
     num_tokens: int
     """Read by the network, prompts included."""
@@ -88,10 +90,12 @@ def summarize(lessons: Sequence[Lesson], name: str, team: Team) -> dict[str, flo
     taught = [lesson for lesson in lessons if lesson.num_micro_batches]
     merged = team.merge(merge([lesson.measures for lesson in taught]))
     shared = {key: Sum(part.total / len(taught)) if isinstance(part, Sum) else part for key, part in merged.items()}
+    norms = [lesson.grad_norm for lesson in taught if isfinite(lesson.grad_norm)]
     return {
         **read(shared),
-        f"{name}/grad_norm": sum(lesson.grad_norm for lesson in taught) / max(1, len(taught)),
-        f"{name}/optimizer_steps": len(taught),
+        f"{name}/grad_norm": sum(norms) / len(norms) if norms else nan if taught else 0.0,
+        f"{name}/optimizer_steps": len(norms),
+        f"{name}/skipped_steps": len(taught) - len(norms),
         f"{name}/micro_batches": sum(lesson.num_micro_batches for lesson in taught),
         f"{name}/tokens": sum(lesson.num_tokens for lesson in taught),
     }

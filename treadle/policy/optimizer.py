@@ -2,9 +2,11 @@
 
 Owns the moments and their names in a file. Knows no network beyond its named parameters, and no loss. Parameters may be
 cut over ranks: then so are gradients and moments, and every rank steps at once.
-Invariant: a gradient that is not finite never reaches the weights.
+Invariant: a gradient that is not finite never reaches the weights or the moments. Such an update is skipped, on every
+rank alike, as all of them see the same norm; too many in a row end the run.
 """
 
+import logging
 from math import isfinite
 
 import torch
@@ -17,6 +19,8 @@ from treadle.policy.pieces import Pieces
 from treadle.policy.precision import Weights
 from treadle.policy.schedule import learning_rate
 
+log = logging.getLogger(__name__)
+
 
 class Optimizer:
     """One network's optimizer. `name` is its section, for errors and metrics."""
@@ -28,6 +32,7 @@ class Optimizer:
         self._optim = optim
         self._grad_clip = grad_clip
         self._total_steps = total_steps
+        self._skipped = 0
         self._adamw = torch.optim.AdamW(
             self._parameters.values(), lr=optim.lr, betas=optim.betas, weight_decay=optim.weight_decay, fused=True
         )
@@ -37,21 +42,36 @@ class Optimizer:
         return learning_rate(self._optim, step, self._total_steps)
 
     def step(self, step: int) -> float:
-        """Move the weights by the gradients that have come together, then forget those. Returns their norm."""
+        """Move the weights by the gradients that have come together, then forget those. Returns their norm.
+
+        A norm that is not finite means that nothing was moved.
+        """
         norm = self._clip()
         if not isfinite(norm):
-            worst = next((name for name, grad in self._gradients() if not whole(grad).isfinite().all()), "their sum")
-            self._adamw.zero_grad()
-            raise RunError(
-                f"{self.name}: the gradient of training step {step} is {norm} (first in {worst}). The weights are as "
-                f"before it; lower {self.name}.optim.lr, or look for extreme rewards in this step's trajectories"
-            )
+            self._skip(step, norm)
+            return norm
+        self._skipped = 0
         for group in self._adamw.param_groups:
             group["lr"] = self.learning_rate(step)
         self._adamw.step()
         self._adamw.zero_grad()
         self.weights.publish()
         return norm
+
+    def _skip(self, step: int, norm: float) -> None:
+        """Forget a gradient that is not finite, and end the run if it was one too many."""
+        worst = next((name for name, grad in self._gradients() if not whole(grad).isfinite().all()), "their sum")
+        self._adamw.zero_grad()
+        self._skipped += 1
+        limit = self._optim.max_nonfinite_steps
+        found = f"{self.name}: the gradient of training step {step} is {norm} (first in {worst})"
+        if self._skipped >= limit:
+            raise RunError(
+                f"{found}, and {self._skipped} updates in a row were skipped for that: {self.name}.optim."
+                f"max_nonfinite_steps is {limit}. The weights are as before them; lower {self.name}.optim.lr, or look "
+                "for extreme rewards in these steps' trajectories"
+            )
+        log.warning("%s: the update is skipped (%d in a row; %d end the run)", found, self._skipped, limit)
 
     def _clip(self) -> float:
         """Scale gradients down to the norm that is allowed. Returns the norm they had, over all ranks."""

@@ -55,10 +55,22 @@ class Policy(Protocol):
 
 
 class Reference(Protocol):
-    """The policy as it was before training."""
+    """The policy as it was before training, or one that follows the policy, as `ref.sync_freq` has it."""
 
     def logprobs(self, rows: Sequence[Row]) -> Tensor:
         """Its logprob of each sampled token."""
+        ...
+
+    def follow(self, policy: Policy, step: int) -> bool:
+        """Mix the policy's weights in, if it is time after this training step; whether it was."""
+        ...
+
+    def save(self, directory: Path) -> None:
+        """Write the weights into `directory/training/reference`, if they are no longer those of the model."""
+        ...
+
+    def restore(self, directory: Path) -> None:
+        """Take what `save` wrote; nothing where it wrote nothing."""
         ...
 
     def close(self) -> None: ...

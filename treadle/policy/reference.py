@@ -1,17 +1,27 @@
-"""The reference policy: the model as it was before training. Has its own copy, and never changes it."""
+"""The reference policy: the model as it was before training, or one that follows the policy at a distance.
 
+Has its own copy of the weights. `ref.sync_freq` mixes the policy's in every so many steps (TR-DPO; TRL's
+`sync_ref_model`): reference = mix * policy + (1 - mix) * reference. Without it, nothing changes them.
+Invariant: what has followed is saved and restored with the run; what has not is the model itself, and is not.
+"""
+
+from collections.abc import Iterable
+from pathlib import Path
 from typing import Self
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from treadle.config.actor import RefConfig
 from treadle.config.model import ModelConfig
 from treadle.model.causal import load_causal_model
+from treadle.policy.cut import local, rows_here
 from treadle.policy.learning import Budget, Desk, compute
 from treadle.policy.network import Network
 from treadle.policy.precision import DTYPES
+from treadle.policy.protocol import Policy
 from treadle.policy.sequence import Rows, Sequences
+from treadle.policy.storage import restore_reference, save_reference
 from treadle.policy.team import ALONE, Team
 
 
@@ -20,17 +30,36 @@ class FrozenPolicy:
 
     def __init__(self, network: Network, ref: RefConfig, temperature: float, team: Team = ALONE) -> None:
         self._network = network
+        self._ref = ref
         budget = Budget(ref.log_prob_max_token_len_per_gpu, "ref.log_prob_max_token_len_per_gpu")
         self._desk = Desk(network, team, budget)
         self._temperature = temperature
+        self._followed = False
 
     def logprobs(self, rows: Rows) -> Tensor:
         network, temperature, sequences = self._network, self._temperature, Sequences(rows)
         values_M = compute(sequences, lambda packed: network.logprobs(packed, temperature).logprobs_T, self._desk)
         return sequences.spread(values_M)
 
+    @torch.no_grad()
+    def mix_in(self, weights: Iterable[tuple[str, Tensor]]) -> None:
+        """Move by `ref.sync_mix` towards these weights, whole ones, computed in fp32."""
+        parameters = self._parameters()
+        for name, tensor in weights:
+            parameter = parameters[name]
+            here, rows = local(parameter), rows_here(parameter)
+            part = tensor[rows.start : rows.stop] if tensor.dim() else tensor
+            here.copy_(here.float().lerp(part.to(here.device, torch.float32), self._ref.sync_mix))
+        self._followed = True
+
+    def restore(self, directory: Path) -> None:
+        self._followed = restore_reference(directory, self._parameters())
+
     def close(self) -> None:
         """Nothing to end: the weights go with the object."""
+
+    def _parameters(self) -> dict[str, nn.Parameter]:
+        return dict(self._network.module.named_parameters())
 
 
 class SingleReference(FrozenPolicy):
@@ -41,3 +70,13 @@ class SingleReference(FrozenPolicy):
         """Load `model.path` once more."""
         module = load_causal_model(model, dtype=DTYPES[ref.dtype], device=device).requires_grad_(False)
         return cls(Network(module), ref, temperature)
+
+    def follow(self, policy: Policy, step: int) -> bool:
+        if not self._ref.syncs_after(step):
+            return False
+        self.mix_in(policy.tensors().items())
+        return True
+
+    def save(self, directory: Path) -> None:
+        if self._followed:
+            save_reference(directory, self._parameters())

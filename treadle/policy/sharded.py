@@ -13,8 +13,8 @@ from torch import Tensor
 from treadle.config.actor import ActorConfig, CriticConfig, FSDPActorConfig, FSDPCriticConfig, FSDPRefConfig, RefConfig
 from treadle.errors import RunError
 from treadle.policy.batch import TrainBatch
-from treadle.policy.fsdp import FSDPCritic
-from treadle.policy.protocol import Metrics
+from treadle.policy.fsdp import FSDPCritic, FSDPReference
+from treadle.policy.protocol import Metrics, Policy
 from treadle.policy.rank import FSDPRank, NetworksSpec
 from treadle.policy.ranks import RankHandles, Ranks
 from treadle.policy.sequence import FlatRows
@@ -75,6 +75,16 @@ class ShardedReference:
     def logprobs(self, rows: Sequence[Row]) -> Tensor:
         found: Tensor = self._ranks.run("reference logprobs", _reference_logprobs, FlatRows.of(rows))[0]
         return found
+
+    def follow(self, policy: Policy, step: int) -> bool:
+        """The policy is the one on the same ranks."""
+        return bool(self._ranks.run("reference sync", _follow, step)[0])
+
+    def save(self, directory: Path) -> None:
+        self._ranks.run(f"saving the reference to {directory}", _save_reference, directory)
+
+    def restore(self, directory: Path) -> None:
+        self._ranks.run(f"restoring the reference from {directory}", _restore_reference, directory)
 
     def close(self) -> None:
         """Goes with the ranks."""
@@ -170,8 +180,24 @@ def _export(rank: FSDPRank, directory: Path) -> None:
 
 
 def _reference_logprobs(rank: FSDPRank, rows: FlatRows) -> Tensor | None:
+    return _from_first(rank, _reference(rank).logprobs(rows))
+
+
+def _follow(rank: FSDPRank, step: int) -> bool:
+    return _reference(rank).follow(rank.policy, step)
+
+
+def _save_reference(rank: FSDPRank, directory: Path) -> None:
+    _reference(rank).save(directory)
+
+
+def _restore_reference(rank: FSDPRank, directory: Path) -> None:
+    _reference(rank).restore(directory)
+
+
+def _reference(rank: FSDPRank) -> FSDPReference:
     assert rank.reference is not None, "the spec says which networks there are"
-    return _from_first(rank, rank.reference.logprobs(rows))
+    return rank.reference
 
 
 def _values(rank: FSDPRank, rows: FlatRows) -> Tensor | None:

@@ -5,6 +5,7 @@
     training/optimizer.safetensors                              moments by parameter; from several ranks, in `pieces`
     training/rng.safetensors                                    torch's random states
     training/critic/                                            the critic's weights and moments, likewise
+    training/reference/                                         the reference's weights, once it has followed the policy
 
 Owns names and contents; that files appear all at once is the caller's care. The schedule has no state but the version.
 Engines read every safetensors file beside config.json as weights, so ours are in a folder of their own.
@@ -55,7 +56,7 @@ def load_model(directory: Path, model: ModelConfig, weights: Weights) -> None:
 @torch.no_grad()
 def copy_weights(stored: Mapping[str, Tensor], weights: Weights, directory: Path) -> None:
     """Write stored weights over those in use, whose tensors stay the same objects for whoever shares them."""
-    compare(shapes(stored.items()), weights, directory)
+    compare(shapes(stored.items()), weights.full, directory)
     for name, parameter in weights.full.items():
         parameter.copy_(stored[name])
     weights.publish()
@@ -97,7 +98,7 @@ def restore_critic(directory: Path, optimizer: Optimizer) -> int:
     """Take a critic from `directory`, in place; returns its steps."""
     folder = directory / TRAINING / "critic"
     pieces, weights = Pieces(folder, "model"), optimizer.weights
-    compare({name: pieces.shape(name) for name in pieces.names()}, weights, folder)
+    compare({name: pieces.shape(name) for name in pieces.names()}, weights.full, folder)
     for name, parameter in weights.full.items():
         local(parameter).copy_(pieces.read(name, rows_here(parameter)))
     weights.publish()
@@ -105,13 +106,33 @@ def restore_critic(directory: Path, optimizer: Optimizer) -> int:
     return int(json.loads((folder / "critic.json").read_text(encoding="utf-8"))["steps"])
 
 
+def save_reference(directory: Path, parameters: Mapping[str, Tensor], part: Part = ALL) -> None:
+    """The weights of a reference policy that is no longer the model it started from."""
+    folder = directory / TRAINING / "reference"
+    folder.mkdir(parents=True, exist_ok=True)
+    save_pieces(folder, "model", parameters, part)
+
+
+@torch.no_grad()
+def restore_reference(directory: Path, parameters: Mapping[str, Tensor]) -> bool:
+    """Take a reference policy's weights from `directory`, in place, if there are some; whether there were."""
+    folder = directory / TRAINING / "reference"
+    if not folder.is_dir():
+        return False
+    pieces = Pieces(folder, "model")
+    compare({name: pieces.shape(name) for name in pieces.names()}, parameters, folder)
+    for name, parameter in parameters.items():
+        local(parameter).copy_(pieces.read(name, rows_here(parameter)))
+    return True
+
+
 def shapes(tensors: Iterable[tuple[str, Tensor]]) -> dict[str, tuple[int, ...]]:
     return {name: tuple(tensor.shape) for name, tensor in tensors}
 
 
-def compare(stored: Mapping[str, tuple[int, ...]], weights: Weights, directory: Path) -> None:
+def compare(stored: Mapping[str, tuple[int, ...]], weights: Mapping[str, Tensor], directory: Path) -> None:
     """Refuse weights of another model, by their names and shapes."""
-    here = shapes(weights.full.items())
+    here = shapes(weights.items())
     if strange := stored.keys() ^ here.keys():
         raise RunError(f"{directory} is of another model: only one of the two has {min(strange)}")
     for name, shape in here.items():

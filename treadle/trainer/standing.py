@@ -37,7 +37,8 @@ class Standing:
     async def restore(self) -> bool:
         """Go on from the newest checkpoint, if there is one; whether there was."""
         parts = self._parts
-        progress = await asyncio.to_thread(parts.checkpoints.restore, parts.step.policy, parts.step.critic)
+        step = parts.step
+        progress = await asyncio.to_thread(parts.checkpoints.restore, step.policy, step.critic, step.reference)
         state: Mapping[str, Any] = {} if progress is None else progress.state
         if progress is not None:
             self._resume(progress)
@@ -53,7 +54,10 @@ class Standing:
         state = {"tasks": asdict(self._flow.frontier()), "open": where["open"], "kl_coefficient": coefficient}
         parts.journal.add_event("checkpoint", **where)
         await parts.journal.flush()
-        await asyncio.to_thread(parts.checkpoints.save, parts.step.policy, parts.step.critic, self.step, state)
+        step = parts.step
+        await asyncio.to_thread(
+            parts.checkpoints.save, step.policy, step.critic, self.step, state, reference=step.reference
+        )
 
     def describe(self) -> dict[str, Any]:
         """The step, the policy, the next new task, and the tasks that are under way."""

@@ -1,6 +1,6 @@
 """One training step: groups of trajectories in, new weights out. The same for every schedule.
 
-Owns the order: reference, old logprobs, values, advantages, critic, policy. Touches no file:
+Owns the order: reference, old logprobs, values, advantages, critic, policy, reference sync. Touches no file:
 the networks are called through their protocols, and block; a schedule calls `train_step` through `asyncio.to_thread`.
 Invariant: only survivors train, and the rows of one trajectory share its advantage.
 """
@@ -129,7 +129,7 @@ def _penalise(batch: TrainBatch, inputs: AdvantageInputs, algorithm: AlgorithmCo
 
 
 def _learn(parts: StepParts, batch: TrainBatch, step: int, spans: Spans) -> dict[str, float]:
-    """Critic first, as its loss is against the values that the advantages came from; then the policy."""
+    """Critic first, as its loss is against the values that the advantages came from; the policy; who follows it."""
     metrics: dict[str, float] = {}
     if parts.critic is not None:
         with spans("critic"):
@@ -137,6 +137,9 @@ def _learn(parts: StepParts, batch: TrainBatch, step: int, spans: Spans) -> dict
     if step > parts.trainer.critic_warmup:
         with spans("policy"):
             metrics |= parts.policy.train(batch)
+    if parts.reference is not None:
+        with spans("reference_sync"):
+            metrics["ref/synced"] = float(parts.reference.follow(parts.policy, step))
     return metrics
 
 

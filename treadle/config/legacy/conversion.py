@@ -37,20 +37,25 @@ def unless_null(note: str) -> Convert:
 
 
 NO_KL = "There is no such estimator: use k1 (kl), k2 (mse) or k3 (low_var_kl)."
-kl_estimator = words(
-    {
-        "kl": "k1",
-        "k1": "k1",
-        "mse": "k2",
-        "k2": "k2",
-        "low_var_kl": "k3",
-        "k3": "k3",
-        "k2+": Said("k2", "k2+ is the same as k2"),
-        "mse+": Said("k2", "mse+ is the same as k2"),
-        "abs": Refused("The absolute difference estimates no KL divergence: use k1, k2 or k3."),
-        "full": Refused("verl does not implement it either: use k1, k2 or k3."),
-    },
-    NO_KL,
+_SAME_IN_BOTH = {
+    "kl": "k1",
+    "k1": "k1",
+    "mse": "k2",
+    "k2": "k2",
+    "low_var_kl": "k3",
+    "k3": "k3",
+    "k2+": Said("k2", "k2+ is the same as k2"),
+    "mse+": Said("k2", "mse+ is the same as k2"),
+    "abs": Refused("The absolute difference estimates no KL divergence: use k1, k2 or k3."),
+    "full": Refused("verl does not implement it either: use k1, k2 or k3."),
+}
+_PLUS = {"kl+": "k1+", "k1+": "k1+", "low_var_kl+": "k3+", "k3+": "k3+"}
+_NO_GRADIENT = "a reward has no gradient, so the plus changes nothing"
+
+kl_in_loss = words(_SAME_IN_BOTH | _PLUS, NO_KL)
+"""Estimators in the loss: a plus keeps the value and takes the gradient of k2, there as here."""
+kl_in_reward = words(
+    _SAME_IN_BOTH | {old: Said(new.removesuffix("+"), _NO_GRADIENT) for old, new in _PLUS.items()}, NO_KL
 )
 
 AGGREGATIONS = ("token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm")
@@ -64,8 +69,8 @@ number_format = words(
 )
 
 schedule = words(
-    {"constant": "constant", "cosine": "cosine", None: Nothing("not given")},
-    "After warm-up the learning rate is constant or follows a cosine.",
+    {"constant": "constant", "linear": "linear", "cosine": "cosine", None: Nothing("not given")},
+    "After warm-up the learning rate is constant, linear, a cosine, or wsd.",
 )
 
 

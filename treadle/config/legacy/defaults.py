@@ -38,6 +38,10 @@ def _reads_reference(view: View) -> bool:
     return view("actor.use_kl_loss") is True or view("algorithm.use_kl_in_reward") is True
 
 
+def _has_kl_loss(view: View) -> bool:
+    return view("actor.use_kl_loss") is True
+
+
 def _calls_tools(view: View) -> bool:
     return bool(view("rollout.agent.default_agent_loop", "single_turn_agent") != "single_turn_agent")
 
@@ -80,6 +84,7 @@ ALWAYS: tuple[Default, ...] = (
     Default("actor.ppo_mini_batch_size", 256),
     Default("actor.clip_ratio_low", 0.2, _clips_otherwise),
     Default("actor.clip_ratio_high", 0.2, _clips_otherwise),
+    Default("actor.kl_loss_type", "k3", _has_kl_loss),
     Default("ref._target_", "treadle.config.FSDPRefConfig", _reads_reference),
     Default(
         "ref.log_prob_max_token_len_per_gpu",

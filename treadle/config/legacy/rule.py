@@ -1,7 +1,7 @@
 """The words the tables of old keys are written in: same, to, fixed, none.
 
     "actor_rollout_ref.rollout.n": to("rollout.n"),
-    "algorithm.kl_penalty": same(kl_estimator),
+    "algorithm.kl_penalty": same(kl_in_reward),
     "actor_rollout_ref.rollout.mode": fixed("async", note="the rollout is always asynchronous"),
     "actor_rollout_ref.rollout.profiler.**": none("There is no profiler section; …"),
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from treadle.checkpoint.store import Checkpoints, Progress
 from treadle.journal import Journal
 from treadle.policy.batch import TrainBatch
-from treadle.policy.protocol import Critic, Policy
+from treadle.policy.protocol import Critic, Policy, Reference
 from treadle.rollout.recall import NO_PAST, Past
 from treadle.trainer.lineage import Lineage
 from treadle.types import Row
@@ -34,6 +34,9 @@ class CountingPolicy:
 
     def values(self, rows: Sequence[Row]) -> Tensor:
         return torch.zeros(0)
+
+    def follow(self, policy: Policy, step: int) -> bool:
+        return False
 
     def tensors(self) -> Mapping[str, Any]:
         return {}
@@ -64,13 +67,20 @@ class NoCheckpoints(Checkpoints):
     def __init__(self) -> None:
         """There is no directory to look in."""
 
-    def restore(self, policy: Policy, critic: Critic | None) -> Progress | None:
+    def restore(self, policy: Policy, critic: Critic | None, reference: Reference | None = None) -> Progress | None:
         return None
 
     def is_due(self, step: int) -> bool:
         return False
 
-    def save(self, policy: Policy, critic: Critic | None, step: int, state: Mapping[str, Any]) -> Path:
+    def save(
+        self,
+        policy: Policy,
+        critic: Critic | None,
+        step: int,
+        state: Mapping[str, Any],
+        reference: Reference | None = None,
+    ) -> Path:
         return Path()
 
 

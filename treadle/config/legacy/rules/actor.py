@@ -2,7 +2,7 @@
 
 from treadle.config.legacy.conversion import (
     aggregation,
-    kl_estimator,
+    kl_in_loss,
     number_format,
     section_class,
     sequences_to_tokens,
@@ -31,8 +31,7 @@ GLOBAL_MICRO_BATCH = (
     " (or ref.log_prob_max_token_len_per_gpu, critic.ppo_max_token_len_per_gpu)."
 )
 TOKENS = "micro batches are always packed up to a number of tokens"
-LOSSES = "vanilla gspo cispo gpg geo_mean kl_cov clip_cov"
-SAPO = "There is no SAPO loss: name a loss of your own by import path in actor.policy_loss.loss_mode."
+LOSSES = "vanilla gspo sapo dppo_tv dppo_kl cispo gpg geo_mean kl_cov clip_cov"
 
 _losses = words(
     {name: name for name in LOSSES.split()}
@@ -87,7 +86,7 @@ RULES: Rules = (
             "_target_": to("actor._target_", convert=section_class("Actor")),
             "strategy": to("actor._target_", convert=section_class("Actor")),
             "rollout_n": to("rollout.n"),
-            "kl_loss_type": to("actor.kl_loss_type", convert=kl_estimator),
+            "kl_loss_type": to("actor.kl_loss_type", convert=kl_in_loss),
             "loss_agg_mode": to("actor.loss_agg_mode", convert=aggregation),
             "policy_loss.loss_mode": to("actor.policy_loss.loss_mode", convert=_losses),
             "policy_loss.dro_beta": fixed(None, note="no DRO loss", otherwise="There is no DRO loss."),
@@ -117,8 +116,8 @@ RULES: Rules = (
             "freeze_vision_tower": fixed(
                 False, note="text only", otherwise="Models are text only; there is no vision tower."
             ),
-            "tau_pos": none(SAPO),
-            "tau_neg": none(SAPO),
+            "tau_pos": to("actor.policy_loss.tau_pos"),
+            "tau_neg": to("actor.policy_loss.tau_neg"),
             "qat.enable": fixed(False, note="no quantization-aware training", otherwise=QUANTIZED),
             "qat.**": none(QUANTIZED),
         },

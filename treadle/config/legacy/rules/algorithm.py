@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from treadle.config.legacy.conversion import kl_estimator, words
+from treadle.config.legacy.conversion import kl_in_reward, words
 from treadle.config.legacy.rule import (
     Answer,
     Look,
@@ -101,7 +101,7 @@ RULES: Rules = (
         "algorithm",
         {
             "adv_estimator": same(_estimators),
-            "kl_penalty": same(kl_estimator),
+            "kl_penalty": same(kl_in_reward),
             "filter_groups.metric": same(_filter_metric),
             "filter_groups.max_num_gen_batches": same(_bounded),
             "filter_groups.max_inflight_gen_batches": fixed(1, note="groups are replaced as they are found wanting"),

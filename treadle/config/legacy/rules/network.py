@@ -37,7 +37,10 @@ CONTENTS = "A checkpoint always holds the weights, optimizer, schedule, random s
 _SHARDING = "fsdp_size reshard_after_forward forward_prefetch param_offload optimizer_offload offload_policy"
 _ADAMW = "The optimizer is PyTorch's AdamW: leave it out, or give its lr, betas and weight_decay."
 _MUON = "There is no Muon optimizer: the optimizer is AdamW."
-_DECAY = "After warm-up the learning rate is constant or a cosine: use lr_scheduler_type, min_lr_ratio and num_cycles."
+_DECAY = (
+    "After warm-up the learning rate is constant, linear, a cosine or wsd:"
+    " use lr_scheduler_type, min_lr_ratio, num_cycles and wsd_decay_ratio."
+)
 _PRECISION = "Optimizer state has the number format of the parameters (model_dtype)."
 
 
