@@ -199,11 +199,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     def ours(count: int, workers: int, journal: bool) -> float:
         return bench_treadle(model, count, workers, journal, options.repeats)
 
-    rows = {"treadle, journal off": ours(options.n, 1, False)}
+    rows = {"treadle, journal off": ours(options.n, 0, False)}
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
-    rows["treadle, journal on"] = ours(options.n, 1, True)
+    rows["treadle, journal on"] = ours(options.n, 0, True)
     for size in options.sizes:
-        rows[f"treadle, journal off, {size} at once"] = ours(size, 1, False)
+        rows[f"treadle, journal off, {size} at once"] = ours(size, 0, False)
     if options.workers > 1:
         rows[f"treadle, {options.workers} worker processes"] = ours(options.n, options.workers, False)
     rows["floor"] = bench_floor(renderer, model, options.n, options.repeats)

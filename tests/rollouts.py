@@ -52,6 +52,7 @@ def rollout(**fields: Any) -> RolloutConfig:
         for name, cls in nested.items():
             if hasattr(cls, key):
                 sections[name][key] = fields.pop(key)
+    sections["agent"].setdefault("num_workers", 0)  # so that tests can look into what tools and loops did
     built = {name: nested[name](**values) for name, values in sections.items()}
     return RolloutConfig(**{"name": "scripted", "prompt_length": 512, **built, **fields})
 

@@ -126,9 +126,14 @@ def where(task: asyncio.Task[Any]) -> str:
 
 def _format(frames: Iterable[FrameSummary]) -> str:
     known = [frame for frame in frames if not frame.filename.startswith("<")]
-    users = [frame for frame in known if not frame.filename.startswith(_libraries())]
+    users = [frame for frame in known if is_users(frame.filename)]
     found = (users or known)[-1:]
     return f" ({found[0].filename}:{found[0].lineno})" if found else ""
+
+
+def is_users(file: str) -> bool:
+    """Whether a file is neither Python's, nor an installed package's, nor ours."""
+    return not file.startswith(("<", *_libraries()))
 
 
 @cache

@@ -1,8 +1,15 @@
 """Loops, tools, environments and rewards that misbehave, each in one way that its name says."""
 
 import asyncio
+import os
+import re
+import signal
+import subprocess
 import sys
 import threading
+import time
+from contextvars import ContextVar
+from pathlib import Path
 from typing import Any
 
 from treadle.rollout.agent_loop import AgentLoopBase
@@ -166,3 +173,74 @@ async def hostile_reward(task: Any, deed: str) -> float:
         DEEDS[deed]()
         await asyncio.sleep(0)
     return 1.0
+
+
+CALLER: ContextVar[str] = ContextVar("caller", default="nobody")
+
+
+def hold_the_interpreter(text: str) -> str:
+    """Matches an expression that takes for ever, in C code that never lets go.
+
+    Args:
+        text: what
+    """
+    if text == "task1":
+        re.match(r"(a+)+$", "a" * 60 + "b")
+    return text
+
+
+def leave(text: str) -> str:
+    """Ends the process, as if all were well.
+
+    Args:
+        text: what
+    """
+    if text == "task1":
+        os._exit(0)
+    return text
+
+
+def start_child(text: str) -> str:
+    """Starts a process that outlives it, in a session of its own.
+
+    Args:
+        text: what
+    """
+    child = "subprocess.Popen(['sleep', '600'], start_new_session=True, stdout=-3, stderr=-3)"
+    script = f"import subprocess; print({child}.pid)"
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    return done.stdout
+
+
+def wait_long(text: str) -> str:
+    """Waits.
+
+    Args:
+        text: what
+    """
+    time.sleep(4)
+    return text
+
+
+def whose(text: str) -> str:
+    """Who called.
+
+    Args:
+        text: what
+    """
+    return CALLER.get()
+
+
+class DiesThenDiesWhileStarting(AgentLoopBase):
+    """Kills its process once, and the next one before it has started."""
+
+    def __init__(self, rollout: Any, folder: str) -> None:
+        super().__init__(rollout)
+        self.folder = Path(folder)
+
+    async def run(self, session: Session) -> None:
+        await session.generate()
+        if not (self.folder / "died").exists():
+            (self.folder / "died").touch()
+            (self.folder / "die_at_start").touch()
+            os.kill(os.getpid(), signal.SIGKILL)

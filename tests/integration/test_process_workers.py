@@ -31,7 +31,7 @@ def generate(config, model, script, count=6):
 def test_processes_make_the_same_trajectories_as_one_worker_in_process(model):
     here, there = (
         generate(rollout(num_workers=workers, **TOOLS), model, say(CALL, CALL, FINAL)).trajectories
-        for workers in (1, 2)
+        for workers in (0, 2)
     )
     assert [(item.uid, item.rows[0].ids, item.messages) for item in here] == [
         (item.uid, item.rows[0].ids, item.messages) for item in there

@@ -50,7 +50,12 @@ class AgentLoopConfig(Section):
 class AgentConfig(Section):
     """Which agent loops exist, and where they run."""
 
-    num_workers: int = key(1, "agent worker processes; 1 runs inside the manager's own process", ge=1)
+    num_workers: int | None = key(
+        None,
+        "agent worker processes; 0 runs loops and tools inside the manager's own process. null: 1 where a tool or the "
+        "environment is plain Python, which may hold the interpreter up and is killed past its deadline; else 0",
+        ge=0,
+    )
     max_concurrent_sessions: int | None = key(
         None,
         "sessions that may be open at once, over all workers; null for twice what the engines decode at once "
@@ -195,7 +200,7 @@ class RolloutConfig(Section):
     def num_places(self, replicas: int) -> int:
         """Sessions that may be open at once over this many engines: as told, or as many as keep them full."""
         agent = self.agent
-        return agent.max_concurrent_sessions or max(agent.num_workers, 2 * replicas * self.max_num_seqs)
+        return agent.max_concurrent_sessions or max(agent.num_workers or 1, 2 * replicas * self.max_num_seqs)
 
     def uses_gpus(self) -> bool:
         """Whether the engine runs on the rollout's devices, where it has any; the others compute elsewhere."""

@@ -141,7 +141,7 @@ def agent_loop_exists(config: Config) -> Clash:
 def every_worker_has_sessions(config: Config) -> Clash:
     agent = config.rollout.agent
     places = agent.max_concurrent_sessions
-    if places is not None and places < agent.num_workers:
+    if places is not None and places < (agent.num_workers or 1):
         problem = f"{places} is less than rollout.agent.num_workers {agent.num_workers}"
         yield "rollout.agent.max_concurrent_sessions", problem, "every worker needs at least one"
 

@@ -25,7 +25,7 @@ from treadle.reward.surroundings import Surroundings
 from treadle.rollout.dispatch import Dispatcher, Observer, Order, Scoring, Worker, first_error
 from treadle.rollout.engines import start_engines
 from treadle.rollout.feed import Feed
-from treadle.rollout.process import ProcessWorker
+from treadle.rollout.process import ProcessWorker, num_processes
 from treadle.rollout.recall import Past, Recall
 from treadle.rollout.services import Generator
 from treadle.rollout.worker import AgentLoopWorker, Dropped
@@ -291,17 +291,18 @@ async def _start_workers(
     parts: Parts,
     started: AsyncExitStack,
 ) -> Sequence[HiredWorker]:
-    """One worker here, several in processes of their own, or those that the caller hires."""
+    """One worker here, some in processes of their own, or those that the caller hires."""
     workers: list[HiredWorker] = []
+    wanted = num_processes(rollout)
     if parts.workers is not None:
         workers += await parts.workers(engine)
         for worker in workers:
             started.push_async_callback(worker.close)
-    elif rollout.agent.num_workers == 1:
+    elif wanted == 0:
         workers.append(await AgentLoopWorker.create(rollout=rollout, model=model, engine=engine, renderer=renderer))
         started.push_async_callback(workers[0].close)
     else:
-        for number in range(rollout.agent.num_workers):
+        for number in range(wanted):
             name = f"agent worker {number}"
             workers.append(await ProcessWorker.create(rollout=rollout, model=model, engine=engine, name=name))
             started.push_async_callback(workers[-1].close)

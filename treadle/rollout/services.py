@@ -3,12 +3,13 @@
 Owns the narrow views, so that sessions and workers can be run against anything that answers these calls.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from treadle.config import RolloutConfig
 from treadle.errors import EnvironmentFailure
+from treadle.observe import Wait
 from treadle.rollout.tools.threads import Threads
 from treadle.types import Completion, Message, Request, ToolCall, ToolResult
 
@@ -56,3 +57,5 @@ class Services:
     parser: CallParser
     threads: Threads = field(default_factory=lambda: Threads(MAX_LOOP_THREADS, failure=EnvironmentFailure))
     """For blocking code of loops and environments; tools have threads of their own."""
+    announce: Callable[[Wait], None] | None = None
+    """Told before a session enters code that may hold the interpreter, where somebody outside wants to know."""

@@ -15,6 +15,7 @@ from dataclasses import replace
 from typing import Any, TypeVar
 
 from treadle.errors import EngineFailure, MisuseError, PromptFailure
+from treadle.observe import Wait
 from treadle.rollout.growth import Ledger, OpenRow, OpenTurn
 from treadle.rollout.services import OpenTools, Services
 from treadle.types import (
@@ -295,6 +296,8 @@ class Session:
         ledger.stage, ledger.since = stage, self._clock()
         if event:
             ledger.last_event = event
+        if self._services.announce is not None and stage in ("tools", "environment"):
+            self._services.announce(Wait(self.task.uid, self.sample, stage, ledger.since, "", ledger.last_event))
         return ledger.since
 
 

@@ -6,7 +6,7 @@ Invariant: `run` returns a trajectory (or says that the prompt was dropped) for 
 
 import asyncio
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Literal, Self
 
@@ -69,11 +69,18 @@ class AgentLoopWorker:
 
     @classmethod
     async def create(
-        cls, *, rollout: RolloutConfig, model: ModelConfig, engine: Generator, renderer: Renderer | None = None
+        cls,
+        *,
+        rollout: RolloutConfig,
+        model: ModelConfig,
+        engine: Generator,
+        renderer: Renderer | None = None,
+        announce: Callable[[Wait], None] | None = None,
     ) -> Self:
-        """A worker with its tools started and its loops found, or an error."""
+        """A worker with its tools started and its loops found, or an error. `announce`: see `Services`."""
         loops = LoopFactory(rollout)
-        services = Services(rollout, engine, renderer or Renderer.create(model), parser(rollout.multi_turn.format))
+        codec, calls = renderer or Renderer.create(model), parser(rollout.multi_turn.format)
+        services = Services(rollout, engine, codec, calls, announce=announce)
         toolbox = await Toolbox.create(rollout.multi_turn)
         return cls(rollout, services, toolbox, loops)
 

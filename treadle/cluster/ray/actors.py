@@ -11,6 +11,7 @@ import sys
 from collections.abc import AsyncIterator, Awaitable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TypeVar
 
 import ray
@@ -28,6 +29,7 @@ from treadle.errors import ConfigError, Failure, RewardFailure, TreadleError
 from treadle.reward.scorer import Scorer
 from treadle.reward.surroundings import Surroundings as Lent
 from treadle.rollout.dispatch import first_error
+from treadle.rollout.distant import run_sent, serve_jobs
 from treadle.rollout.engines import start_engine, start_engines
 from treadle.rollout.process import Ready, Setup
 from treadle.rollout.process_main import UpstreamEngine
@@ -163,16 +165,15 @@ class AgentActor(Host):
         async with self._met(timeout_s) as link:
             setup: Setup = await link.receive()
             engine = SlimUpstream() if setup.rollout.uses_gpus() else UpstreamEngine()
-            starting = AgentLoopWorker.create(rollout=setup.rollout, model=setup.model, engine=engine)
+            starting = AgentLoopWorker.create(
+                rollout=setup.rollout, model=setup.model, engine=engine, announce=engine.announce
+            )
             worker = await _started(starting, link)
             if worker is None:
                 return
-            engine.peer = Peer(link, worker.run, Failure)
+            engine.peer = Peer(link, partial(run_sent, worker), Failure)
             link.send(Ready())
-            try:
-                await engine.peer.serve()
-            finally:
-                await worker.close()
+            await serve_jobs(worker, engine.peer)
 
 
 class ScorerActor(Host):

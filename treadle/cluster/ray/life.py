@@ -92,6 +92,14 @@ class Life:
             return explain(error)
         return "it ended by itself"
 
+    def probe(self) -> None:
+        """Nothing: where an actor is cannot be asked from here."""
+
+    def kill(self) -> str:
+        self._link.close()
+        ray.kill(self._actor)
+        return ""
+
     async def end(self) -> None:
         """End the actor, whatever it does. Ending twice is harmless."""
         self._link.close()

@@ -80,10 +80,10 @@ def supply_rollout(
 
     async def start_scorer(lent: Surroundings) -> RemoteScorer:
         setup = ScorerSetup(reward, config.model, lent.api_keys, reservation.reward_gpus())
-        seat = partial(reservation.scorer_seat, rollout.agent.num_workers)
+        seat = partial(reservation.scorer_seat, rollout.agent.num_workers or 1)
         return await RemoteScorer.create(setup, seat, rollout.limits, lent.policy)
 
-    if rollout.agent.num_workers > 1:
+    if rollout.agent.num_workers:
         workers = start_workers
     only_functions = set(reward.weights()) == set(reward.functions)
     if any(wishes(config)) or (reward.functions and reward.num_workers and only_functions):
@@ -96,7 +96,7 @@ async def _start_workers(config: Config, engine: Generator, reservation: Reserva
     rollout = config.rollout
     async with AsyncExitStack() as started:
         workers = []
-        for at in range(rollout.agent.num_workers):
+        for at in range(rollout.agent.num_workers or 0):
             seat, name = partial(reservation.worker_seat, at), f"agent worker {at}"
             worker = await RemoteWorker.create(rollout=rollout, model=config.model, engine=engine, seat=seat, name=name)
             started.push_async_callback(worker.close)

@@ -14,7 +14,7 @@ from treadle.cluster.ray.life import Life
 from treadle.cluster.ray.seat import Seat
 from treadle.config import ModelConfig, RolloutConfig
 from treadle.errors import Failure
-from treadle.rollout.distant import DistantWorker
+from treadle.rollout.distant import Answer, DistantWorker
 from treadle.rollout.process import Setup
 from treadle.rollout.services import Generator
 
@@ -28,16 +28,16 @@ class RemoteWorker(DistantWorker):
     ) -> Self:
         """A worker whose actor has answered, or an error. `seat` says where, whenever one is started."""
         setup = Setup(rollout, model, tuple(sys.path))
-        return await cls.started(name, partial(_start, setup, engine, seat, name))
+        return await cls.started(name, partial(_start, setup, seat, name), rollout, engine)
 
 
-async def _start(setup: Setup, engine: Generator, seat: Callable[[], Seat], name: str) -> Life:
+async def _start(setup: Setup, seat: Callable[[], Seat], name: str, answer: Answer) -> Life:
     return await Life.start(
         AgentActor,
         seat(),
         setup,
         name=name,
-        answer=engine.generate,
+        answer=answer,
         expected=Failure,
         timeout_s=setup.rollout.limits.launch_timeout_s,
     )
