@@ -129,6 +129,16 @@ def test_a_loop_that_cannot_be_found_is_a_mistake_before_anything_starts(path, s
         attempt(rollout(default_agent_loop=path), say(FINAL))
 
 
+def test_a_row_imports_nothing_that_the_config_does_not_name():
+    path = f"{__name__}:Twice"
+    failed = attempt(rollout(), say("A"), task(agent=path))
+    assert failed.outcome.boundary == "loop"
+    assert "rollout.agent.loops" in failed.outcome.detail
+    assert attempt(rollout(allow_imports_from_data=True), say("A", "B"), task(agent=path)).num_turns == 2
+    named = rollout(loops={"twice": AgentLoopConfig(path=path)})
+    assert attempt(named, say("A", "B"), task(agent="twice")).num_turns == 2
+
+
 class Broken(AgentLoopBase):
     async def run(self, session: Session) -> None:
         await session.generate()
@@ -206,3 +216,4 @@ def test_an_overlong_prompt_is_handled_as_the_config_says(choice):
         assert "rollout.prompt_length is 5" in result.outcome.detail
     else:
         assert len(result.rows[0].prompt_ids) == 5
+        assert result.extra["prompt_tokens_cut"] > 0

@@ -196,6 +196,14 @@ def test_a_call_nobody_awaited_cannot_pass_unnoticed():
         made.close_blocking()
 
 
+@pytest.mark.parametrize("name", ["stream", "stream_blocking"])
+def test_a_stream_nobody_iterates_cannot_pass_unnoticed(name):
+    made = manager()
+    getattr(made, name)(tasks(1))
+    with pytest.raises(MisuseError, match=f"{name} was called once and never iterated"):
+        made.close_blocking()
+
+
 def test_cancelling_the_caller_cancels_the_work():
     async def main() -> None:
         async with await AgentLoopManager.create(rollout=rollout(), model=MODEL, parts=parts(hang_rate=1.0)) as made:
@@ -275,6 +283,22 @@ def test_a_wait_that_takes_too_long_is_reported_by_name():
     wait = reports[0].waits[0]
     assert (wait.uid, wait.stage, wait.server) == ("the-stuck-one", "generate", "scripted-0")
     assert "the-stuck-one/0" in reports[0].text()
+
+
+async def slow_score(response):
+    await asyncio.sleep(0.5)
+    return 1.0
+
+
+def test_a_wait_for_a_score_that_takes_too_long_is_reported_by_name():
+    reports = []
+    config = rollout(limits=LimitsConfig(stall_report_s=0.05))
+    reward = RewardConfig(functions={"slow": RewardFunctionConfig(path=f"{__name__}:slow_score")}, num_workers=0)
+    slow = Parts(engines=[engine(say(FINAL))], renderer=renderer(), on_stall=reports.append)
+    with AgentLoopManager.create_blocking(rollout=config, model=MODEL, reward=reward, parts=slow) as made:
+        made.generate_sequences_blocking([task("unscored")])
+    wait = reports[0].waits[0]
+    assert (wait.uid, wait.stage, wait.server) == ("unscored", "score", "the scorer")
 
 
 def test_every_attempt_is_in_the_journal_and_the_last_one_counts(tmp_path):

@@ -1,6 +1,8 @@
 """The rate limit holds in every window, in order, and is not worn down by those who leave."""
 
 import asyncio
+import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -59,3 +61,31 @@ def test_turns_are_given_in_order_and_a_waiter_who_leaves_takes_none() -> None:
     order, took_s = run(main())
     assert order == [0, 1, 4, 5]
     assert took_s == pytest.approx(3.0, abs=0.2)
+
+
+def test_two_rollouts_in_one_process_share_the_clock_of_an_endpoint() -> None:
+    """Each on an event loop in a thread of its own, as two managers are."""
+    began, turns = time.monotonic(), 0
+
+    async def rollout() -> int:
+        limit, given = RateLimit(20.0, shared_by=("http://judge",)), 0
+        while time.monotonic() - began < 1.0:
+            await limit.turn()
+            given += 1
+        return given
+
+    with ThreadPoolExecutor(2) as threads:
+        turns = sum(threads.map(lambda _: asyncio.run(rollout()), range(2)))
+    took_s = time.monotonic() - began
+    assert turns <= 20.0 * (took_s + BURST_S) + 3  # each looks at the time before its last turn
+
+
+def test_limits_of_other_things_have_clocks_of_their_own() -> None:
+    async def main() -> float:
+        one, other = RateLimit(0.1, shared_by=("a",)), RateLimit(0.1, shared_by=("b",))
+        begin = asyncio.get_running_loop().time()
+        await one.turn()
+        await other.turn()
+        return asyncio.get_running_loop().time() - begin
+
+    assert run(main()) == 0.0

@@ -112,6 +112,7 @@ def test_null_means_absent_for_optional_fields() -> None:
             "prompt[0].content must be a text or a list of parts; the message has role, text",
         ),
         ({"prompt": "x", "n": 0}, "n must be a whole number ≥ 1, got int '0'"),
+        ({"prompt": "x", "n": 100_000_000}, "n is 100000000, more than data.max_n = 1024"),
         ({"prompt": "x", "n": True}, "n must be a whole number ≥ 1"),
         ({"prompt": "x", "uid": ""}, "uid must be a text or a whole number"),
         ({"prompt": "x", "uid": 1.5}, "uid must be a text or a whole number"),

@@ -21,6 +21,7 @@ from treadle.config import Config, TrainConfig, to_yaml
 from treadle.config.rules import check_rules
 from treadle.config.show import flatten
 from treadle.config.trainer import OnWeightUpdate
+from treadle.data.renderer import Renderer
 from treadle.data.tasks import TaskSource, load_training_tasks, load_validation_tasks
 from treadle.engine.protocol import WeightUpdate
 from treadle.engine.vllm.engine import require_vllm
@@ -31,6 +32,7 @@ from treadle.observe.trackers import Trackers
 from treadle.rollout import AgentLoopManager
 from treadle.rollout import Parts as RolloutParts
 from treadle.rollout.dispatch import first_error
+from treadle.rollout.prompts import survey_prompts
 from treadle.trainer.evaluate import Validation
 from treadle.trainer.lineage import Lineage
 from treadle.trainer.parts import Parts, Validator, View, train_in_thread
@@ -38,9 +40,9 @@ from treadle.trainer.run import Run
 from treadle.trainer.schedules import SCHEDULES
 from treadle.trainer.step import StepReport
 from treadle.trainer.stop import Interrupted
-from treadle.trainer.terms import settings_digest
+from treadle.trainer.terms import settings_digest, total_steps
 from treadle.trainer.timeline import write_timeline
-from treadle.types import NOTHING
+from treadle.types import NOTHING, Task
 from treadle.weights.push import PushReport, Receiver
 
 log = logging.getLogger(__name__)
@@ -126,6 +128,7 @@ async def _assembled(
     tasks = load_training_tasks(config.data)
     validation_tasks = tuple(load_validation_tasks(config.data)) if config.data.val_files else ()
     resolve_model_path(config.model.path, origin=config.model.origin("path"))  # before there is a run directory
+    await _look_at_prompts(config, tasks, validation_tasks)
     async with AsyncExitStack() as parts:
         resolved = to_yaml(config, origins=True)
         journal = Journal.open(run_dir, max_mb=logging.journal_max_mb, config_yaml=resolved, command=command)
@@ -162,6 +165,17 @@ async def _assembled(
                 watch=runtime.watch,
             ),
         )
+
+
+async def _look_at_prompts(config: TrainConfig, tasks: TaskSource, validation_tasks: Sequence[Task]) -> None:
+    """Find prompts that are too long, and tasks that cannot run, before anything is loaded for them."""
+    renderer = await asyncio.to_thread(Renderer.create, config.model)
+    admitted = total_steps(config, tasks) * config.data.train_batch_size
+    admitted *= config.algorithm.filter_groups.max_num_gen_batches
+    seen = [tasks.at(position) for position in range(min(admitted, len(tasks)))]
+    survey = await survey_prompts([*seen, *validation_tasks], config.rollout, renderer)
+    if note := survey.note(config.rollout):
+        log.warning("%s", note)
 
 
 async def _train(runtime: Runtime, *arguments: Any) -> StepReport:

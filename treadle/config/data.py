@@ -15,5 +15,6 @@ class DataConfig(Section):
     answer_key: str = key("answer", "field of a row that holds the ground truth")
     reward_fn_key: str = key("data_source", "field of a row that says which data set it belongs to")
     shuffle: bool = key(True, "draw training tasks in a random order, fixed by the seed")
+    max_n: int = key(1024, "most samples that a row may ask for by its own `n`", ge=1)
     seed: int = key(42, "seed of that order", ge=0)
     source_kwargs: Options = key({}, "arguments for task generators, by dataset or function name")

@@ -64,6 +64,9 @@ class AgentConfig(Section):
     )
     default_agent_loop: str = key("single_turn_agent", "loop for tasks that name none: a name or an import path")
     loops: Mapping[str, AgentLoopConfig] = key({}, "further loops by name")
+    allow_imports_from_data: bool = key(
+        False, "let a task's `agent` be any import path, which runs the code it names: for data that you trust"
+    )
 
 
 class MCPServerConfig(Section):

@@ -29,7 +29,7 @@ def to_task(record: Record, data: DataConfig) -> Task:
         ground_truth=_read_answer(record, data),
         data_source=_read_text(record, data.reward_fn_key) or "",
         agent=_read_agent(record),
-        n=_read_count(record),
+        n=_read_count(record, data.max_n),
         tools=_read_tools(record),
         tool_kwargs=_read_tool_kwargs(record),
         environment_kwargs=_read_environment_kwargs(record),
@@ -112,10 +112,12 @@ def _read_agent(record: Record) -> str | None:
     return agent or verl_agent or None
 
 
-def _read_count(record: Record) -> int | None:
+def _read_count(record: Record, most: int) -> int | None:
     n = record.fields.get("n")
     if n is not None and (type(n) is not int or n < 1):
         raise _wrong(record, "n", "a whole number ≥ 1")
+    if n is not None and n > most:
+        raise _mistake(record, f"n is {n}, more than data.max_n = {most}", "lower it, or raise data.max_n")
     return n
 
 

@@ -66,6 +66,9 @@ class Summary:
     num_tasks: int
     num_trajectories: int
     num_dropped: int
+    """Tasks whose prompts were too long, and that were left out."""
+    num_cut: int
+    """Tasks whose prompts were too long, and were cut."""
     success_threshold: float
     sources: tuple[SourceSummary, ...]
     stop_reasons: Mapping[StopReason, int]
@@ -91,7 +94,12 @@ class Summary:
 
 
 def summarize(
-    trajectories: Iterable[Finished], *, success_threshold: float = 1.0, wall_s: float = 0.0, num_dropped: int = 0
+    trajectories: Iterable[Finished],
+    *,
+    success_threshold: float = 1.0,
+    wall_s: float = 0.0,
+    num_dropped: int = 0,
+    num_cut: int = 0,
 ) -> Summary:
     """Summarize trajectories, each (uid, sample) given once; a reward of `success_threshold` or more is a success."""
     gathered = _Gathered()
@@ -101,6 +109,7 @@ def summarize(
         num_tasks=len(gathered.tasks),
         num_trajectories=sum(gathered.reasons.values()),
         num_dropped=num_dropped,
+        num_cut=num_cut,
         success_threshold=success_threshold,
         sources=tuple(gathered.source(name, success_threshold) for name in sorted(gathered.counts)),
         stop_reasons=dict(gathered.reasons.most_common()),

@@ -82,6 +82,7 @@ def _timings(summary: Summary) -> Table:
 
 def _totals(summary: Summary) -> str:
     dropped = f", {summary.num_dropped:,} tasks dropped" if summary.num_dropped else ""
+    dropped += f", {summary.num_cut:,} prompts cut" if summary.num_cut else ""
     forks = f", {summary.num_forks:,} forks" if summary.num_forks else ""
     return (
         f"{summary.num_trajectories:,} trajectories of {summary.num_tasks:,} tasks{forks}{dropped}; "

@@ -52,7 +52,7 @@ class Scorer:
         `surroundings`: what a rollout lends to judges.
         """
         sandboxed = tuple(name for name in reward.functions if _needs_worker(reward, name))
-        rate = RateLimit(reward.rate_limit_per_s)
+        rate = RateLimit(reward.rate_limit_per_s, shared_by=_limited(reward))
         mistakes: list[Mistake] = []
         inline = _load_inline(reward, [name for name in reward.functions if name not in sandboxed], mistakes)
         prepared = await prepare_models(reward, surroundings)
@@ -158,6 +158,14 @@ class Scorer:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         await self.close()
+
+
+def _limited(reward: RewardConfig) -> tuple[str, ...]:
+    """What a rate limit protects: the endpoints that are asked, or else the functions that are called."""
+    judges = [judge.engine.openai.base_url for judge in reward.judges.values() if judge.engine.name == "openai"]
+    servers = [model.endpoint.base_url for model in reward.classifiers.values() if model.placement == "endpoint"]
+    endpoints = {url for url in (*judges, *servers) if url}
+    return tuple(sorted(endpoints or {function.path for function in reward.functions.values()}))
 
 
 def _needs_worker(reward: RewardConfig, name: str) -> bool:

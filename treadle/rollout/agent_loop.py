@@ -10,7 +10,7 @@ from typing import Any
 
 from treadle.config import RolloutConfig
 from treadle.config.plugin import load_object
-from treadle.errors import ConfigError, Mistake, nearest
+from treadle.errors import ConfigError, LoopFailure, Mistake, nearest
 from treadle.rollout.session import Session
 from treadle.types import Message, StopReason, ToolCall, ToolResult
 
@@ -63,8 +63,15 @@ BUILT_IN: Mapping[str, str] = {
 }
 
 
+def known_loops(rollout: RolloutConfig) -> tuple[str, ...]:
+    """What a task may name: built-in loops, those that the config names, and its default."""
+    agent = rollout.agent
+    paths = (loop.path for loop in agent.loops.values())
+    return tuple(dict.fromkeys((*BUILT_IN, *agent.loops, *paths, agent.default_agent_loop)))
+
+
 class LoopFactory:
-    """Builds the loop a task asks for; each name is looked up once."""
+    """Builds the loop a task asks for; each name is looked up once. A task's own words import nothing by themselves."""
 
     def __init__(self, rollout: RolloutConfig) -> None:
         self._rollout = rollout
@@ -75,7 +82,11 @@ class LoopFactory:
 
     def create(self, name: str | None) -> AgentLoopBase:
         """A fresh loop, by name or import path; None for the configured default."""
-        cls, kwargs = self.find(name or self._rollout.agent.default_agent_loop)
+        agent = self._rollout.agent
+        if name is not None and not agent.allow_imports_from_data and name not in known_loops(self._rollout):
+            fix = "name it under rollout.agent.loops, or set rollout.agent.allow_imports_from_data"
+            raise LoopFailure(f"the task asks for the agent loop {name!r}, which the config does not know: {fix}")
+        cls, kwargs = self.find(name or agent.default_agent_loop)
         return cls(self._rollout, **kwargs)
 
     def find(self, name: str) -> tuple[type[AgentLoopBase], Mapping[str, Any]]:

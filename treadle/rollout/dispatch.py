@@ -18,6 +18,7 @@ from treadle.engine.gate import Gate
 from treadle.engine.interrupt import Flight, Flights, Interrupted
 from treadle.errors import Boundary, DeadlineError, MisuseError, RewardFailure, RunError
 from treadle.journal import Journal
+from treadle.observe import Wait
 from treadle.rollout.budget import FailureBudget
 from treadle.rollout.feed import Feed
 from treadle.rollout.recall import NO_PAST, Past, draws_anew
@@ -88,6 +89,13 @@ class Dispatcher:
         self._gate = Gate()
         self._attempts = Flights()
         self._turn = 0
+        self._scoring: dict[tuple[str, int], float] = {}
+        """Trajectories that wait for their score, and since when."""
+
+    def waits(self) -> Iterator[Wait]:
+        """What is waited for here, once sessions have ended."""
+        for (uid, sample), since in self._scoring.items():
+            yield Wait(uid, sample, "score", since, "the scorer", "the session ended")
 
     async def generate(self, tasks: Sequence[Task], order: Order) -> Batch:
         """Groups in the order of the tasks, once every sample has ended."""
@@ -220,10 +228,13 @@ class Dispatcher:
         clock = asyncio.get_running_loop().time
         began = clock()
         outcome, reward = trajectory.outcome, None
+        self._scoring[trajectory.uid, trajectory.sample] = began
         try:
             reward = await scorer.score(task, trajectory)
         except RewardFailure as failure:
             outcome = Outcome.failed(failure)
+        finally:
+            self._scoring.pop((trajectory.uid, trajectory.sample), None)
         timing = replace(trajectory.timing, score_s=clock() - began)
         return replace(trajectory, outcome=outcome, reward=reward, timing=timing)
 

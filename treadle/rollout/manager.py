@@ -8,6 +8,7 @@ and a blocking form, told apart by name alone. Whoever holds a manager holds one
 """
 
 import asyncio
+from collections import Counter
 from collections.abc import AsyncIterator, Container, Coroutine, Iterator, Sequence
 from types import TracebackType
 from typing import Any, Self
@@ -37,7 +38,8 @@ class AgentLoopManager:
         self._rollout = rollout
         self._thread = thread
         self._service = service
-        self._unawaited: set[int] = set()
+        self._unawaited: dict[int, str] = {}
+        """Calls that nobody has awaited or iterated yet, by number."""
         self._calls = 0
         self._closed = False
 
@@ -84,12 +86,10 @@ class AgentLoopManager:
 
         A call that is never awaited does nothing; closing the manager then raises, so that it cannot pass unnoticed.
         """
-        self._calls += 1
-        self._unawaited.add(self._calls)
-        return self._generate(self._calls, tasks, kind, seed)
+        return self._generate(self._expect("generate_sequences"), tasks, kind, seed)
 
     async def _generate(self, call: int, tasks: Sequence[Task], kind: Kind, seed: int | None) -> Batch:
-        self._unawaited.discard(call)
+        self._unawaited.pop(call, None)
         return await self._thread.run(self._service.generate(tasks, kind, seed))
 
     def generate_sequences_blocking(
@@ -98,10 +98,19 @@ class AgentLoopManager:
         """Sample every task and wait for it in this thread."""
         return self._thread.run_blocking(self._service.generate(tasks, kind, seed), "generate_sequences")
 
-    async def stream(
+    def stream(
         self, tasks: Sequence[Task], *, kind: Kind = Kind.TRAINING, done: Container[tuple[str, int]] = ()
     ) -> AsyncIterator[Trajectory | Dropped]:
-        """Trajectories as each one ends. `done` names samples, by uid and number, that are not drawn again."""
+        """Trajectories as each one ends. `done` names samples, by uid and number, that are not drawn again.
+
+        A stream that nobody iterates does nothing; closing the manager then raises.
+        """
+        return self._stream(self._expect("stream"), tasks, kind, done)
+
+    async def _stream(
+        self, call: int, tasks: Sequence[Task], kind: Kind, done: Container[tuple[str, int]]
+    ) -> AsyncIterator[Trajectory | Dropped]:
+        self._unawaited.pop(call, None)
         feed = await self._thread.run(_new_feed())
         work = self._thread.submit(self._service.stream(tasks, kind, done, feed))
         try:
@@ -116,6 +125,12 @@ class AgentLoopManager:
         self, tasks: Sequence[Task], *, kind: Kind = Kind.TRAINING, done: Container[tuple[str, int]] = ()
     ) -> Iterator[Trajectory | Dropped]:
         """The same, for code that does not await."""
+        return self._stream_blocking(self._expect("stream_blocking"), tasks, kind, done)
+
+    def _stream_blocking(
+        self, call: int, tasks: Sequence[Task], kind: Kind, done: Container[tuple[str, int]]
+    ) -> Iterator[Trajectory | Dropped]:
+        self._unawaited.pop(call, None)
         feed = self._thread.run_blocking(_new_feed(), "stream")
         work = self._thread.submit(self._service.stream(tasks, kind, done, feed))
         try:
@@ -124,6 +139,12 @@ class AgentLoopManager:
             work.result()
         finally:
             work.cancel()
+
+    def _expect(self, name: str) -> int:
+        """Note a call that does nothing until somebody awaits or iterates it."""
+        self._calls += 1
+        self._unawaited[self._calls] = name
+        return self._calls
 
     @property
     def name(self) -> str:
@@ -170,13 +191,18 @@ class AgentLoopManager:
         self._refuse_unawaited()
 
     def _refuse_unawaited(self) -> None:
-        count = len(self._unawaited)
-        self._unawaited.clear()
-        if count:
+        names, self._unawaited = Counter(self._unawaited.values()), {}
+        for name, count in names.items():
             times = "once" if count == 1 else f"{count} times"
+            if name == "generate_sequences":
+                raise MisuseError(
+                    f"generate_sequences was called {times} without await, and generated nothing: "
+                    "await it, or call generate_sequences_blocking"
+                )
+            loop = "async for" if name == "stream" else "for"
             raise MisuseError(
-                f"generate_sequences was called {times} without await, and generated nothing: "
-                "await it, or call generate_sequences_blocking"
+                f"{name} was called {times} and never iterated, and generated nothing: "
+                f"write `{loop} trajectory in manager.{name}(tasks)`"
             )
 
     async def __aenter__(self) -> Self:

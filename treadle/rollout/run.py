@@ -5,6 +5,8 @@ section in the same file is not looked at. A run that was interrupted goes on wh
 the journal and are not drawn again.
 """
 
+import asyncio
+import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -18,6 +20,7 @@ from treadle.errors import RunError
 from treadle.journal import Headline, Journal, JournalReader, RunStatus
 from treadle.observe import Finished, Summary, Tally, summarize
 from treadle.rollout.manager import CONFIGURED, AgentLoopManager
+from treadle.rollout.prompts import survey_prompts
 from treadle.rollout.service import Kind, Parts
 from treadle.rollout.worker import Dropped
 from treadle.types import Task
@@ -54,7 +57,10 @@ def run_rollout(
     same call goes on from there.
     """
     tasks = list(load_validation_tasks(config.data) if validation else load_training_tasks(config.data))
-    renderer = Renderer.create(config.model)  # a mistake in the model leaves no run directory behind
+    renderer = Renderer.create(config.model)  # a mistake in model or tasks leaves no run directory behind
+    survey = asyncio.run(survey_prompts(tasks, config.rollout, renderer))
+    if note := survey.note(config.rollout):
+        print(f"note: {note}", file=sys.stderr)
     with _open_journal(config, command) as journal:
         run = _Run(config, tasks, journal, validation, replace(parts, renderer=renderer, journal=journal))
         run.recall()
@@ -62,7 +68,8 @@ def run_rollout(
             interrupted = run.roll_out()
         if interrupted and journal is not None:
             journal.close_blocking(RunStatus.INTERRUPTED)
-    return Result(run.summary(), interrupted, journal.run_dir if journal else None)
+    cut = 0 if config.rollout.overlong_prompts == "drop" else len(survey.overlong)
+    return Result(run.summary(num_cut=cut), interrupted, journal.run_dir if journal else None)
 
 
 @contextmanager
@@ -144,9 +151,12 @@ class _Run:
             uid, sample = missing[0]
             raise RunError(f"{len(missing)} of {len(wanted)} trajectories are missing, such as {uid}/{sample}")
 
-    def summary(self) -> Summary:
+    def summary(self, num_cut: int) -> Summary:
         threshold, wall_s = self._config.reward.success_threshold, time.monotonic() - self._began
-        return summarize(self._finished, success_threshold=threshold, wall_s=wall_s, num_dropped=len(self._dropped))
+        dropped = len(self._dropped)
+        return summarize(
+            self._finished, success_threshold=threshold, wall_s=wall_s, num_dropped=dropped, num_cut=num_cut
+        )
 
 
 def _belongs(headline: Headline, wanted: set[tuple[str, int]]) -> bool:

@@ -154,7 +154,7 @@ class RolloutService:
                 rollout, workers, scorer, parts.journal, parts.observers, forget, replicas=len(engines)
             )
             report = partial(_report_stall, parts)
-            watch = StallWatch(rollout.limits.stall_report_s, lambda: _waits(workers, router), report)
+            watch = StallWatch(rollout.limits.stall_report_s, lambda: _waits(workers, router, dispatcher), report)
             journal, closing = parts.journal, started.pop_all()
             return cls(rollout, renderer, router, recall, dispatcher, watch, attendant, journal, closing)
 
@@ -335,10 +335,11 @@ def _report_stall(parts: Parts, report: StallReport) -> None:
         parts.journal.add_event("stall", **report.fields())
 
 
-def _waits(workers: Sequence[HiredWorker], router: Router) -> Iterator[Wait]:
+def _waits(workers: Sequence[HiredWorker], router: Router, dispatcher: Dispatcher) -> Iterator[Wait]:
     """What each open session waits for; for those that generate, the router knows on which replica."""
     replicas = {flight.session: flight.replica for flight in router.flights()}
     for worker in workers:
         for wait in worker.waits():
             server = replicas.get(f"{wait.uid}/{wait.sample}")
             yield wait if server is None else replace(wait, server=server)
+    yield from dispatcher.waits()

@@ -125,7 +125,7 @@ class AgentLoopWorker:
     async def _contained(self, opened: "Opened") -> Outcome | Dropped:
         """One attempt, whatever the user's code does: a task that ends with SystemExit would end the event loop."""
         try:
-            prompt_ids = self._prompt(opened.job.task)
+            prompt_ids = self._prompt(opened)
             if isinstance(prompt_ids, Dropped):
                 return prompt_ids
             return await self._attempt(opened, prompt_ids)
@@ -170,9 +170,9 @@ class AgentLoopWorker:
             opened.blame_deadline(limit)
             session.end(StopReason.DEADLINE)
 
-    def _prompt(self, task: Task) -> tuple[int, ...] | Dropped:
+    def _prompt(self, opened: "Opened") -> tuple[int, ...] | Dropped:
         """The prompt's ids, cut or refused as `rollout.overlong_prompts` says."""
-        rollout = self._rollout
+        task, rollout = opened.job.task, self._rollout
         ids = self._services.codec.prompt(task.messages, self._toolbox.schemas(task.tools))
         if len(ids) <= rollout.prompt_length:
             return ids
@@ -181,6 +181,7 @@ class AgentLoopWorker:
             raise PromptFailure(f"{detail}: raise it, or set rollout.overlong_prompts to drop or truncate_left")
         if rollout.overlong_prompts == "drop":
             return Dropped(task.uid, detail)
+        opened.cut = len(ids) - rollout.prompt_length
         return truncate(ids, rollout.prompt_length, CUT_SIDES[rollout.overlong_prompts])
 
     def waits(self) -> Iterator[Wait]:
@@ -201,6 +202,8 @@ class Opened:
     job: Job
     began: float
     record: SessionRecord | None = None
+    cut: int = 0
+    """Tokens of the prompt that were cut out."""
     left: bool = False
     """Whether the loop has ended: what follows is ours."""
     withdrawn: bool = False
@@ -234,6 +237,9 @@ class Opened:
 def _trajectory(opened: Opened, outcome: Outcome, started_at: float, total_s: float) -> Trajectory:
     job, record = opened.job, opened.record
     ledger = record.ledger if record else Ledger()
+    extra = record.extra() if record else NOTHING
+    if opened.cut:
+        extra = {**extra, "prompt_tokens_cut": opened.cut}
     return Trajectory(
         uid=job.task.uid,
         sample=job.sample,
@@ -243,5 +249,5 @@ def _trajectory(opened: Opened, outcome: Outcome, started_at: float, total_s: fl
         timing=Timing(started_at, total_s, ledger.generate_s, ledger.tool_s),
         attempt=job.attempt,
         data_source=job.task.data_source,
-        extra=record.extra() if record else NOTHING,
+        extra=extra,
     )

@@ -58,7 +58,7 @@ class Books:
             positions=list(taken.positions),
             baselines=None if baselines is None else list(baselines),
         )
-        metrics = {**report.metrics, **self._noted, **self._measure(step, taken.groups)}
+        metrics = {**report.metrics, **self._noted, **self._measure(step, taken.groups), **_prompts(taken)}
         self._noted = {}
         self._log(step, metrics)
         self._view.on_step(step, metrics)
@@ -93,3 +93,9 @@ class Books:
     def _log(self, step: int, metrics: Mapping[str, float]) -> None:
         self._journal.add_metrics(step, metrics)
         self._trackers.log(step, metrics)
+
+
+def _prompts(taken: Taken) -> dict[str, float]:
+    """Prompts that were too long: how many tasks were left out for this step, and how many of it were cut."""
+    cut = sum(any("prompt_tokens_cut" in item.extra for item in group.trajectories) for group in taken.groups)
+    return {"prompts/dropped": float(taken.removed.get("prompt dropped", 0)), "prompts/cut": float(cut)}

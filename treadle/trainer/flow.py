@@ -13,7 +13,7 @@ that is more than `lag` policy versions old.
 
 import asyncio
 from collections import Counter, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
@@ -27,7 +27,7 @@ from treadle.rollout.worker import Dropped
 from treadle.trainer.open_groups import OpenGroup, OpenGroups
 from treadle.trainer.step import is_informative
 from treadle.trainer.terms import FlowLimits
-from treadle.types import Group, Task, Trajectory
+from treadle.types import NOTHING, Group, Task, Trajectory
 
 FindPast = Callable[[Task, int], Past]
 """What an earlier start of a run left of a task, with no token older than a version."""
@@ -45,6 +45,8 @@ class Taken:
 
     groups: tuple[Group, ...]
     positions: tuple[int, ...]
+    removed: Mapping[str, int] = NOTHING
+    """Groups that were removed on the way to it, by reason."""
 
 
 class Flow:
@@ -137,10 +139,11 @@ class Flow:
         self._taken += len(chosen)
         self._training = tuple(item.position for item in chosen)
         self._usable = due + 1
+        removed = dict(self._removed)
         self._removed.clear()
         groups = tuple(item.group for item in chosen if item.group is not None)
         _check_age(groups, due)
-        return Taken(groups, self._training)
+        return Taken(groups, self._training, removed)
 
     def settle(self) -> None:
         """The batch that was taken has been trained: only now have its tasks left."""
