@@ -223,7 +223,7 @@ def test_a_format_that_marks_strings_keeps_them_typed() -> None:
     [
         ("<function=f><parameter=a>1</parameter><parameter=a>2</parameter></function>", "more than once"),
         ("<function=f><parameter=a>1</parameter>junk</function>", "expected </function>"),
-        ("<function=f><parameter=a>1", "parameter a is not closed"),
+        ("<function=f><parameter=a>1", "parameter 'a' is not closed"),
         ("<function=></function>", "name its tool"),
         ("<function=f", "not closed with >"),
     ],

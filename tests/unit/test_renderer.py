@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerFast
 
+from tests.rendering import encode_full
 from treadle.config.model import ModelConfig
 from treadle.data.proof import Verdict
 from treadle.data.renderer import Renderer, truncate
@@ -63,10 +64,7 @@ def renderer_of(family: str) -> Renderer:
 
 
 def full_ids(family: str, messages: Sequence[Message], tools: Sequence[Any] = ()) -> list[int]:
-    rendered = tokenizer_of(family).apply_chat_template(
-        list(messages), tools=list(tools) or None, add_generation_prompt=True, return_dict=False
-    )
-    return list(rendered)
+    return encode_full(tokenizer_of(family), messages, tools)
 
 
 def result(content: str, number: int = 1) -> Message:
@@ -87,7 +85,8 @@ CONTENTS = st.lists(st.one_of(st.text(max_size=8), st.sampled_from([*SPELLED, "\
 @given(parts=CONTENTS)
 def test_a_prompt_has_the_ids_of_the_full_rendering(family: str, parts: list[str]) -> None:
     conversation = [{"role": "user", "content": "".join(parts)}]
-    assert list(renderer_of(family).prompt(conversation, [TOOL])) == full_ids(family, conversation, [TOOL])
+    tools = [TOOL] if family in WITH_TOOLS else []
+    assert list(renderer_of(family).prompt(conversation, tools)) == full_ids(family, conversation, tools)
 
 
 @pytest.mark.parametrize("family", ENDS)
@@ -173,13 +172,12 @@ def test_messages_with_parts_or_unknown_fields_are_left_to_the_template() -> Non
     assert renderer.observation([{"role": "user", "content": "hi", "mood": "good"}]) == plain
 
 
-def test_tools_that_a_template_repeats_are_those_of_the_session() -> None:
+def test_a_template_that_would_move_its_tools_refuses_to_go_on() -> None:
     renderer = renderer_of("mistral")
-    assert renderer.is_fast([QUESTION]) and not renderer.is_fast([QUESTION], [TOOL])
-    full = full_ids("mistral", [QUESTION, ANSWER, {"role": "user", "content": "more"}], [TOOL])
-    observed = renderer.observation([{"role": "user", "content": "more"}], [TOOL])
-    assert_ends_with(full, observed, renderer)
-    assert '"name": "add"' in renderer._encoder.decode(observed)
+    more: list[Message] = [{"role": "user", "content": "more"}]
+    assert renderer.is_fast(more) and renderer.observation(more)
+    with pytest.raises(PromptFailure, match="cannot go on after an assistant turn: full rendering would rewrite"):
+        renderer.observation(more, [TOOL])
 
 
 def test_an_empty_message_has_a_shape_of_its_own() -> None:
@@ -198,7 +196,7 @@ def test_nothing_new_gives_just_the_next_header() -> None:
 
 def test_the_proof_says_that_reasoning_would_be_dropped() -> None:
     check = renderer_of("qwen3").proof["assistant reasons → user"]
-    assert check.verdict is Verdict.DIFFERS
+    assert check.verdict is Verdict.KEEPS
     assert "drop earlier reasoning" in check.detail
     assert "Let me see." in check.incremental and "Let me see." not in check.full
     assert renderer_of("qwen3").proof["assistant reasons → tool"].verdict is Verdict.AGREES
@@ -215,12 +213,73 @@ def test_the_proof_says_that_earlier_text_would_be_rewritten() -> None:
 def test_the_proof_says_that_an_end_of_turn_token_is_foreign_to_the_template() -> None:
     tokenizer = make_tokenizer(eos_token="<|endoftext|>")
     renderer = Renderer.create(ModelConfig(path="none", custom_chat_template=template_of("glm")), tokenizer)
-    assert "leaves out the token that turns end with" in renderer.proof["assistant → user"].detail
+    assert "leaves its last token out" in renderer.proof["assistant → user"].detail
 
 
 def test_the_proof_says_that_tools_are_not_shown() -> None:
     assert not renderer_of("gemma").proof.shows_tools
     assert renderer_of("hermes").proof.shows_tools
+
+
+CHATML = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+ASK = "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+
+
+def make_renderer(template: str) -> Renderer:
+    return Renderer.create(ModelConfig(path="none", custom_chat_template=template), make_tokenizer())
+
+
+def test_tools_that_a_template_ignores_are_written_into_the_prompt() -> None:
+    renderer = make_renderer(CHATML + ASK)
+    assert not renderer.proof.shows_tools and "written into the prompt, in hermes format" in str(renderer.proof)
+    turn = {"role": "assistant", "content": "Hm.", "tool_calls": [CALL, CALL]}
+    system: Message = {"role": "system", "content": "Be brief."}
+    text = renderer._encoder.decode(renderer.prompt([system, QUESTION, turn, result("3"), result("4")], [TOOL]))
+    assert text.startswith("<|im_start|>system\nBe brief.\n\n# Tools") and json.dumps(TOOL) in text
+    call = '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'
+    assert f"<|im_start|>assistant\nHm.\n{call}\n{call}<|im_end|>" in text
+    response = "<tool_response>\n{}\n</tool_response>"
+    assert f"<|im_start|>user\n{response.format(3)}\n{response.format(4)}<|im_end|>" in text
+    assert "# Tools" not in renderer._encoder.decode(renderer.prompt([system, QUESTION]))
+    assert {check.verdict for check in renderer.proof.checks} == {Verdict.AGREES}
+
+
+def test_a_template_with_no_system_role_has_its_tools_in_the_first_user_message() -> None:
+    text = renderer_of("gemma")._encoder.decode(renderer_of("gemma").prompt([QUESTION], [TOOL]))
+    assert text.startswith("<bos><start_of_turn>user\n# Tools") and "Add 1 and 2.<end_of_turn>" in text
+
+
+def test_a_template_that_always_loops_over_tools_gets_an_empty_list() -> None:
+    renderer = make_renderer("{% for t in tools %}{{ t.function | tojson }}{% endfor %}" + CHATML + ASK)
+    assert renderer.proof.shows_tools
+    assert renderer._encoder.decode(renderer.prompt([QUESTION])).startswith("<|im_start|>user")
+    assert renderer.proof["assistant → user"].verdict is Verdict.AGREES
+
+
+@pytest.mark.parametrize("role", ["system", "tool"])
+def test_a_role_that_a_template_leaves_out_is_refused_by_name(role: str) -> None:
+    deaf = CHATML.replace("messages %}", f"messages if m.role != '{role}' %}}") + "{{ tools | tojson if tools }}" + ASK
+    renderer = make_renderer(deaf)
+    with pytest.raises(PromptFailure, match=f"leaves out messages of the role '{role}'"):
+        renderer.prompt([QUESTION, {"role": role, "content": "hear this"}], [TOOL])
+
+
+def test_calls_that_a_template_leaves_out_are_refused_by_name() -> None:
+    renderer = make_renderer("{{ tools | tojson if tools }}" + CHATML + ASK)
+    turn = {"role": "assistant", "content": "", "tool_calls": [CALL]}
+    with pytest.raises(PromptFailure, match="leaves out the tool calls"):
+        renderer.prompt([QUESTION, turn, result("3")], [TOOL])
+    assert renderer.observation([result("3")], [TOOL])
+
+
+def test_a_template_that_wants_parts_gets_parts() -> None:
+    parts = CHATML.replace("{{ m.content }}", "{% for p in m.content %}{{ p['text'] }}{% endfor %}")
+    assert "Add 1 and 2." in make_renderer(parts)._encoder.decode(make_renderer(parts).prompt([QUESTION]))
+
+
+def test_a_template_that_shows_no_text_at_all_is_a_config_error() -> None:
+    with pytest.raises(ConfigError, match="leaves out the text of the message"):
+        make_renderer("<|im_start|>{{ messages | length }}<|im_end|>")
 
 
 def test_template_variables_reach_the_template() -> None:

@@ -13,6 +13,7 @@ import transformers.models.auto.tokenization_auto  # noqa: F401  two seconds, wh
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
+from tests.rendering import encode_full
 from treadle.config.model import ModelConfig
 from treadle.data.encoder import HOSTILE, Encoder
 from treadle.data.proof import Verdict
@@ -70,10 +71,12 @@ def test_a_token_that_another_can_claim_is_not_cut_at(rival: AddedToken) -> None
 def test_observations_are_exact_whatever_tokens_there_are(rival: AddedToken) -> None:
     tokenizer = make_tokenizer(rival)
     renderer = Renderer.create(ModelConfig(path="none"), tokenizer)
+    trusting = Renderer.create(ModelConfig(path="none", allow_special_tokens=True), tokenizer)
     for text in (*HOSTILE, "zq <mask> a <mask>zq<|im_end|>\n"):
         conversation = [{"role": "user", "content": text}]
         full = tokenizer.apply_chat_template(conversation, add_generation_prompt=True, return_dict=False)
-        assert list(renderer.prompt(conversation)) == full
+        assert list(trusting.prompt(conversation)) == full
+        assert list(renderer.prompt(conversation)) == encode_full(tokenizer, conversation)
 
 
 def test_text_after_a_special_token_is_not_the_start_of_a_text() -> None:

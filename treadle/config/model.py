@@ -10,6 +10,9 @@ class ModelConfig(Section):
     tokenizer_path: str | None = key(None, "tokenizer directory, where it is not the model's own")
     custom_chat_template: str | None = key(None, "Jinja chat template that replaces the tokenizer's")
     apply_chat_template_kwargs: Options = key({}, "extra variables for the chat template, such as enable_thinking")
+    allow_special_tokens: bool = key(
+        False, "special tokens that the messages of a prompt spell out become special tokens; for data you trust"
+    )
     trust_remote_code: bool = key(False, "run Python code that ships inside the model directory")
     override_config: Options = key({}, "values that replace those of the model's own config.json")
     enable_gradient_checkpointing: bool = key(True, "recompute activations in backward instead of storing them")

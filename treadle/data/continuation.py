@@ -99,11 +99,15 @@ def shape_of(messages: Sequence[Message]) -> Shape | None:
 
 
 class Continuation:
-    """The text between two assistant turns, by one template, for a model that ends its turns with one of `stops`."""
+    """The text between two assistant turns, by one template, for a model that ends its turns with one of `stops`.
 
-    def __init__(self, template: ChatTemplate, stops: Sequence[str]) -> None:
+    `closer` is what ends every message in the template's own writing, where that is not what a model ends a turn with.
+    """
+
+    def __init__(self, template: ChatTemplate, stops: Sequence[str], closer: str = "") -> None:
         self._template = template
         self._stops = tuple(stop for stop in stops if stop)
+        self._closers = (closer,) if closer else ()
 
     def render(self, messages: Sequence[Message], tools: Tools = ()) -> str:
         """What the template writes after the end-of-turn token of an assistant turn that `messages` follow."""
@@ -114,7 +118,7 @@ class Continuation:
             except PromptFailure as failure:
                 refusal = failure
                 continue
-            if text is not None and NAMELESS in text:
+            if text is not None and _is_nameless(messages) and NAMELESS in text:
                 raise PromptFailure("the chat template writes the name of the tool: tool messages need a name")
             if text is not None:
                 return text
@@ -141,8 +145,9 @@ class Continuation:
             return rest[end:]
         if "tool_calls" in turn:
             return None
-        # where the next header is itself a stop token, the model has sampled that header
-        return rest[next((len(stop) for stop in self._stops if rest.startswith(stop)), 0) :]
+        # where the next header is itself a stop token, the model has sampled that header; where turns of the past are
+        # closed with another token than the last one, that token stands in the place of the one that was sampled
+        return rest[next((len(stop) for stop in (*self._stops, *self._closers) if rest.startswith(stop)), 0) :]
 
     def _end_of_turn(self, text: str) -> int:
         """Where the first stop token ends; 0 if there is none."""
@@ -165,6 +170,10 @@ class Continuation:
 
     def _holds(self, pattern: Pattern, probes: Sequence[Sequence[Message]], tools: Tools) -> bool:
         return all(pattern.fill(probe) == self.render(probe, tools) for probe in probes)
+
+
+def _is_nameless(messages: Sequence[Message]) -> bool:
+    return any(message.get("role") == "tool" and not message.get("name") for message in messages)
 
 
 def _turns_before(messages: Sequence[Message]) -> Iterator[Message]:

@@ -2,16 +2,21 @@
 
 Owns the list of role boundaries that agent loops cross, and the comparison. Knows a renderer only by its calls.
 Invariant: a boundary agrees only if every id is the same, from the first of the prompt to the last of the next header.
+It keeps what full rendering would not if the one difference is what the model itself sampled: its reasoning, or the
+token it ended a turn with. Any other difference is refused where a session would cross it.
 """
 
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Protocol
 
 from treadle.data.continuation import PROBE_TOOLS, Tools
+from treadle.data.control_tokens import ControlTokens
 from treadle.data.encoder import Encoder
 from treadle.data.template import ChatTemplate
+from treadle.data.tool_text import FORMAT
 from treadle.errors import PromptFailure
 from treadle.types import Message
 
@@ -19,10 +24,15 @@ REASON = "Let me see."
 START: tuple[Message, ...] = ({"role": "user", "content": "Add 1 and 2."},)
 
 
+IGNORES_TOOLS = f"the chat template ignores tools: their schemas are written into the prompt, in {FORMAT} format"
+
+
 class Verdict(StrEnum):
     """What the comparison of one boundary came to."""
 
     AGREES = "agrees"
+    KEEPS = "keeps"
+    """Only what the model sampled itself is kept where full rendering drops or replaces it."""
     DIFFERS = "differs"
     REFUSED = "refused"
 
@@ -45,7 +55,7 @@ class Check:
         lines = [f"  {self.verdict:8} {self.boundary:47} {speed}".rstrip()]
         if self.detail:
             lines.append(f"           {self.detail}")
-        if self.verdict is Verdict.DIFFERS:
+        if self.verdict in (Verdict.KEEPS, Verdict.DIFFERS):
             lines += [f"           full:        {self.full!r}", f"           incremental: {self.incremental!r}"]
         return "\n".join(lines)
 
@@ -57,12 +67,15 @@ class Proof:
     model: str
     end_of_turn: str
     shows_tools: bool
-    """Whether the template tells the model about its tools at all."""
+    """Whether the template itself shows the schemas of tools; where not, they are written into messages."""
     checks: tuple[Check, ...]
+    call: str = ""
+    """An assistant turn that calls `zq_probe`, as the template writes it; empty where it writes none."""
 
     @property
     def differences(self) -> tuple[Check, ...]:
-        return tuple(check for check in self.checks if check.verdict is Verdict.DIFFERS)
+        """Boundaries where a session holds other ids than full rendering gives."""
+        return tuple(check for check in self.checks if check.verdict in (Verdict.KEEPS, Verdict.DIFFERS))
 
     def __getitem__(self, boundary: str) -> Check:
         return next(check for check in self.checks if check.boundary == boundary)
@@ -70,7 +83,7 @@ class Proof:
     def __str__(self) -> str:
         agreeing = sum(check.verdict is Verdict.AGREES for check in self.checks)
         head = f"{self.model}: incremental and full rendering agree at {agreeing} of {len(self.checks)} boundaries"
-        silent = [] if self.shows_tools else ["  the template does not tell the model about its tools"]
+        silent = [] if self.shows_tools else [f"  {IGNORES_TOOLS}"]
         return "\n".join([f"{head}; turns end with {self.end_of_turn!r}", *silent, *map(str, self.checks)])
 
 
@@ -94,9 +107,22 @@ class Case:
     steps: tuple[tuple[Message, tuple[Message, ...]], ...]
     start: tuple[Message, ...] = START
     tools: Tools = ()
+    spells: bool = False
+    """Whether texts spell out special tokens, which must stay text."""
 
 
-def _cases() -> Iterator[Case]:
+@dataclass(frozen=True, slots=True)
+class Seam:
+    """What else is known of a model's turns."""
+
+    model: str
+    closer: str
+    """The token that ends messages in full rendering; empty where there is none."""
+    guarded: bool
+    """Whether special tokens in the text of prompts stay text."""
+
+
+def _cases(spelled: str) -> Iterator[Case]:
     system: Message = {"role": "system", "content": "Be brief."}
     ask: Message = {"role": "user", "content": "And now?"}
     first, second = (
@@ -120,17 +146,36 @@ def _cases() -> Iterator[Case]:
     yield Case("assistant reasons → tool", ((reasons, (first,)),), tools=PROBE_TOOLS)
     yield Case("assistant reasons → tool → assistant → user", ((reasons, (first,)), (plain, (ask,))), tools=PROBE_TOOLS)
 
+    if spelled:
+        loud_ask, loud_tool = ({**message, "content": f"a{spelled}b"} for message in (ask, first))
+        loud = tuple({**message, "content": f"{spelled} {message['content']}"} for message in (system, *START))
+        yield Case("assistant → user, special tokens as text", ((plain, (loud_ask,)),), spells=True)
+        yield Case("prompt, special tokens as text", ((plain, (ask,)),), start=loud, spells=True)
+        yield Case(
+            "assistant calls → tool, special tokens as text", ((call, (loud_tool,)),), tools=PROBE_TOOLS, spells=True
+        )
+
 
 def _calls(count: int) -> list[Message]:
     function = {"name": "zq_probe", "arguments": {"x": "1"}}
     return [{"id": f"zqcall00{at}", "type": "function", "function": function} for at in range(count)]
 
 
-def prove(renderer: Incremental, template: ChatTemplate, encoder: Encoder, model: str) -> Proof:
+def prove(renderer: Incremental, template: ChatTemplate, encoder: Encoder, control: ControlTokens, seam: Seam) -> Proof:
     """Compare both renderings at every boundary."""
-    prover = _Prover(renderer, template, encoder)
-    shown = template.render(START, PROBE_TOOLS) != template.render(START)
-    return Proof(model, prover.end_of_turn, shown, tuple(prover.check(case) for case in _cases()))
+    prover = _Prover(renderer, template, encoder, control, seam)
+    cases = _cases(prover.spell() if seam.guarded else "")
+    shown = not template.dialect.ignores_tools
+    checks = tuple(prover.check(case) for case in cases)
+    return Proof(seam.model, prover.end_of_turn, shown, checks, prover.write_call())
+
+
+@dataclass(frozen=True, slots=True)
+class _Appended:
+    """The ids a session would hold, and at which positions a model ended its turns."""
+
+    ids: list[int]
+    ends: set[int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,44 +183,79 @@ class _Prover:
     renderer: Incremental
     template: ChatTemplate
     encoder: Encoder
+    control: ControlTokens
+    seam: Seam
 
     @property
     def end_of_turn(self) -> str:
         return self.encoder.decode(self.renderer.stop_token_ids[:1])
 
+    def spell(self) -> str:
+        """The control tokens of a short conversation, spelled out."""
+        ids = self.encoder.encode_whole(self.template.render(START))
+        found = dict.fromkeys([*self.renderer.stop_token_ids[:1], *(at for at in ids if at in self.control.ids)])
+        return "".join(self.encoder.decode([at]) for at in found if at in self.control.ids)
+
+    def write_call(self) -> str:
+        turn: Message = {"role": "assistant", "content": "", "tool_calls": _calls(1)}
+        try:
+            header = self.template.render(START, PROBE_TOOLS)
+            said = _said(header, self.template.render([*START, turn], PROBE_TOOLS, ask=False), "")
+        except PromptFailure:
+            return ""
+        return self.encoder.decode(self.up_to_stop(self.encoder.encode_after(said))[:-1]) or said
+
     def check(self, case: Case) -> Check:
         conversation = [*case.start, *(message for turn, new in case.steps for message in (turn, *new))]
         try:
-            full = self.encoder.encode_whole(self.template.render(conversation, case.tools))
-            incremental = self.append(case, full)
+            full = self.render(conversation, case)
+            appended = self.append(case, full)
+            forged = self.count_forged(conversation, case, full)
         except PromptFailure as failure:
             return Check(case.boundary, Verdict.REFUSED, detail=str(failure))
-        fast = all(self.renderer.is_fast(new, case.tools) for _, new in case.steps)
+        fast = not case.spells and all(self.renderer.is_fast(new, case.tools) for _, new in case.steps)
+        if forged:
+            return Check(case.boundary, Verdict.DIFFERS, fast, f"text of messages becomes {forged} special tokens")
+        incremental = appended.ids
         if full == incremental:
             return Check(case.boundary, Verdict.AGREES, fast)
         at = _first_difference(full, incremental)
         shown = (self.encoder.decode(ids[max(at - 4, 0) : at + 12]) for ids in (full, incremental))
-        return Check(case.boundary, Verdict.DIFFERS, fast, self.explain(full, incremental), *shown)
+        return Check(case.boundary, *self.explain(full, appended, fast), *shown)
 
-    def append(self, case: Case, full: Sequence[int]) -> list[int]:
+    def render(self, conversation: Sequence[Message], case: Case) -> list[int]:
+        """Full rendering; by the renderer itself where the tokenizer alone would read text as special tokens."""
+        if case.spells:
+            return list(self.renderer.prompt(conversation, case.tools))
+        return self.encoder.encode_whole(self.template.render(conversation, case.tools))
+
+    def count_forged(self, conversation: Sequence[Message], case: Case, full: Sequence[int]) -> int:
+        """How many special tokens there are that would not be there if texts spelled none."""
+        if not case.spells:
+            return 0
+        quiet = [{**message, "content": message["content"].replace(self.spell(), "")} for message in conversation]
+        plain = self.encoder.encode_whole(self.template.render(quiet, case.tools))
+        return abs(sum(at in self.control.ids for at in full) - sum(at in self.control.ids for at in plain))
+
+    def append(self, case: Case, full: Sequence[int]) -> _Appended:
         """The ids a session would hold after this conversation."""
         conversation = list(case.start)
-        ids = list(self.renderer.prompt(conversation, case.tools))
+        ids, ends = list(self.renderer.prompt(conversation, case.tools)), set[int]()
         for turn, new in case.steps:
             # A plain turn is taken as the full rendering writes it; one that reasons, as it is written while it is last
             plain = REASON not in turn["content"] and ids == full[: len(ids)]
             sampled = self.up_to_stop(full[len(ids) :]) if plain else []
             ids += sampled or self.sample(conversation, turn, case.tools, full[len(ids) :])
+            ends.add(len(ids) - 1)
             ids += self.renderer.observation(new, case.tools)
             conversation += [turn, *new]
-        return ids
+        return _Appended(ids, ends)
 
     def sample(self, conversation: Sequence[Message], turn: Message, tools: Tools, full: Sequence[int]) -> list[int]:
         """What a model would sample as this turn, with its stop token; `full` is what the full rendering has there."""
         header = self.template.render(conversation, tools)
         written = self.template.render([*conversation, turn], tools, ask=False)
-        text = written.removeprefix(header) if written.startswith(header) else turn["content"]
-        ids = self.encoder.encode_after(text)
+        ids = self.encoder.encode_after(_said(header, written, turn["content"]))
         stops = self.renderer.stop_token_ids
         follows = [token for token in full[len(ids) : len(ids) + 1] if token in stops]
         return self.up_to_stop(ids) or [*ids, *(follows or stops[:1])]
@@ -184,19 +264,61 @@ class _Prover:
         stops = self.renderer.stop_token_ids
         return list(ids[: next((at + 1 for at, token in enumerate(ids) if token in stops), 0)])
 
-    def explain(self, full_ids: Sequence[int], incremental_ids: Sequence[int]) -> str:
-        full, incremental = self.encoder.decode(full_ids), self.encoder.decode(incremental_ids)
+    def explain(self, full_ids: Sequence[int], appended: _Appended, fast: bool) -> tuple[Verdict, bool, str]:
+        full, incremental = self.encoder.decode(full_ids), self.encoder.decode(appended.ids)
         if full == incremental:
-            return "same text, cut into other tokens"
-        if incremental.count(REASON) > full.count(REASON):
-            return "full rendering would drop earlier reasoning here"
-        if incremental.count("<think>") > full.count("<think>"):
-            return "full rendering would drop the empty reasoning of an earlier turn here"
-        if incremental.count(self.end_of_turn) > full.count(self.end_of_turn):
-            return "full rendering leaves out the token that turns end with"
-        return "full rendering would rewrite earlier text here"
+            return Verdict.KEEPS, fast, "same text, cut into other tokens"
+        if self.aligns(full_ids, appended):
+            return Verdict.KEEPS, fast, f"a turn ends as it was sampled; full rendering {self.ending()}"
+        if self.bare(full) == self.bare(incremental):
+            if incremental.count(REASON) > full.count(REASON):
+                return Verdict.KEEPS, fast, "full rendering would drop earlier reasoning here"
+            return Verdict.KEEPS, fast, "full rendering would drop the empty reasoning of an earlier turn here"
+        return Verdict.DIFFERS, fast, "full rendering would rewrite earlier text here"
+
+    def ending(self) -> str:
+        closer = self.seam.closer
+        return f"writes {closer!r} there" if closer not in ("", self.end_of_turn) else "leaves its last token out"
+
+    def aligns(self, full: Sequence[int], appended: _Appended) -> bool:
+        """Whether ids are the same but for the tokens that a model ended its turns with."""
+        at = 0
+        closer = self.encoder.encode_whole(self.seam.closer) if self.seam.closer else []
+        for position, token in enumerate(appended.ids):
+            if at < len(full) and full[at] == token:
+                at += 1
+            elif position not in appended.ends:
+                return False
+            elif at < len(full) and [full[at]] == closer:
+                at += 1
+        return at == len(full)
+
+    def bare(self, text: str) -> str:
+        """A rendering without reasoning, and without the tokens that end turns."""
+        for stop in {self.seam.closer, *(self.encoder.decode([at]) for at in self.renderer.stop_token_ids)} - {""}:
+            text = text.replace(stop, "")
+        text = re.sub(r"(?s)<think>.*?</think>", "", text)
+        return "".join(re.sub(r"</?think>", "", text).split())
 
 
-def _first_difference(left: Sequence[int], right: Sequence[int]) -> int:
+_OPENED = re.compile(r"<think>\s*(?:</think>\s*)?\Z")
+"""Reasoning that the header of a turn begins, or begins and ends, in the model's place."""
+
+
+def _said(header: str, written: str, content: str) -> str:
+    """What a turn says after its header, when it is the last of a conversation."""
+    before = _OPENED.sub("", header)
+    if written.startswith(header):
+        said = written[len(header) :]
+    elif written.startswith(before) and not header.rstrip().endswith("</think>"):
+        said = written[len(before) :].removeprefix("<think>")
+    else:
+        said = content
+    if REASON in content and REASON not in said:
+        return content.removeprefix("<think>\n") if header.rstrip().endswith("<think>") else content
+    return said
+
+
+def _first_difference(left: Sequence[int] | str, right: Sequence[int] | str) -> int:
     pairs = enumerate(zip(left, right, strict=False))
     return next((at for at, (one, other) in pairs if one != other), min(len(left), len(right)))

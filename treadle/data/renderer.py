@@ -5,12 +5,13 @@ to know what a session did before: a turn's ids are kept as they were sampled an
 Invariant: where `proof` says that a boundary agrees, prompt ids + sampled ids + observation ids are the ids of the
 full rendering.
 
-Text of messages is not trusted to be harmless, and not cleaned either: a special token that is spelled out in a user's
-or a tool's text becomes that special token, as it does with `apply_chat_template`. Incremental and full rendering stay
-equal; whoever feeds a tool with text from strangers must filter it there.
+Text of messages is not trusted, and not changed either: a special token that is spelled out in a user's, a tool's or
+a row's text is encoded as the plain text it is (see `control_tokens`), so no text ends a turn or begins one. With
+`model.allow_special_tokens` prompts may spell them; observations, which tools and environments write, never do.
 """
 
 import copy
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -18,9 +19,10 @@ from typing import Literal
 
 from treadle.config.model import ModelConfig
 from treadle.data.continuation import MARK, Continuation, Pattern, Shape, Tools, shape_of
+from treadle.data.control_tokens import ControlTokens, MarkedText
 from treadle.data.encoder import Encoder, special_tokens
-from treadle.data.proof import Proof, prove
-from treadle.data.template import PROBE, ChatTemplate, to_json
+from treadle.data.proof import Proof, Seam, Verdict, prove
+from treadle.data.template import PROBE, ChatTemplate, open_arguments, to_json
 from treadle.errors import ConfigError, Mistake, PromptFailure
 from treadle.model.tokenizer import ChatTokenizer, find_model_path, load_tokenizer, read_stop_ids
 from treadle.types import Message
@@ -48,15 +50,27 @@ class Renderer:
     stop_token_ids: Ids
     """Ids that end a turn: the template's end-of-turn token first, then the tokenizer's and the model's own."""
 
-    def __init__(self, encoder: Encoder, template: ChatTemplate, stop_token_ids: Ids, model: ModelConfig) -> None:
+    def __init__(
+        self,
+        encoder: Encoder,
+        control: ControlTokens,
+        template: ChatTemplate,
+        stop_token_ids: Ids,
+        closer: str,
+        model: ModelConfig,
+    ) -> None:
         self.stop_token_ids = stop_token_ids
         self._encoder = encoder
+        self._control = control
         self._template = template
+        self._trusts_prompts = model.allow_special_tokens
         self._stops = frozenset(stop_token_ids)
-        self._continuation = Continuation(template, [encoder.decode([at]) for at in stop_token_ids])
+        self._continuation = Continuation(template, [encoder.decode([at]) for at in stop_token_ids], closer)
         self._scripts: tuple[dict[Shape, Script | None], ...] = ({}, {})  # without tools, with tools
         self._prompt = lru_cache(CACHED_PROMPTS)(self._render_prompt)
-        self.proof = prove(self, template, encoder, model.path)
+        self._refused: dict[tuple[str, bool], str] = {}
+        self.proof = prove(self, template, encoder, control, Seam(model.path, closer, not self._trusts_prompts))
+        self._refused = _find_refused(self.proof)
 
     @classmethod
     def create(cls, model: ModelConfig, tokenizer: ChatTokenizer | None = None) -> "Renderer":
@@ -65,8 +79,10 @@ class Renderer:
         template = ChatTemplate.create(tokenizer, model)
         closed = _render_closed_turn(template)
         stop_token_ids = _find_stops(tokenizer, model, closed.partition(MARK)[2])
-        encoder = Encoder.create(tokenizer, [template.render(PROBE), closed])
-        return cls(encoder, template, stop_token_ids, model)
+        renderings = [template.render(PROBE), closed]
+        encoder = Encoder.create(tokenizer, renderings)
+        control = ControlTokens.create(tokenizer, renderings)
+        return cls(encoder, control, template, stop_token_ids, _find_closer(template, tokenizer), model)
 
     def prompt(self, messages: Sequence[Message], tools: Tools = ()) -> Ids:
         """The ids of a whole conversation and the next turn's header. Kept by content: n samples, one rendering."""
@@ -74,6 +90,12 @@ class Renderer:
 
     def observation(self, messages: Sequence[Message], tools: Tools = ()) -> Ids:
         """The ids that follow a turn's end-of-turn token: what closes it, the new messages, the next turn's header."""
+        if self._refused and messages:
+            self._refuse_broken(messages, tools)
+        marked = self._control.mark(messages)
+        if marked is not None:
+            text = self._continuation.render(marked.messages, tools)
+            return tuple(self._control.encode(text, marked.mark, after=True))
         shape = shape_of(messages)
         script = self._find_script(shape, messages, bool(tools)) if shape is not None else None
         if script is None:
@@ -100,7 +122,21 @@ class Renderer:
         return shape is not None and self._find_script(shape, messages, bool(tools)) is not None
 
     def _render_prompt(self, conversation: str) -> Ids:
-        return tuple(self._encoder.encode(self._template.render_json(conversation)))
+        marked = None if self._trusts_prompts else self._mark_prompt(conversation)
+        if marked is None:
+            return tuple(self._encoder.encode(self._template.render_json(conversation)))
+        text = self._template.render(marked.messages, marked.tools)
+        return tuple(self._control.encode(text, marked.mark))
+
+    def _mark_prompt(self, conversation: str) -> MarkedText | None:
+        messages, tools = json.loads(conversation)
+        open_arguments(messages)  # JSON text may hide a spelling behind escapes
+        return self._control.mark(messages, tools)
+
+    def _refuse_broken(self, messages: Sequence[Message], tools: Tools) -> None:
+        reason = self._refused.get((str(messages[0].get("role")), bool(tools)))
+        if reason is not None:
+            raise PromptFailure(f"the chat template cannot go on after an assistant turn: {reason}")
 
     def _find_script(self, shape: Shape, messages: Sequence[Message], tools: bool) -> Script | None:
         scripts = self._scripts[tools]
@@ -140,6 +176,26 @@ def _find_stops(tokenizer: ChatTokenizer, model: ModelConfig, closing: str) -> I
         fix = "set eos_token in tokenizer_config.json"
         raise ConfigError([Mistake("model.path", problem, model.path, model.origin("path"), fix)])
     return tuple(dict.fromkeys(found))
+
+
+def _find_closer(template: ChatTemplate, tokenizer: ChatTokenizer) -> str:
+    """The special token that a template closes messages with, other than the last turn; empty where there is none."""
+    try:
+        after = template.render([{"role": "user", "content": MARK}], ask=False).partition(MARK)[2]
+    except PromptFailure:
+        return ""
+    return max((token for token in special_tokens(tokenizer) if token and after.startswith(token)), key=len, default="")
+
+
+def _find_refused(proof: Proof) -> dict[tuple[str, bool], str]:
+    """Why observations that begin with a message of this role, with or without tools, would come out wrong."""
+    boundaries = {
+        ("user", False): "assistant → user",
+        ("user", True): "assistant → user, with tools",
+        ("tool", True): "assistant calls → tool",
+    }
+    checks = {kind: proof[boundary] for kind, boundary in boundaries.items()}
+    return {kind: check.detail for kind, check in checks.items() if check.verdict is Verdict.DIFFERS}
 
 
 def _write_script(pattern: Pattern, encoder: Encoder) -> Script:

@@ -28,6 +28,7 @@ from treadle.rollout.feed import Feed
 from treadle.rollout.process import ProcessWorker, num_processes
 from treadle.rollout.recall import Past, Recall
 from treadle.rollout.services import Generator
+from treadle.rollout.template_check import check_template
 from treadle.rollout.worker import AgentLoopWorker, Dropped
 from treadle.terminal import warn
 from treadle.types import NOTHING, Batch, Group, SamplingParams, Task, Trajectory
@@ -132,7 +133,7 @@ class RolloutService:
             renderer = parts.renderer
             if renderer is None:
                 renderer = await asyncio.to_thread(Renderer.create, model)
-            _tell_differences(renderer, parts.journal)
+            _check_rendering(renderer, rollout, parts.journal)
             engines = await _start_engines(rollout, model, renderer, parts)
             router = Router(engines, limits=rollout.limits, failures=rollout.failures, rng=random.Random(rollout.seed))
             started.push_async_callback(router.close)
@@ -315,13 +316,14 @@ def _forget(router: Router, recall: Recall, session: str) -> None:
     recall.forget(session)
 
 
-def _tell_differences(renderer: Renderer, journal: Journal | None) -> None:
-    """Where turn by turn and all at once give other ids, say so at the start: people compare with other tools."""
+def _check_rendering(renderer: Renderer, rollout: RolloutConfig, journal: Journal | None) -> None:
+    """Refuse a template that cannot do what the rollout needs; say at the start where it does something unexpected."""
     proof = renderer.proof
+    notes = check_template(proof, rollout.multi_turn)
     if journal is not None:
-        journal.add_event("rendering", proof=str(proof), differences=len(proof.differences))
-    if proof.differences:
-        warn(f"note: turn by turn, the chat template gives other ids than all at once:\n{proof}")
+        journal.add_event("rendering", proof=str(proof), differences=len(proof.differences), notes=notes)
+    for note in notes:
+        warn(f"note: {note}")
 
 
 def _note(journal: Journal | None, kind: str, fields: Mapping[str, object]) -> None:

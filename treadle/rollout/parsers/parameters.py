@@ -7,7 +7,7 @@ The text of an argument does not say its type, so it is handed on as `Untyped`, 
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from treadle.rollout.parsers.payload import Malformed, check_name, skip_blank
+from treadle.rollout.parsers.payload import Malformed, check_name, quote, skip_blank
 from treadle.rollout.parsers.protocol import MAX_CALL_CHARS, MAX_NAME_CHARS, Parsed, Untyped
 from treadle.rollout.parsers.scan import expect, scan
 from treadle.types import ToolCall
@@ -40,7 +40,7 @@ class TaggedParameters:
         first, at = at, skip_blank(text, at)
         while text.startswith(self.parameter, at):
             label, at = _upto(text, self.opened, at + len(self.parameter), MAX_NAME_CHARS, "a parameter", name)
-            value, at = _upto(text, self.parameter_end, at, MAX_CALL_CHARS, f"parameter {label}", name)
+            value, at = _upto(text, self.parameter_end, at, MAX_CALL_CHARS, f"parameter {quote(label)}", name)
             _add(arguments, *_typed(label, value), name)
             at = skip_blank(text, at)
             if at - first > MAX_CALL_CHARS:
@@ -74,7 +74,7 @@ class PairedArguments:
         while text.startswith(self.key, at):
             label, at = _upto(text, self.key_end, at + len(self.key), MAX_NAME_CHARS, "a key", name)
             at = expect(text, self.value, skip_blank(text, at), name)
-            value, at = _upto(text, self.value_end, at, MAX_CALL_CHARS, f"the value of {label}", name)
+            value, at = _upto(text, self.value_end, at, MAX_CALL_CHARS, f"the value of {quote(label)}", name)
             _add(arguments, label.strip(), Untyped(value), name)
             at = skip_blank(text, at)
             if at - first > MAX_CALL_CHARS:
@@ -112,5 +112,5 @@ def _trim(value: str) -> str:
 
 def _add(arguments: dict[str, str], key: str, value: str, name: str) -> None:
     if key in arguments:
-        raise Malformed(f"the argument {key!r} is given more than once", name)
+        raise Malformed(f"the argument {quote(key)} is given more than once", name)
     arguments[key] = value

@@ -27,11 +27,25 @@ class Malformed(Exception):
         return ToolCall(self.name, {}, problem=self.problem)
 
 
+_STEERING = re.compile(r"<|\[(?=/?[A-Z])|\](?=[<~])")
+"""What the spellings of special tokens begin with."""
+
+
+def quote(value: str) -> str:
+    """A text that a model wrote, for a message that it will read: as Python writes it, no longer than a name."""
+    return defuse(repr(value[:MAX_NAME_CHARS]))
+
+
+def defuse(text: str) -> str:
+    """A message of ours that spells no special token for whoever renders it, an endpoint for instance."""
+    return _STEERING.sub(lambda found: f"\\x{ord(found[0]):02x}", text)
+
+
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found = dict(pairs)
     if len(found) != len(pairs):
         twice = _first_repeated([name for name, _ in pairs])
-        raise Malformed(f"the key {twice[:MAX_NAME_CHARS]!r} is given more than once")
+        raise Malformed(f"the key {quote(twice)} is given more than once")
     return found
 
 

@@ -8,7 +8,7 @@ Invariant: a check returns the value in the type that was asked for, or raises M
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from treadle.rollout.parsers.payload import Malformed, decode_all
+from treadle.rollout.parsers.payload import Malformed, decode_all, defuse, quote
 from treadle.rollout.parsers.protocol import Untyped
 
 Check = Callable[[Any], Any]
@@ -41,11 +41,11 @@ def fit_object(properties: Mapping[str, Check], required: tuple[str, ...], rest:
     for name, item in given.items():
         check = properties.get(name, rest)
         if check is None:
-            raise Misfit(f"there is no {name[:_SHOWN]!r}; known: {', '.join(properties) or 'none'}")
+            raise Misfit(f"there is no {quote(name[:_SHOWN])}; known: {', '.join(properties) or 'none'}")
         try:
             fitted = check(item)
         except Misfit as misfit:
-            raise misfit.under(name[:_SHOWN]) from None
+            raise misfit.under(defuse(name[:_SHOWN])) from None
         if fitted is not item:
             changed[name] = fitted
     return {**given, **changed} if changed else given
@@ -158,7 +158,7 @@ def _show(value: Any) -> str:
     if value is None or isinstance(value, bool):
         return {True: "true", False: "false", None: "null"}[value]
     shown = repr(str(value) if isinstance(value, str) else value)
-    return shown if len(shown) <= _SHOWN else f"{shown[:_SHOWN]}…"
+    return defuse(shown if len(shown) <= _SHOWN else f"{shown[:_SHOWN]}…")
 
 
 def fit_bound(

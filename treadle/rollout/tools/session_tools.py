@@ -11,6 +11,7 @@ from time import perf_counter
 from typing import Any, Self
 
 from treadle.errors import MisuseError, ToolFailure
+from treadle.rollout.parsers.payload import quote
 from treadle.rollout.tools.answer import Cap, to_result
 from treadle.rollout.tools.attempts import Policy, perform
 from treadle.rollout.tools.fit import Misfit
@@ -89,8 +90,8 @@ class SessionTools:
             results[at] = await self.call(call)
 
     def _refuse(self, call: ToolCall) -> ToolResult:
-        problem = call.problem or f"there is no tool {call.name!r}"
-        about = f"{call.name}: " if call.problem and call.name else ""
+        problem = call.problem or f"there is no tool {quote(call.name)}"
+        about = f"{quote(call.name)}: " if call.problem and call.name else ""
         known = ", ".join(self._tools) or "none"
         return ToolResult(f"{about}{problem}. Known tools: {known}.", ToolStatus.INVALID)
 
