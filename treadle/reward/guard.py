@@ -14,11 +14,26 @@ from typing import Any
 from treadle.data.encoder import special_tokens
 from treadle.model.tokenizer import ChatTokenizer
 
-_USUAL = re.compile(
-    r"<\|[^<>|\s]{1,48}\|>|<｜[^<>｜\s]{1,48}｜>|</?s>|\[/?INST\]|<</?SYS>>"
-    r"|<(?:bos|eos|pad|unk|start_of_turn|end_of_turn|start_of_image)>"
+_WORD = r"[^<>\s]{1,64}"
+_NAMES = (
+    "s|bos|eos|pad|unk|mask|cls|sep|eod|eop|sop|think|tools|image|video|audio|AI|Human|SPECIAL|SYS|human|bot|system|user"
+    "|assistant|tool"
 )
-"""How special tokens are spelled by the families of today, for a server whose tokenizer is not here."""
+_USUAL = re.compile(
+    "|".join(
+        (
+            rf"[<＜][|｜]{_WORD}?[|｜]?[>＞]",  # <|im_end|>, <｜User｜>, <|turn>
+            rf"[<＜]{_WORD}?[|｜][>＞]",  # <turn|>
+            r"<<?/?(?:" + _NAMES + r")>>?",  # <s>, </s>, <bos>, <<SYS>>
+            r"</?[A-Za-z]{1,32}(?:[_:▁-][A-Za-z0-9]{1,32}){1,8}>",  # <start_of_turn>, <tool_call>, <extra_id_0>
+            r"<(?:unused|reserved|extra|special|row|col|loc|seg)_?[0-9]+>",
+            r"\[/?[a-z]?[A-Z][A-Z_]{2,32}[0-9]{0,4}\]",  # [INST], [TOOL_CALLS], [gMASK]
+            r"\][<~][^\s]{1,32}[\[\]>]|\[e~\[",  # MiniMax: ]~b], [e~[, ]<]minimax[>[
+        )
+    )
+)
+"""How special tokens are spelled by the families of today, for a server whose tokenizer is not here. It is better to
+break up something else that looks like one than to let one through: a judge reads `< tool_call>` as well."""
 
 _MAX_ROUNDS = 8
 
