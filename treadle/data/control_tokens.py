@@ -62,6 +62,7 @@ class ControlTokens:
         self._heads = frozenset(token[:end] for token in tokens for end in range(1, len(token)))
         self._tails = frozenset(token[start:] for token in tokens for start in range(1, len(token)))
         self._longest = len(longest[0]) if longest else 0
+        self._first, self._last = ({token[at] for token in tokens} for at in (0, -1))
 
     @classmethod
     def create(cls, tokenizer: ChatTokenizer, renderings: Sequence[str] = ()) -> "ControlTokens":
@@ -132,17 +133,22 @@ class ControlTokens:
         return ids
 
     def _touches(self, text: str) -> bool:
-        if not text:
-            return False
-        return self._cut.search(text) is not None or bool(self._head_at_end(text) or self._tail_at_start(text))
+        """Whether a mark is needed. Most texts have none of the characters that spellings begin or end with."""
+        if any(letter in text for letter in self._first) and (self._cut.search(text) or self._head_at_end(text)):
+            return True
+        return self._tail_at_start(text) > 0
 
     def _head_at_end(self, text: str) -> int:
         """How many characters at the end, white space aside, are the beginning of a control token."""
         ending = text.rstrip()[-self._longest :]
-        return max((n for n in range(1, min(self._longest, len(ending) + 1)) if ending[-n:] in self._heads), default=0)
+        lengths = range(1, min(self._longest, len(ending) + 1))
+        return max((n for n in lengths if ending[-n:] in self._heads), default=0)
 
     def _tail_at_start(self, text: str) -> int:
+        """How many characters at the start, white space aside, are the end of a control token."""
         beginning = text.lstrip()[: self._longest]
+        if not any(letter in beginning for letter in self._last):
+            return 0
         lengths = range(1, min(self._longest, len(beginning) + 1))
         return max((n for n in lengths if beginning[:n] in self._tails), default=0)
 
