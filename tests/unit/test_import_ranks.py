@@ -33,8 +33,9 @@ RANKS = {
     "cluster": 10,
     "gateway": 10,
     "view": 10,
-    "cli": 11,
-    "recipes": 11,
+    "preflight": 11,
+    "cli": 12,
+    "recipes": 12,
 }
 """A folder imports lower ranks only, itself aside. `models` holds files, not code."""
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from errno import ENOSPC
 from io import TextIOWrapper
 
-from treadle.cli import audit, config, plan, replay, rollout, simulate, timeline, train
+from treadle.cli import audit, check, config, plan, replay, rollout, simulate, timeline, train
 from treadle.cli.parser import Parser, new_parser, parse
 from treadle.errors import ConfigError, RunError
 from treadle.terminal import warn
@@ -26,6 +26,7 @@ def build_parser() -> Parser:
         KEY=VALUE words win over every file.
 
           treadle train calculator                    an agent that learns, in two minutes on two cores
+          treadle check my.yaml                       files, prompts, rewards, model and machine, before a run
           treadle plan calculator rollout.n=16        what would run where, and how batches divide
           treadle config show calculator --origins    every value and where it came from
           treadle config migrate run.sh > my.yaml     move over from verl
@@ -33,6 +34,7 @@ def build_parser() -> Parser:
     )
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
     train.register(commands)
+    check.register(commands)
     plan.register(commands)
     simulate.register(commands)
     rollout.register(commands)

@@ -5,6 +5,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from treadle.cli.check import require_preflight
 from treadle.cli.keys import read_keys
 from treadle.cli.parser import Arguments, Commands, add_command, add_words, load_words
 from treadle.terminal import make_console, say
@@ -40,6 +41,7 @@ def rollout(arguments: Arguments) -> int:
     Status 0 when no trajectory failed, 1 when some did, 130 when interrupted.
     """
     config = load_words(arguments.words)
+    require_preflight(config)
 
     from treadle.rollout.run import run_rollout
 

@@ -4,6 +4,7 @@ import asyncio
 import sys
 from typing import TYPE_CHECKING
 
+from treadle.cli.check import require_preflight
 from treadle.cli.keys import read_keys
 from treadle.cli.parser import Arguments, Commands, add_command, add_words, load_words
 from treadle.errors import ConfigError, Mistake
@@ -43,6 +44,7 @@ def train(arguments: Arguments) -> int:
     if not isinstance(config, TrainConfig):
         fix = "add `trainer: {}` to train, or use treadle rollout"
         raise ConfigError([Mistake("trainer", "this config has no trainer section: it is a rollout", fix=fix)])
+    require_preflight(config)
     warn(describe_plan(config, make_plan(config, find_machines(config.cluster))))
     result = _train(config)
     _print_result(result)

@@ -6,7 +6,7 @@ Owns the order of starting and closing, and what Ctrl-C means. Knows no schedule
 import asyncio
 import logging
 import signal
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -15,17 +15,16 @@ from typing import Any
 
 from treadle.checkpoint.store import Checkpoints
 from treadle.cluster import local
-from treadle.cluster.ray import require_ray
+from treadle.cluster.machine import missing_packages
 from treadle.cluster.runtime import Runtime
-from treadle.config import Config, TrainConfig, to_yaml
+from treadle.config import TrainConfig, to_yaml
 from treadle.config.rules import check_rules
 from treadle.config.show import flatten
 from treadle.config.trainer import OnWeightUpdate
 from treadle.data.renderer import Renderer
 from treadle.data.tasks import TaskSource, load_training_tasks, load_validation_tasks
 from treadle.engine.protocol import WeightUpdate
-from treadle.engine.vllm.engine import require_vllm
-from treadle.errors import ConfigError, Mistake, RunError
+from treadle.errors import ConfigError, RunError
 from treadle.journal import Journal
 from treadle.model.tokenizer import resolve_model_path
 from treadle.observe.trackers import Trackers
@@ -94,20 +93,6 @@ def check(config: TrainConfig) -> None:
     """Refuse what the runtime of this config cannot do, before anything is loaded; every reason in one report."""
     if mistakes := [*check_rules(config), *missing_packages(config)]:
         raise ConfigError(mistakes)
-
-
-def missing_packages(config: Config) -> Iterator[Mistake]:
-    """Ray and vLLM, where a config asks for one that is not installed."""
-    wanted = []
-    if config.cluster.backend == "ray":
-        wanted.append(partial(require_ray, config.cluster))
-    if config.rollout.name == "vllm":
-        wanted.append(partial(require_vllm, config.rollout))
-    for require in wanted:
-        try:
-            require()
-        except ConfigError as error:
-            yield from error.mistakes
 
 
 def _runtime(config: TrainConfig, tasks: TaskSource) -> AbstractAsyncContextManager[Runtime]:

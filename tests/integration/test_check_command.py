@@ -1,0 +1,177 @@
+"""`treadle check`: what can be known without a run is known before it, all in one report."""
+
+import json
+import socket
+from pathlib import Path
+
+import pytest
+
+import treadle
+from treadle.cli.main import main
+from treadle.config import load, loads
+from treadle.config.recipe import recipe_names
+from treadle.preflight import memory
+from treadle.preflight.checks import inspect_run
+
+EXAMPLES = Path(treadle.__file__).parents[1] / "examples"
+CONFIG = """
+model: {path: treadle/tiny-calculator}
+data: {train_files: [tasks.jsonl], train_batch_size: 2}
+rollout: {n: 2, prompt_length: 24, response_length: 8}
+reward: {functions: {right: {path: "scores:right"}}}
+actor: {ppo_mini_batch_size: 2}
+trainer: {total_training_steps: 1}
+"""
+SCORES = """
+def right(response, ground_truth):
+    if ground_truth == "broken":
+        raise KeyError("no such answer")
+    return float(response == ground_truth)
+"""
+
+
+@pytest.fixture
+def here(tmp_path, monkeypatch):
+    rows = [{"prompt": "1+1=", "answer": "2"}, {"prompt": "2+2=", "answer": "4"}]
+    (tmp_path / "tasks.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (tmp_path / "scores.py").write_text(SCORES)
+    (tmp_path / "my.yaml").write_text(CONFIG)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+@pytest.fixture
+def run(capsys):
+    def run(*words: str) -> tuple[int, str, str]:
+        with pytest.raises(SystemExit) as ended:
+            main(words)
+        captured = capsys.readouterr()
+        return int(ended.value.code or 0), captured.out, captured.err
+
+    return run
+
+
+def test_a_config_that_works_is_shown_with_its_first_prompt_its_rewards_and_its_step(here, run):
+    status, out, err = run("check", "my.yaml")
+    assert (status, err) == (0, "")
+    assert "2 tasks for training" in out
+    assert "tasks.jsonl:1 with its ground truth: 1 (right 1)" in out
+    assert "tasks.jsonl:1 with an empty answer: 0 (right 0)" in out
+    assert "tokens:\n  | <|im_start|>user\n  | 1+1=<|im_end|>\n  | <|im_start|>assistant" in out
+    assert "batch      2 tasks × 2 samples = 4 trajectories" in out
+    assert out.endswith("fine: nothing is wrong as far as can be known without running it\n")
+    assert not (here / "runs").exists(), "a check leaves nothing behind"
+
+
+def test_all_mistakes_come_in_one_report(here, run):
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        words = [
+            "data.val_files=[missing.jsonl]",
+            "reward.functions.right.path=scores:wrong",
+            "rollout.multi_turn.tools=[no_such_module:tool]",
+            "rollout.agent.default_agent_loop=no_loops:Loop",
+            "algorithm.adv_estimator=no_estimators:mine",
+            f"logging.prometheus_port={taken.getsockname()[1]}",
+            "logging.logger=[mlflow]",
+            "trainer.n_gpus_per_node=1",
+        ]
+        status, _, err = run("check", "my.yaml", *words)
+    assert status == 2
+    for key in (
+        "missing.jsonl",
+        "reward.functions.right.path: scores has no 'wrong'",
+        "rollout.multi_turn.tools",
+        "rollout.agent.default_agent_loop",
+        "algorithm.adv_estimator",
+        "logging.prometheus_port",
+        "logging.logger",
+        "trainer.n_gpus_per_node",
+    ):
+        assert key in err
+    assert "nothing was started" in err
+
+
+def test_a_missing_model_is_named_beside_everything_else(here, run):
+    status, _, err = run("check", "my.yaml", "model.path=nowhere/at-all", "data.train_files=[missing.jsonl]")
+    assert status == 2 and "model.path: no model directory" in err and "missing.jsonl" in err
+
+
+def test_every_prompt_is_rendered_and_counted(here, run):
+    rows = [{"prompt": "1+1=", "answer": "2"}] * 300 + [{"prompt": "+".join("1" * 40), "answer": "40", "uid": "long"}]
+    (here / "tasks.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    status, out, err = run("check", "my.yaml")
+    assert status == 2
+    assert "rollout.prompt_length: 1 of 301 prompts are longer than 24 tokens: long has " in err
+    status, out, err = run("check", "my.yaml", "rollout.overlong_prompts=drop")
+    assert status == 0 and "1 of 301 prompts are too long and are dropped: long is the longest" in out
+
+
+def test_a_reward_function_that_fails_on_a_row_is_told_with_its_reason(here, run):
+    (here / "tasks.jsonl").write_text(json.dumps({"prompt": "1+1=", "answer": "broken"}) + "\n")
+    status, out, _ = run("check", "my.yaml")
+    assert status == 0
+    assert "warning    tasks.jsonl:1 with its ground truth cannot be scored:" in out and "no such answer" in out
+    assert "data.train_batch_size 2 is more than there are tasks: 1 repeat in a batch" in out
+
+
+@pytest.mark.parametrize("command", ["train", "rollout"])
+def test_runs_begin_with_the_quick_part(here, run, command):
+    words = ["data.train_files=[missing.jsonl]", "model.path=nowhere/at-all", "rollout.multi_turn.tools=[nothing:here]"]
+    status, _, err = run(command, "my.yaml", *words)
+    assert status == 2
+    assert "missing.jsonl" in err and "model.path" in err and "rollout.multi_turn.tools" in err
+    assert not (here / "runs").exists()
+
+
+def test_a_key_for_an_endpoint_elsewhere_must_be_there():
+    text = "model: {path: treadle/tiny-calculator}\ndata: {train_files: [tasks.jsonl]}\n"
+    text += "rollout: {name: openai, openai: {base_url: 'https://api.example.com/v1'}}\n"
+    found = {item.key for item in inspect_run(loads(text), {}, thorough=False).mistakes}
+    assert "rollout.openai.api_key_env" in found
+    there = inspect_run(loads(text), {"OPENAI_API_KEY": "k"}, thorough=False).mistakes
+    assert "rollout.openai.api_key_env" not in {item.key for item in there}
+    local = inspect_run(loads(text.replace("https://api.example.com", "http://10.0.0.7:8000")), {}, thorough=False)
+    assert "rollout.openai.api_key_env" not in {item.key for item in local.mistakes}
+
+
+def test_the_containers_limit_counts_before_the_machines(tmp_path):
+    meminfo, limit = tmp_path / "meminfo", tmp_path / "memory.max"
+    meminfo.write_text("MemTotal:       1048576 kB\nMemFree: 5 kB\n")
+    assert memory.memory_limit((limit,), meminfo) == (1 << 30, "this machine")
+    limit.write_text("max\n")
+    assert memory.memory_limit((limit,), meminfo) == (1 << 30, "this machine")
+    limit.write_text(f"{1 << 28}\n")
+    assert memory.memory_limit((limit,), meminfo) == (1 << 28, "the container")
+
+
+def test_weights_that_cannot_fit_are_refused_with_the_sum():
+    config = load("calculator")
+    needs = memory.weight_bytes(config, 8_000_000_000)
+    (found,) = memory.check_memory(config, needs, 64 << 30, "the container")
+    assert found.key == "model.path"
+    assert "its weights need 119.2 GiB (policy 119.2 GiB); the container has 64.0 GiB" in found.problem
+    assert not list(memory.check_memory(config, memory.weight_bytes(config, 800_000), 64 << 30, "this machine"))
+    assert list(memory.check_disk(config, 8_000_000_000, 1 << 30))
+    assert not list(memory.check_disk(config, 800_000, 1 << 30))
+    assert list(memory.check_gpu_memory(config, needs, 80 << 30))
+
+
+@pytest.mark.parametrize("name", recipe_names())
+def test_every_recipe_passes_but_for_a_model_that_is_not_here(run, name):
+    status, _, err = run("check", name)
+    if status:
+        keys = {line.partition(":")[0] for line in err.splitlines() if line and not line.startswith((" ", "\t"))}
+        assert keys - {"1 mistake; nothing was started", "2 mistakes; nothing was started"} <= ABSENT, err
+
+
+ABSENT = {"model.path", "trainer.n_gpus_per_node"}
+"""What a recipe may lack on this machine: its model, its GPU."""
+
+
+@pytest.mark.parametrize("path", sorted(EXAMPLES.rglob("rollout.yaml")), ids=lambda path: path.parent.name)
+def test_every_example_passes(run, path, monkeypatch):
+    monkeypatch.chdir(EXAMPLES.parent)
+    status, _, err = run("check", str(path))
+    assert status == 0, err

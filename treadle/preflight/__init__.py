@@ -1,0 +1,1 @@
+"""Preflight: everything about a run that can be known without running it, in one report."""

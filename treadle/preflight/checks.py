@@ -1,0 +1,299 @@
+"""The checks of a preflight: data, prompts, imports, tools, rewards, model, memory, disk, ports and keys.
+
+Owns what is looked at and in which order. Starts no engine and trains nothing. The quick part reads files and imports
+what the config names; the thorough part also renders every prompt, starts MCP servers and reward workers, scores one
+task, and proves the model. Invariant: a check that finds mistakes does not keep the next one from looking.
+"""
+
+import asyncio
+import socket
+from collections.abc import Iterator, Mapping, Sequence
+from importlib.util import find_spec
+from ipaddress import ip_address
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+from treadle.cluster.machine import missing_packages
+from treadle.config import Config, RewardConfig, TrainConfig
+from treadle.config.plugin import load_object
+from treadle.data.renderer import Renderer
+from treadle.data.tasks import load_tasks
+from treadle.engine.gpus import visible_gpus
+from treadle.errors import ConfigError, Failure, Mistake, RunError
+from treadle.model.tokenizer import resolve_model_path
+from treadle.observe.prometheus import HOST
+from treadle.observe.trackers import TRACKERS
+from treadle.preflight import memory
+from treadle.preflight.report import PreflightReport
+from treadle.reward.scorer import Scorer
+from treadle.rollout.agent_loop import LoopFactory
+from treadle.rollout.tools import Toolbox
+from treadle.types import Outcome, Score, StopReason, Task, Trajectory
+
+QUICK_PROMPTS = 200
+"""Prompts that the quick part renders: those with the most characters."""
+
+Schemas = Mapping[tuple[str, ...] | None, tuple[dict[str, Any], ...]]
+
+
+def inspect_run(config: Config, environment: Mapping[str, str], *, thorough: bool) -> PreflightReport:
+    """Everything that can be known about a run before it starts. `environment`: the variables it will see."""
+    report = PreflightReport()
+    report.mistakes += missing_packages(config)
+    tasks = _check_data(config, report)
+    with report.gather():
+        _check_imports(config)
+    renderer: Renderer | None = None
+    with report.gather():
+        renderer = Renderer.create(config.model)
+    toolbox_schemas = asyncio.run(_check_tools(config, tasks, report, thorough=thorough))
+    if renderer is not None and tasks and toolbox_schemas is not None:
+        _check_prompts(config, renderer, tasks, toolbox_schemas, report, thorough=thorough)
+    with report.gather():
+        _check_model(config, report, thorough=thorough)
+    _check_surroundings(config, environment, report)
+    if thorough and tasks:
+        asyncio.run(_check_rewards(config.reward, tasks[0], report))
+    return report
+
+
+def _check_data(config: Config, report: PreflightReport) -> list[Task]:
+    """Every row of every file. Training tasks come first."""
+    data, tasks = config.data, list[Task]()
+    wanted = [(data.train_files, data.train_max_samples, False), (data.val_files, data.val_max_samples, True)]
+    for files, most, validation in wanted:
+        if not files and (validation or data.val_files):
+            continue
+        with report.gather():
+            found = list(load_tasks(files, data, most, validation=validation))
+            sources = sorted({task.data_source for task in found if task.data_source})
+            named = f", data sources: {', '.join(sources[:5])}{' …' if len(sources) > 5 else ''}" if sources else ""
+            report.note("data", f"{len(found):,} tasks for {'validation' if validation else 'training'}{named}")
+            _check_batch(config, len(found), validation, report)
+            tasks += found
+    return tasks
+
+
+def _check_batch(config: Config, count: int, validation: bool, report: PreflightReport) -> None:
+    batch = config.data.train_batch_size
+    if isinstance(config, TrainConfig) and not validation and count < batch:
+        report.warnings.append(f"data.train_batch_size {batch} is more than there are tasks: {count} repeat in a batch")
+
+
+def _check_imports(config: Config) -> None:
+    """Loops, environment, the scripted engine's script, estimators and losses: all that the config names by path."""
+    mistakes: list[Mistake] = []
+    named = [
+        ("rollout.multi_turn.environment", config.rollout.multi_turn.environment),
+        ("rollout.scripted.script", config.rollout.scripted.script if config.rollout.name == "scripted" else None),
+    ]
+    if isinstance(config, TrainConfig):
+        named.append(("algorithm.adv_estimator", config.algorithm.adv_estimator))
+        named.append(("actor.policy_loss.loss_mode", config.actor.policy_loss.loss_mode))
+    for key, path in named:
+        if path is not None and ":" in path:
+            mistakes += _mistakes_of(load_object, path, key)
+    mistakes += _mistakes_of(LoopFactory, config.rollout)
+    if mistakes:
+        raise ConfigError(mistakes)
+
+
+def _mistakes_of(call: Any, *arguments: Any) -> Sequence[Mistake]:
+    try:
+        call(*arguments)
+    except ConfigError as error:
+        return error.mistakes
+    return ()
+
+
+async def _check_tools(
+    config: Config, tasks: Sequence[Task], report: PreflightReport, *, thorough: bool
+) -> Schemas | None:
+    """The schemas of each set of tools that a task asks for; without MCP servers in the quick part."""
+    multi_turn = config.rollout.multi_turn
+    servers = multi_turn.mcp_servers
+    if servers and not thorough:
+        return None
+    try:
+        async with await Toolbox.create(multi_turn) as toolbox:
+            if toolbox.names:
+                report.note("tools", ", ".join(toolbox.names))
+            return {names: toolbox.schemas(names) for names in {task.tools for task in tasks}}
+    except ConfigError as error:
+        report.mistakes += error.mistakes
+    except (Failure, RunError) as error:
+        key = "rollout.multi_turn.mcp_servers" if isinstance(error, RunError) else "rollout.multi_turn.tools"
+        report.mistakes.append(Mistake(key, str(error)))
+    return None
+
+
+def _check_prompts(
+    config: Config,
+    renderer: Renderer,
+    tasks: Sequence[Task],
+    schemas: Schemas,
+    report: PreflightReport,
+    *,
+    thorough: bool,
+) -> None:
+    """How many tokens prompts have, and that the template takes them."""
+    rollout, looked = config.rollout, list(tasks)
+    if not thorough:
+        looked = sorted(tasks, key=lambda task: -sum(len(str(item.get("content"))) for item in task.messages))
+        looked = looked[:QUICK_PROMPTS]
+    counts: dict[str, int] = {}
+    for task in looked:
+        try:
+            ids = renderer.prompt(task.messages, schemas[task.tools])
+        except Failure as failure:
+            report.mistakes.append(Mistake(task.uid, f"its prompt cannot be rendered: {failure}"))
+            return
+        counts[task.uid] = len(ids)
+    longest = max(counts, key=counts.__getitem__)
+    room = f"rollout.prompt_length is {rollout.prompt_length:,}"
+    report.note("prompts", f"at most {counts[longest]:,} tokens ({longest}); {room}")
+    first = renderer.prompt(tasks[0].messages, schemas[tasks[0].tools])
+    report.first_prompt, report.first_prompt_tokens = renderer.decode(first), len(first)
+    if any(schemas.values()) and not renderer.proof.shows_tools:
+        report.warnings.append("the chat template does not tell the model about its tools")
+    late = sum(count > rollout.prompt_length for count in counts.values())
+    if late and rollout.overlong_prompts == "error":
+        problem = f"{late} of {len(counts)} prompts are longer than {rollout.prompt_length} tokens: {longest} has "
+        fix = f"raise it to {counts[longest]}, or set rollout.overlong_prompts to drop or truncate_left"
+        key = "rollout.prompt_length"
+        problem += f"{counts[longest]}"
+        report.mistakes.append(Mistake(key, problem, rollout.prompt_length, config.origin(key), fix))
+    elif late:
+        what = "dropped" if rollout.overlong_prompts == "drop" else "cut"
+        report.warnings.append(f"{late} of {len(counts)} prompts are too long and are {what}: {longest} is the longest")
+
+
+def _check_model(config: Config, report: PreflightReport, *, thorough: bool) -> None:
+    """Weights that are there and fit, on a model that is computed as its authors wrote it."""
+    if config.rollout.name in ("openai", "scripted") and not isinstance(config, TrainConfig):
+        return
+    model = config.model
+    directory = resolve_model_path(model.path, origin=model.origin("path"))
+    parameters = memory.count_parameters(directory)
+    if parameters is None:
+        report.warnings.append(f"{directory} has no safetensors files: its size is not known")
+    else:
+        report.note("model", f"{parameters / 1e6:,.1f} million parameters")
+        _check_room(config, parameters, report, thorough=thorough)
+    if thorough:
+        _prove_model(config, directory, report)
+
+
+def _check_room(config: Config, parameters: int, report: PreflightReport, *, thorough: bool) -> None:
+    needs = memory.weight_bytes(config, parameters)
+    parts = ", ".join(f"{name} {memory.describe_bytes(size)}" for name, size in needs.items())
+    on_gpu = config.rollout.n_gpus_per_node or (isinstance(config, TrainConfig) and config.trainer.n_gpus_per_node)
+    if not on_gpu:
+        limit, whose = memory.memory_limit()
+        report.note("memory", f"weights: {parts}; {whose} has {memory.describe_bytes(limit)}")
+        report.mistakes += memory.check_memory(config, needs, limit, whose)
+    elif thorough and visible_gpus():
+        import torch
+
+        total = int(torch.cuda.get_device_properties(0).total_memory)
+        report.note("memory", f"weights, on each device: {parts}; a GPU has {memory.describe_bytes(total)}")
+        report.mistakes += memory.check_gpu_memory(config, needs, total)
+    if isinstance(config, TrainConfig):
+        free = memory.free_bytes(Path(config.logging.directory()).absolute())
+        one = memory.describe_bytes(memory.checkpoint_bytes(config, parameters))
+        report.note("disk", f"{memory.describe_bytes(free)} free; a checkpoint has about {one}")
+        report.mistakes += memory.check_disk(config, parameters, free)
+
+
+def _prove_model(config: Config, directory: Path, report: PreflightReport) -> None:
+    """The proof that a run makes as it loads the model."""
+    from transformers import AutoConfig
+
+    try:
+        AutoConfig.from_pretrained(str(directory), trust_remote_code=config.model.trust_remote_code)
+    except (OSError, ValueError, KeyError) as error:
+        problem = f"its config.json cannot be read: {str(error).splitlines()[0]}"
+        raise ConfigError([Mistake("model.path", problem, config.model.path, config.model.origin("path"))]) from error
+
+
+def _check_surroundings(config: Config, environment: Mapping[str, str], report: PreflightReport) -> None:
+    """Trackers, ports and keys."""
+    report.mistakes += _missing_trackers(config)
+    report.mistakes += _taken_port(config)
+    report.mistakes += _missing_keys(config, environment)
+
+
+def _missing_trackers(config: Config) -> Iterator[Mistake]:
+    for name in config.logging.logger:
+        if name in TRACKERS and find_spec(name) is None:
+            origin, fix = config.origin("logging.logger"), f"pip install 'treadle[{name}]'"
+            yield Mistake("logging.logger", f"{name} is not installed", name, origin, fix)
+
+
+def _taken_port(config: Config) -> Iterator[Mistake]:
+    port, key = config.logging.prometheus_port, "logging.prometheus_port"
+    if port is None:
+        return
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((HOST, port))
+        except OSError as error:
+            problem = f"cannot listen on {HOST}: {error.strerror}"
+            yield Mistake(key, problem, port, config.origin(key), "choose another port")
+
+
+def _missing_keys(config: Config, environment: Mapping[str, str]) -> Iterator[Mistake]:
+    """Keys of endpoints beyond this network that no variable holds."""
+    endpoints = []
+    if config.rollout.name == "openai":
+        endpoints.append(("rollout.openai", config.rollout.openai))
+    for name, classifier in config.reward.classifiers.items():
+        if classifier.placement == "endpoint":
+            endpoints.append((f"reward.classifiers.{name}.endpoint", classifier.endpoint))
+    for name, judge in config.reward.judges.items():
+        if judge.engine.name == "openai":
+            endpoints.append((f"reward.judges.{name}.engine.openai", judge.engine.openai))
+    for key, openai in endpoints:
+        if _is_public(openai.base_url) and not environment.get(openai.api_key_env):
+            problem = f"the environment variable {openai.api_key_env} is not set, and {openai.base_url} wants a key"
+            yield Mistake(f"{key}.api_key_env", problem, openai.api_key_env, fix=f"export {openai.api_key_env}=…")
+
+
+def _is_public(url: str | None) -> bool:
+    host = urlsplit(url or "").hostname or "localhost"
+    try:
+        return ip_address(host).is_global
+    except ValueError:
+        return "." in host and not host.endswith((".local", ".internal", ".localhost", ".svc"))
+
+
+async def _check_rewards(reward: RewardConfig, task: Task, report: PreflightReport) -> None:
+    """Functions as they will run, on the first task: its ground truth as the answer, and no answer at all."""
+    if not reward.functions:
+        return
+    functions = RewardConfig(**{**reward.values(), "classifiers": {}, "judges": {}})
+    try:
+        async with await Scorer.create(functions) as scorer:
+            for words, answer in (("its ground truth", str(task.ground_truth)), ("an empty answer", "")):
+                try:
+                    score = await scorer.score(task, _answered(task, answer))
+                    given = f"{score.value:g} ({_parts(score)})" if score is not None else "no score"
+                    report.note("rewards", f"{task.uid} with {words}: {given}")
+                except Failure as failure:
+                    report.warnings.append(f"{task.uid} with {words} cannot be scored: {failure}")
+    except ConfigError as error:
+        report.mistakes += error.mistakes
+    except RunError as error:
+        report.mistakes.append(Mistake("reward.functions", str(error)))
+
+
+def _parts(score: Score) -> str:
+    return ", ".join(f"{name} {value:g}" for name, value in score.parts.items())
+
+
+def _answered(task: Task, answer: str) -> Trajectory:
+    messages = (*task.messages, {"role": "assistant", "content": answer})
+    outcome = Outcome.ended(StopReason.STOP)
+    return Trajectory(task.uid, 0, (), outcome, messages=messages, data_source=task.data_source)

@@ -1,0 +1,137 @@
+"""Memory and disk: what the weights of a run need, and what this machine or its container has.
+
+Owns the estimate. It counts what is certain (weights, gradients, optimizer state, copies of them) and leaves out what
+depends on the data: activations, and the KV cache, which engines fit to what is left.
+"""
+
+import json
+import shutil
+import struct
+from collections.abc import Iterator
+from pathlib import Path
+
+from treadle.config import Config, TrainConfig
+from treadle.config.actor import ActorConfig, CriticConfig
+from treadle.config.transport import choose_way
+from treadle.errors import Mistake
+
+BYTES = {"fp32": 4, "float32": 4, "bf16": 2, "bfloat16": 2, "fp16": 2, "float16": 2, "auto": 2}
+ADAM_STATES = 2
+GIB = 1 << 30
+
+CGROUP_LIMITS = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"))
+"""Of a container, as the two versions of control groups tell it."""
+
+
+def count_parameters(model: Path) -> int | None:
+    """The parameters of a model directory, from the headers of its safetensors files; None without such files."""
+    total = 0
+    for file in model.glob("*.safetensors"):
+        with file.open("rb") as opened:
+            size = struct.unpack("<Q", opened.read(8))[0]
+            header = json.loads(opened.read(size))
+        for name, tensor in header.items():
+            if name != "__metadata__":
+                count = 1
+                for length in tensor["shape"]:
+                    count *= length
+                total += count
+    return total or None
+
+
+def memory_limit(paths: tuple[Path, ...] = CGROUP_LIMITS, meminfo: Path = Path("/proc/meminfo")) -> tuple[int, str]:
+    """Bytes of main memory this process may use, and whose limit that is. 0: nobody says."""
+    machine = 0
+    if meminfo.exists():
+        kilobytes = next(line for line in meminfo.read_text().splitlines() if line.startswith("MemTotal:")).split()[1]
+        machine = int(kilobytes) << 10
+    for path in paths:
+        text = path.read_text().strip() if path.exists() else "max"
+        if text.isdigit() and (not machine or int(text) < machine):
+            return int(text), "the container"
+    return machine, "this machine"
+
+
+def weight_bytes(config: Config, parameters: int) -> dict[str, int]:
+    """What each part needs for weights alone, on each device of its own."""
+    rollout = config.rollout
+    engine = parameters * BYTES[rollout.dtype] // rollout.tensor_model_parallel_size
+    if not isinstance(config, TrainConfig):
+        return {} if rollout.name in ("openai", "scripted") else {"engine": engine}
+    ranks = config.trainer.num_ranks()
+    actor, ref, critic = config.used_networks()
+    needs = {"policy": _trained(parameters, actor) // ranks}
+    if ref is not None:
+        needs["reference"] = parameters * BYTES[ref.dtype] // ranks
+    if critic is not None:
+        needs["critic"] = _trained(parameters, critic) // ranks
+    if choose_way(config) != "own":
+        needs["engine"] = engine
+    return needs
+
+
+def _trained(parameters: int, network: ActorConfig | CriticConfig) -> int:
+    """Weights, gradients and the states of AdamW; and a copy to compute with, where that is in another format."""
+    copy = 0 if network.dtype == network.model_dtype else BYTES[network.dtype]
+    return parameters * (BYTES[network.model_dtype] * (2 + ADAM_STATES) + copy)
+
+
+def host_bytes(config: Config, needs: dict[str, int]) -> int:
+    """What is in main memory, of all processes here, where nothing is on a GPU."""
+    ranks = config.trainer.num_ranks() if isinstance(config, TrainConfig) else 1
+    engines = max(1, config.rollout.nnodes) * config.rollout.replicas_per_node
+    return sum(size * (engines if name == "engine" else ranks) for name, size in needs.items())
+
+
+def check_memory(config: Config, needs: dict[str, int], limit: int, whose: str) -> Iterator[Mistake]:
+    """Weights that cannot fit, whatever the data."""
+    wanted = host_bytes(config, needs)
+    if limit and wanted > limit:
+        parts = ", ".join(f"{name} {_gib(size)}" for name, size in needs.items())
+        problem = f"its weights need {_gib(wanted)} ({parts}); {whose} has {_gib(limit)}"
+        fix = "choose a smaller model, or train on GPUs: trainer.n_gpus_per_node"
+        yield Mistake("model.path", problem, config.model.path, config.model.origin("path"), fix)
+
+
+def check_gpu_memory(config: Config, needs: dict[str, int], total: int) -> Iterator[Mistake]:
+    """The same for one GPU. Engines that share the trainer's sleep while it trains, so they are not counted there."""
+    shares = isinstance(config, TrainConfig) and config.rollout.nnodes == 0
+    wanted = sum(size for name, size in needs.items() if name != "engine") if shares else max(needs.values(), default=0)
+    if wanted > total:
+        parts = ", ".join(f"{name} {_gib(size)}" for name, size in needs.items())
+        problem = f"its weights need {_gib(wanted)} on each GPU ({parts}); a GPU has {_gib(total)}"
+        fix = "train on more GPUs with FSDP sections, or choose a smaller model"
+        yield Mistake("model.path", problem, config.model.path, config.model.origin("path"), fix)
+
+
+def checkpoint_bytes(config: TrainConfig, parameters: int) -> int:
+    """One checkpoint: weights and optimizer state."""
+    return parameters * BYTES[config.actor.model_dtype] * (1 + ADAM_STATES)
+
+
+def free_bytes(directory: Path) -> int:
+    """On the disk that a directory is on, or will be."""
+    while not directory.exists():
+        directory = directory.parent
+    return shutil.disk_usage(directory).free
+
+
+def check_disk(config: TrainConfig, parameters: int, free: int) -> Iterator[Mistake]:
+    """A disk that does not hold what a run keeps."""
+    kept = config.checkpoint.keep_last or 1
+    one, journal = checkpoint_bytes(config, parameters), config.logging.journal_max_mb << 20
+    wanted = one * (kept + 1)
+    if wanted > free:
+        problem = f"{_gib(free)} are free there; {kept} checkpoints and one being written need {_gib(wanted)}"
+        fix = f"free space, or lower checkpoint.keep_last; the journal takes up to {_gib(journal)} more"
+        key = "logging.run_dir"
+        yield Mistake(key, problem, config.logging.directory(), config.origin(key), fix)
+
+
+def describe_bytes(count: int) -> str:
+    """A size for people."""
+    return _gib(count)
+
+
+def _gib(count: int) -> str:
+    return f"{count / GIB:,.1f} GiB" if count >= GIB // 10 else f"{count / (1 << 20):,.1f} MiB"
