@@ -82,6 +82,8 @@ class FakeEndpoint:
         rng = random.Random(f"{body.get('seed')} {body['messages'][-1]['content']}")
         text = "".join(rng.choice("abcdefgh") for _ in range(12))
         limit = body.get("max_tokens") or body.get("max_completion_tokens") or 99
+        for stop in body.get("stop", ()):
+            text = text.partition(stop)[0]
         cut = text[:limit]
         entries = [{"token": letter, "logprob": -rng.random(), "top_logprobs": []} for letter in cut]
         choice: dict[str, Any] = {

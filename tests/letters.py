@@ -1,6 +1,7 @@
 """The smallest tokenizer there is, and requests written with it: one id for each character."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from treadle.types import Request, SamplingParams
 
@@ -34,10 +35,11 @@ def ask(
 
 def go_on(request: Request, ids: Sequence[int]) -> Request:
     """The request that continues after `ids` were sampled."""
-    sampling = SamplingParams(
-        request.sampling.max_tokens - len(ids),
-        stop_token_ids=request.sampling.stop_token_ids,
-        seed=request.sampling.seed,
+    sampling = replace(request.sampling, max_tokens=request.sampling.max_tokens - len(ids))
+    return replace(
+        request,
+        ids=(*request.ids, *ids),
+        sampling=sampling,
+        position=request.position + len(ids),
+        said=request.said + len(ids),
     )
-    position = request.position + len(ids)
-    return Request(request.uid, request.sample, (*request.ids, *ids), sampling, position, request.messages)

@@ -75,6 +75,42 @@ class SamplingParams:
     top_k: int = -1
     stop_token_ids: tuple[int, ...] = ()
     seed: int = 0
+    min_p: float = 0.0
+    """Keep tokens with at least this fraction of the most likely one's probability."""
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    """Penalties lower the logits of tokens that came before; repetition also of those in the prompt."""
+    stop: tuple[str, ...] = ()
+    """Texts that end the answer. The ids keep the tokens that wrote one; the text ends before it."""
+    model_temperature: float | None = None
+    """The temperature at which `Completion.logprobs` are taken, where one turn is sampled at another than its run."""
+
+    @property
+    def is_filtered(self) -> bool:
+        """Whether some tokens are left out of the draw."""
+        return self.own_temperature > 0 and (self.top_p < 1 or self.top_k > 0 or self.min_p > 0)
+
+    @property
+    def own_temperature(self) -> float:
+        """The temperature of the whole softmax."""
+        return self.temperature if self.model_temperature is None else self.model_temperature
+
+    @property
+    def penalties(self) -> tuple[float, float, float, float]:
+        """Repetition, presence, frequency, and the factor of a turn's own temperature: greedy is very cold."""
+        scale = self.own_temperature / max(self.temperature, 1e-4) if self.own_temperature != self.temperature else 1.0
+        return self.repetition_penalty, self.presence_penalty, self.frequency_penalty, scale
+
+    @property
+    def is_penalized(self) -> bool:
+        """Whether logits are changed before the draw."""
+        return self.penalties != (1.0, 0.0, 0.0, 1.0)
+
+    @property
+    def is_processed(self) -> bool:
+        """Whether tokens are drawn from another distribution than the whole softmax at the temperature."""
+        return self.is_filtered or self.is_penalized
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,6 +133,8 @@ class Request:
     """Attempts at this sample that failed by a tool, environment, loop or reward: each draws other noise.
 
     The failure of an engine does not count, so that its tokens are drawn again as they were."""
+    said: int = 0
+    """How many of the last ids were sampled for this very answer, before an interruption."""
 
     @property
     def session(self) -> str:

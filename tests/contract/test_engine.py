@@ -9,7 +9,7 @@ import random
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -44,6 +44,7 @@ class Stage:
     """Time after which a request surely runs and a long one surely has not ended."""
     keeps_tokens: bool = True
     takes_weights: bool = True
+    has_model: bool = False
 
     def play(self, body: Body) -> None:
         async def main() -> None:
@@ -129,9 +130,9 @@ async def open_steady() -> AsyncIterator[Engine]:
 STAGES = {
     "scripted": Stage(open_scripted, virtual_time.run, settle_s=40.0),
     "router": Stage(open_router, virtual_time.run, settle_s=40.0),
-    "native": Stage(open_native, asyncio.run, settle_s=0.12),
-    "apart": Stage(open_apart, asyncio.run, settle_s=0.12),
-    "steady": Stage(open_steady, asyncio.run, settle_s=0.12),
+    "native": Stage(open_native, asyncio.run, settle_s=0.12, has_model=True),
+    "apart": Stage(open_apart, asyncio.run, settle_s=0.12, has_model=True),
+    "steady": Stage(open_steady, asyncio.run, settle_s=0.12, has_model=True),
     "openai": Stage(open_openai, asyncio.run, settle_s=0.05, keeps_tokens=False, takes_weights=False),
 }
 
@@ -375,5 +376,96 @@ def test_closing_does_not_leave_held_requests_waiting(stage: Stage) -> None:
         await engine.close()
         with pytest.raises(EngineFailure, match="closed"):
             await ended(held)
+
+    stage.play(body)
+
+
+def with_sampling(request: Request, **fields: Any) -> Request:
+    return replace(request, sampling=replace(request.sampling, **fields))
+
+
+def test_a_stop_string_ends_the_answer_after_the_token_that_completes_it(stage: Stage) -> None:
+    async def body(engine: Engine) -> None:
+        whole = await engine.generate(short())
+        stop = whole.text[4:6]
+        request = with_sampling(short(), stop=(stop, "never said"))
+        found = await engine.generate(request)
+        check(found, request)
+        assert found.stop is StopReason.STOP
+        assert found.text == whole.text[: whole.text.index(stop)]
+        if stage.keeps_tokens:
+            end = whole.text.index(stop) + len(stop)
+            assert found.ids == whole.ids[:end] and found.logprobs == whole.logprobs[:end]
+
+    stage.play(body)
+
+
+def test_a_stop_string_is_found_across_an_interruption(stage: Stage) -> None:
+    if not stage.has_model:
+        pytest.skip("this engine goes on only with what it was interrupted in")
+
+    async def body(engine: Engine) -> None:
+        whole = await engine.generate(short())
+        request = with_sampling(short(), stop=(whole.text[4:7],))
+        end = whole.text.index(request.sampling.stop[0])
+        rest = await engine.generate(go_on(request, whole.ids[: end + 1]))
+        assert rest.ids == whole.ids[end + 1 : end + 3] and rest.stop is StopReason.STOP
+
+    stage.play(body)
+
+
+def test_rows_and_attempts_draw_their_own_noise(stage: Stage) -> None:
+    async def body(engine: Engine) -> None:
+        requests = [replace(short(), row=row, attempt=attempt) for row in (0, 1) for attempt in (0, 1)]
+        answers = await asyncio.gather(*(engine.generate(request) for request in requests))
+        assert len({answer.ids for answer in answers}) == 4
+
+    stage.play(body)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"top_p": 0.5},
+        {"top_k": 3},
+        {"min_p": 0.6},
+        {"repetition_penalty": 1.5},
+        {"presence_penalty": 1.0, "frequency_penalty": 0.5},
+        {"temperature": 0.4, "model_temperature": 1.0},
+        {"temperature": 0.0, "model_temperature": 1.0, "top_k": 5},
+    ],
+)
+def test_both_logprobs_are_reported_where_the_draw_is_not_from_the_whole_softmax(
+    stage: Stage, fields: dict[str, Any]
+) -> None:
+    if not stage.has_model:
+        pytest.skip("this engine has no distribution")
+
+    async def body(engine: Engine) -> None:
+        plain = await engine.generate(short())
+        assert plain.processed_logprobs == ()
+        request = with_sampling(short(), **fields)
+        found = await engine.generate(request)
+        assert len(found.processed_logprobs) == len(found.ids)
+        assert all(value <= 1e-6 for value in found.processed_logprobs)
+        if "penalty" not in str(fields) and fields.get("temperature", 1.0) == 1.0:
+            pairs = zip(found.processed_logprobs, found.logprobs, strict=True)
+            assert all(processed >= full - 1e-5 for processed, full in pairs), "what is left weighs more"
+        first = await engine.generate(with_sampling(request, max_tokens=3))
+        rest = await engine.generate(go_on(request, first.ids))
+        assert first.ids + rest.ids == found.ids
+        assert first.processed_logprobs + rest.processed_logprobs == pytest.approx(found.processed_logprobs, abs=1e-5)
+
+    stage.play(body)
+
+
+def test_a_repetition_penalty_is_felt(stage: Stage) -> None:
+    if not stage.has_model:
+        pytest.skip("this engine has no distribution")
+
+    async def body(engine: Engine) -> None:
+        request = with_sampling(short(), repetition_penalty=1e6, temperature=0.0, stop_token_ids=())
+        found = await engine.generate(request)
+        assert len(set(found.ids)) == len(found.ids) == 16 and not {*found.ids} & {*encode("hello")}
 
     stage.play(body)

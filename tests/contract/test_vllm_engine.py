@@ -9,8 +9,10 @@ import signal
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
@@ -109,7 +111,7 @@ def stage(loop: Loop, server: ServerProcess) -> Stage:
     async def attached() -> AsyncIterator[Engine]:
         yield await Confirming.attach(ROLLOUT, server, decode=decode)
 
-    return Stage(attached, loop.run, settle_s=0.12)
+    return Stage(attached, loop.run, settle_s=0.12, has_model=True)
 
 
 def play(stage: Stage, body: Callable[[VLLMEngine], Awaitable[None]]) -> None:
@@ -132,6 +134,33 @@ def test_tokens_and_logprobs_are_those_of_the_embedded_engine(stage: Stage) -> N
         await native.close()
 
     play(stage, body)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"top_p": 0.7, "top_k": 20},
+        {"min_p": 0.5},
+        {"repetition_penalty": 1.4, "presence_penalty": 0.5, "frequency_penalty": 0.2},
+        {"temperature": 0.5, "model_temperature": 1.0},
+    ],
+)
+def test_filters_and_penalties_give_what_the_embedded_engine_gives(stage: Stage, fields: dict[str, Any]) -> None:
+    async def body(engine: Engine) -> None:
+        native = await NativeEngine.create(ROLLOUT, letters_model(), decode=decode)
+        try:
+            for uid in "abcd":
+                request = ask(uid=uid, max_tokens=16)
+                request = replace(request, sampling=replace(request.sampling, **fields))
+                expected, found = await native.generate(request), await engine.generate(request)
+                assert found.ids == expected.ids
+                assert found.logprobs == pytest.approx(expected.logprobs, abs=1e-4)
+                assert found.processed_logprobs == pytest.approx(expected.processed_logprobs, abs=1e-4)
+                assert found.processed_logprobs != found.logprobs
+        finally:
+            await native.close()
+
+    stage.play(body)
 
 
 def test_new_weights_show_in_what_is_sampled(stage: Stage) -> None:

@@ -223,3 +223,28 @@ def test_bypass_weighs_a_loss_that_has_no_ratio() -> None:
         tokens += sequence.mask.sum()
     chosen = RolloutCorrectionConfig(bypass_mode=True, rollout_is="token", rollout_is_threshold=1.4)
     assert loss_of(sequences, "gpg", chosen) == pytest.approx(total / tokens, abs=1e-12)
+
+
+def test_weights_divide_by_the_distribution_sampled_from_and_differences_compare_the_whole_softmax() -> None:
+    """By enumeration: under top-p, the weighted mean of any function is the policy's over what may be sampled."""
+    policy = torch.tensor([0.5, 0.3, 0.15, 0.05], dtype=torch.double)
+    kept = torch.tensor([1.0, 1.0, 0.0, 0.0], dtype=torch.double)
+    drawn = policy * kept / (policy * kept).sum()
+    tokens = torch.tensor([0, 1])
+    logs = policy.log()[tokens]
+    found = correct(
+        logs,
+        logs,
+        torch.ones(2, dtype=torch.bool),
+        torch.tensor([0, 1]),
+        2,
+        RolloutCorrectionConfig(rollout_is="token", rollout_rs="token", rollout_rs_threshold=1.01),
+        processed_logprobs_T=drawn.log()[tokens],
+    )
+    value = torch.tensor([3.0, -1.0], dtype=torch.double)
+    expected = (policy[tokens] * value).sum()
+    assert (drawn[tokens] * found.weights_T * value).sum().item() == pytest.approx(expected.item())
+    assert found.keep_T.all(), "what truncation does is no reason to reject"
+    figures = read(found.measures)
+    assert figures["rollout_corr/k3_kl"] == 0.0
+    assert figures["rollout_corr/processed_kl"] == pytest.approx(-np.log(0.8))

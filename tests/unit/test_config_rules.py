@@ -287,6 +287,12 @@ def test_a_rollout_that_cannot_work_is_refused(words, key, problem):
 
 
 CAUTIONS = [
+    (["rollout.top_p=0.9"], "rollout.top_p: tokens are drawn from another distribution"),
+    (["rollout.min_p=0.1"], "rollout.min_p: tokens are drawn from another distribution"),
+    (
+        ["rollout.repetition_penalty=1.1", "algorithm.rollout_correction.rollout_is=token"],
+        "rollout.repetition_penalty: tokens",
+    ),
     (
         ["actor.policy_loss.loss_mode=gspo", "actor.loss_agg_mode=token-mean"],
         "actor.loss_agg_mode: token-mean weighs the KL term and the entropy bonus only",

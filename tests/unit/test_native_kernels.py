@@ -22,7 +22,7 @@ from treadle.engine.native.decoder import Decoder  # noqa: E402
 from treadle.engine.native.drawing import draw_rows  # noqa: E402
 from treadle.engine.native.kernels import HeadShape, RowPlaces, attend_rows, count_splits  # noqa: E402
 from treadle.engine.native.plans import Piece, PrefillPlan  # noqa: E402
-from treadle.engine.native.rows import Rows, RowStart  # noqa: E402
+from treadle.engine.native.rows import NO_PENALTIES, Rows, RowStart  # noqa: E402
 from treadle.engine.native.sampling import sample  # noqa: E402
 from treadle.engine.native.stack import Stack  # noqa: E402
 from treadle.engine.native.transfer import copy_pages  # noqa: E402
@@ -113,7 +113,7 @@ def test_the_stack_fills_the_cache_and_decodes_as_the_modules_do(family: str) ->
         RowStart(row, ids[-1], len(ids) - 1 + 3 * (row == 0), 4, 123 * row, 0, 1.0, 1.0, 0, ())
         for row, ids in enumerate(prompts)
     ]
-    report = torch.zeros((3, 4), dtype=torch.int32, device=DEVICE)
+    report = torch.zeros((4, 4), dtype=torch.int32, device=DEVICE)
     with torch.inference_mode():
         for part, total in ((pieces, 92), (more, 4)):
             plain.prefill(part)
@@ -144,32 +144,39 @@ def rows_of_all_kinds(count: int) -> Rows:
             (1.0, 0.8, 1.0, 0.3)[at // 4 % 4],
             (-1, 5, 0, 20)[at // 2 % 4],
             (at % 50, 7),
+            (0.0, 0.0, 0.2)[at % 3],
+            *((1.3, 0.6, 0.1, 1.4), (1, 2, 3), (4, 5, 5)) if at % 4 == 1 else (NO_PENALTIES, (), ()),
         )
         for at in range(count)
         if at % 5
     ]
     rows.start(starts)
+    rows.start_penalties(starts, 5000)
     return rows
 
 
-@pytest.mark.parametrize("filtered", [False, True])
-def test_one_kernel_draws_and_takes_in_what_plain_sampling_does(filtered: bool) -> None:
+@pytest.mark.parametrize(("filtered", "penalized"), [(False, False), (True, False), (False, True), (True, True)])
+def test_one_kernel_draws_and_takes_in_what_plain_sampling_does(filtered: bool, penalized: bool) -> None:
     plain, fused, count = rows_of_all_kinds(24), rows_of_all_kinds(24), 24
-    report = torch.zeros((3, count), dtype=torch.int32, device=DEVICE)
+    report = torch.zeros((4, count), dtype=torch.int32, device=DEVICE)
     generator = torch.Generator().manual_seed(3)
-    for words in (50, 5000):
+    for words in (5000,) if penalized else (50, 5000):
         logits = (2 * torch.randn(count, words, generator=generator)).to(DEVICE)
-        active, sampled = plain.active.clone(), sample(logits, plain.controls(count), filtered=filtered)
+        lowered = plain.penalties.apply(logits) if penalized else None
+        active = plain.active.clone()
+        sampled = sample(logits, plain.controls(count), filtered=filtered, penalized=lowered)
         ended = plain.advance(count, sampled)
-        draw_rows(logits, fused, report, filtered=filtered)
+        draw_rows(logits, fused, report, filtered=filtered, penalized=lowered)
         for name in ("active", "last_id", "length", "left", "count", "draw"):
             assert torch.equal(getattr(plain, name), getattr(fused, name)), name
         assert torch.equal(report[2].bool(), ended)
         assert torch.allclose(report[1].view(torch.float32)[active], sampled.logprobs[active], atol=1e-5)
+        if sampled.processed is not None:
+            assert torch.allclose(report[3].view(torch.float32)[active], sampled.processed[active], atol=1e-5)
 
 
 def test_logits_that_are_no_numbers_end_a_row() -> None:
-    rows, report = rows_of_all_kinds(8), torch.zeros((3, 8), dtype=torch.int32, device=DEVICE)
+    rows, report = rows_of_all_kinds(8), torch.zeros((4, 8), dtype=torch.int32, device=DEVICE)
     logits = torch.zeros((8, 50), device=DEVICE)
     logits[3, 4], logits[6] = float("nan"), float("-inf")
     draw_rows(logits, rows, report, filtered=False)

@@ -13,7 +13,14 @@ from treadle.types import Request, SamplingParams
 
 
 def controls(
-    rows: int, *, temperature: float = 1.0, top_p: float = 1.0, top_k: int = -1, stream: int = 1234567, first: int = 0
+    rows: int,
+    *,
+    temperature: float = 1.0,
+    top_p: float = 1.0,
+    top_k: int = -1,
+    stream: int = 1234567,
+    first: int = 0,
+    min_p: float = 0.0,
 ) -> Controls:
     return Controls(
         torch.full((rows,), temperature),
@@ -21,6 +28,7 @@ def controls(
         torch.full((rows,), top_k),
         torch.full((rows,), stream),
         torch.arange(first, first + rows),
+        torch.full((rows,), min_p),
     )
 
 
@@ -63,15 +71,15 @@ def test_greedy_takes_the_most_likely_and_reports_temperature_one() -> None:
 
 def test_top_k_and_top_p_keep_the_likely_ones_only() -> None:
     weights = torch.tensor([[0.1, 0.4, 0.2, 0.3]])
-    whole, none = torch.tensor([1.0]), torch.tensor([-1])
-    assert keep_likely(weights, torch.tensor([2]), whole)[0].tolist() == pytest.approx([0, 0.4, 0, 0.3])
-    assert keep_likely(weights, none, torch.tensor([0.6]))[0].tolist() == pytest.approx([0, 0.4, 0, 0.3])
-    assert keep_likely(weights, none, torch.tensor([0.01]))[0].tolist() == pytest.approx([0, 0.4, 0, 0])
-    assert keep_likely(weights, none, whole)[0].tolist() == pytest.approx(weights[0].tolist())
+    whole, none, off = torch.tensor([1.0]), torch.tensor([-1]), torch.tensor([0.0])
+    assert keep_likely(weights, torch.tensor([2]), whole, off)[0].tolist() == pytest.approx([0, 0.4, 0, 0.3])
+    assert keep_likely(weights, none, torch.tensor([0.6]), off)[0].tolist() == pytest.approx([0, 0.4, 0, 0.3])
+    assert keep_likely(weights, none, torch.tensor([0.01]), off)[0].tolist() == pytest.approx([0, 0.4, 0, 0])
+    assert keep_likely(weights, none, whole, off)[0].tolist() == pytest.approx(weights[0].tolist())
 
 
 def test_top_k_keeps_exactly_k_of_equals() -> None:
-    kept = keep_likely(torch.full((1, 8), 0.125), torch.tensor([3]), torch.tensor([1.0]))
+    kept = keep_likely(torch.full((1, 8), 0.125), torch.tensor([3]), torch.tensor([1.0]), torch.tensor([0.0]))
     assert (kept > 0).sum() == 3
 
 

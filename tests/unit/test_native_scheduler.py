@@ -28,9 +28,9 @@ class Watched(Stand):
             self.prefilled += pieces
             prefill(pieces)
 
-        def watch_advance(count: int, span: int, filtered: bool) -> torch.Tensor:
+        def watch_advance(count: int, span: int, *filters: bool) -> torch.Tensor:
             self.rows.append(count)
-            return advance(count, span, filtered)
+            return advance(count, span, *filters)
 
         self.decoder.prefill, self.decoder.advance = watch_prefill, watch_advance  # type: ignore[method-assign]
 
@@ -94,7 +94,7 @@ class Lagging(Decoder):
 
     behind: list[int] | None = None
 
-    def step(self, count: int, longest: int, *, filtered: bool) -> list[int]:
+    def step(self, count: int, longest: int, *, filtered: bool, penalized: bool = False) -> list[int]:
         before = self.behind
         self.behind = super().step(count, longest, filtered=filtered)
         return before or []

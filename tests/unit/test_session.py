@@ -365,3 +365,54 @@ def test_a_request_that_fails_gives_its_tokens_back():
         assert session.tokens_left == 8
 
     with_session(rollout(response_length=8), [Completion((1, 9), (0.0,), (0, 0), StopReason.STOP)], use)
+
+
+def test_a_turn_may_have_sampling_of_its_own_within_the_budget():
+    async def use(session: Session, engine: Canned) -> None:
+        completion = await session.generate(max_tokens=2, temperature=0.5, stop="x")
+        assert completion.stop is StopReason.LENGTH and not session.done
+        first = engine.asked[0].sampling
+        assert (first.max_tokens, first.temperature, first.stop, first.model_temperature) == (2, 0.5, ("x",), 1.0)
+        await session.observe("ab")
+        await session.generate()
+        assert (engine.asked[1].sampling.temperature, engine.asked[1].sampling.stop) == (1.0, ())
+
+    (row,) = with_session(rollout(), [said(5, 6, 7), said(6, 9)], use)
+    assert row.ids == (5, 6, 9, 7, 7, 6, 9), "the turn is closed before the next message"
+    assert row.mask == (1, 1, 0, 0, 0, 1, 1)
+
+
+def test_a_turn_that_asks_for_more_than_the_budget_ends_the_session():
+    async def use(session: Session, engine: Canned) -> None:
+        await session.generate(max_tokens=100)
+        assert session.done
+
+    (row,) = with_session(rollout(response_length=4), [said(1, 2, 3, 4, 5, 6)], use)
+    assert len(row.ids) == 4
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"temprature": 1.0}, "temperature"),
+        ({"top_p": 2.0}, "top_p"),
+        ({"max_tokens": 0}, "at least 1"),
+        ({"repetition_penalty": 0.0}, "repetition_penalty"),
+    ],
+)
+def test_a_turns_sampling_is_checked_as_the_configs_is(given, message):
+    async def use(session: Session, engine: Canned) -> None:
+        with pytest.raises(MisuseError, match=message):
+            await session.generate(**given)
+        assert not engine.asked
+
+    with_session(rollout(), [said(1, 9)], use)
+
+
+def test_an_interrupted_turn_tells_how_much_of_it_was_said_and_its_text_ends_before_the_stop_string():
+    async def use(session: Session, engine: Canned) -> None:
+        completion = await session.generate(stop=["lo"])
+        assert completion.text == "hel"
+        assert [request.said for request in engine.asked] == [0, 2]
+
+    with_session(rollout(), [said(*map(ord, "he"), stop=StopReason.ABORT), said(*map(ord, "llo"))], use)

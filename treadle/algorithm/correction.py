@@ -7,6 +7,11 @@ the step, its ratio to the rollout policy is a fixed weight, and PPO's own ratio
 The off-policy sequence mask (DeepSeek-V3.2) compares the current policy instead, and silences the policy term alone:
 sequences that went wrong (negative advantage) and that the policy would hardly sample any more.
 
+Engines report two logprobs where penalties, min-p, top-k or top-p are in use. Importance weights divide by the
+distribution that tokens were sampled from: those that the policy could have sampled then count as often as the policy
+samples them. Rejection, the difference between engine and trainer, and bypass's ratio compare the whole softmax of both
+sides, like with like: truncation is no difference between them.
+
 Invariant: a token that is rejected contributes nothing, to any term of the loss, and still counts in the denominator:
 rejecting makes a step smaller, never the rest louder. T tokens, S sequences, as in `packed`.
 """
@@ -43,6 +48,13 @@ class _Ratios:
     sum_S: Tensor
     mean_S: Tensor
     sampled_S: Tensor
+    drawn_T: Tensor
+    """log(trained / distribution sampled from), which is `log_T` where nothing is left out of the draw."""
+    is_processed: bool
+
+    @property
+    def drawn_S(self) -> Tensor:
+        return sum_by_sequence(self.drawn_T, self.sequence_T, self.num_sequences)
 
 
 @torch.no_grad()
@@ -53,8 +65,11 @@ def correct(
     sequence_T: Tensor,
     num_sequences: int,
     rollout_correction: RolloutCorrectionConfig,
+    *,
+    processed_logprobs_T: Tensor | None = None,
 ) -> Correction:
     """Weights, rejection and their measures. `logprobs_T`: the start of the step's, or the current ones in bypass."""
+    drawn_from_T = rollout_logprobs_T if processed_logprobs_T is None else processed_logprobs_T
     log_T = torch.where(mask_T, logprobs_T - rollout_logprobs_T, 0)
     ratios = _Ratios(
         mask_T,
@@ -64,13 +79,15 @@ def correct(
         sum_by_sequence(log_T, sequence_T, num_sequences),
         mean_by_sequence(log_T, mask_T, sequence_T, num_sequences),
         count_by_sequence(mask_T, sequence_T, num_sequences) > 0,
+        torch.where(mask_T, logprobs_T - drawn_from_T, 0),
+        processed_logprobs_T is not None,
     )
     keep_T = _keep(ratios, rollout_correction)
     weights_T = torch.ones_like(log_T)
     if rollout_correction.rollout_is == "token":
-        weights_T = _truncate(log_T, rollout_correction)
+        weights_T = _truncate(ratios.drawn_T, rollout_correction)
     elif rollout_correction.rollout_is == "sequence":
-        weights_T = _truncate(ratios.sum_S, rollout_correction)[sequence_T]
+        weights_T = _truncate(ratios.drawn_S, rollout_correction)[sequence_T]
     return Correction(weights_T, keep_T, _measure(ratios, keep_T, rollout_correction))
 
 
@@ -115,7 +132,19 @@ def _measure(ratios: _Ratios, keep_T: Tensor, rollout_correction: RolloutCorrect
         "rollout_corr/logprob_abs_diff_max": Peak.of(log_T.abs(), mask_T),
         "rollout_corr/rollout_rs_masked_fraction": Mean.of(rejected_T.double(), mask_T),
         "rollout_corr/rollout_rs_seq_masked_fraction": Mean.of(rejected_S.double(), ratios.sampled_S),
+        **_measure_processed(ratios),
         **_measure_weights(ratios, keep_T, rejected_S, rollout_correction),
+    }
+
+
+def _measure_processed(ratios: _Ratios) -> Measures:
+    """How far the distribution sampled from is from the trained policy, where it is another than the whole softmax."""
+    if not ratios.is_processed:
+        return {}
+    drawn_T = ratios.drawn_T
+    return {
+        "rollout_corr/processed_kl": Mean.of(-drawn_T, ratios.mask_T),
+        "rollout_corr/processed_k3_kl": Mean.of(torch.expm1(drawn_T.clamp(max=LOG_BOUND)) - drawn_T, ratios.mask_T),
     }
 
 
@@ -124,9 +153,9 @@ def _measure_weights(
 ) -> Measures:
     """Of the weights as applied, 0 where rejected: per sequence where they are, else per token, even if none apply."""
     if rollout_correction.rollout_is == "sequence":
-        log, kept, among = ratios.sum_S, ~rejected_S, ratios.sampled_S
+        log, kept, among = ratios.drawn_S, ~rejected_S, ratios.sampled_S
     else:
-        log, kept, among = ratios.log_T, keep_T, ratios.mask_T
+        log, kept, among = ratios.drawn_T, keep_T, ratios.mask_T
     bound = math.log(rollout_correction.rollout_is_threshold)
     return {
         "rollout_corr/rollout_is": Weights.of(_truncate(log, rollout_correction) * kept, among),

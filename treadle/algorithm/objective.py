@@ -76,6 +76,7 @@ def _cleaned(batch: MicroBatch) -> MicroBatch:
         advantages_T=torch.where(mask_T, batch.advantages_T, 0),
         old_logprobs_T=_masked(batch.old_logprobs_T, mask_T),
         rollout_logprobs_T=_masked(batch.rollout_logprobs_T, mask_T),
+        processed_logprobs_T=_masked(batch.processed_logprobs_T, mask_T),
         ref_logprobs_T=_masked(batch.ref_logprobs_T, mask_T),
         entropy_T=_masked(batch.entropy_T, mask_T),
     )
@@ -125,7 +126,13 @@ def _correction(batch: MicroBatch, old_T: Tensor, rollout_correction: RolloutCor
         return None
     logprobs_T = batch.logprobs_T.detach() if rollout_correction.bypass_mode else old_T
     return correct(
-        logprobs_T, _rollout_logprobs(batch), batch.mask_T, batch.sequence_T, batch.num_sequences, rollout_correction
+        logprobs_T,
+        _rollout_logprobs(batch),
+        batch.mask_T,
+        batch.sequence_T,
+        batch.num_sequences,
+        rollout_correction,
+        processed_logprobs_T=batch.processed_logprobs_T,
     )
 
 

@@ -35,7 +35,9 @@ class MicroBatch:
     old_logprobs_T: Tensor | None = None
     """The policy at the start of the step. None where this is the step's only optimizer step: it is the current one."""
     rollout_logprobs_T: Tensor | None = None
-    """As the engine sampled them."""
+    """Of the whole softmax, as the engine computed them."""
+    processed_logprobs_T: Tensor | None = None
+    """Of the distribution that the engine sampled from: after penalties, min-p, top-k and top-p. None: the same."""
     ref_logprobs_T: Tensor | None = None
     entropy_T: Tensor | None = None
     selected_T: Tensor | None = None

@@ -38,6 +38,13 @@ class SamplingConfig(Section):
     temperature: float = key(0.0, "sampling temperature; 0 is greedy", ge=0)
     top_p: float = key(1.0, "keep the smallest set of tokens with this much probability", gt=0, le=1)
     top_k: int = key(-1, "keep this many most likely tokens; -1 for all", ge=-1)
+    min_p: float = key(
+        0.0, "keep tokens with at least this fraction of the most likely one's probability; 0 for all", ge=0, le=1
+    )
+    repetition_penalty: float = key(1.0, "divides the logits of tokens that prompt or answer have; 1 for none", gt=0)
+    presence_penalty: float = key(0.0, "lowers the logits of tokens that the answer has", ge=-2, le=2)
+    frequency_penalty: float = key(0.0, "lowers the logits of tokens by how often the answer has them", ge=-2, le=2)
+    stop: Strings = key((), "texts that end an answer, beside the end-of-turn token")
 
 
 class AgentLoopConfig(Section):
@@ -163,6 +170,13 @@ class RolloutConfig(Section):
     temperature: float = key(1.0, "sampling temperature; 0 is greedy", ge=0)
     top_p: float = key(1.0, "keep the smallest set of tokens with this much probability", gt=0, le=1)
     top_k: int = key(-1, "keep this many most likely tokens; -1 for all", ge=-1)
+    min_p: float = key(
+        0.0, "keep tokens with at least this fraction of the most likely one's probability; 0 for all", ge=0, le=1
+    )
+    repetition_penalty: float = key(1.0, "divides the logits of tokens that prompt or answer have; 1 for none", gt=0)
+    presence_penalty: float = key(0.0, "lowers the logits of tokens that the answer has", ge=-2, le=2)
+    frequency_penalty: float = key(0.0, "lowers the logits of tokens by how often the answer has them", ge=-2, le=2)
+    stop: Strings = key((), "texts that end an answer, beside the end-of-turn token")
     seed: int = key(42, "seed of all sampling: same seed and weights, same tokens", ge=0)
     ignore_eos: bool = key(False, "go on after the end-of-turn token, up to the limits")
     prompt_length: int = key(512, "tokens a prompt may have", ge=1)

@@ -69,6 +69,25 @@ def _mistake(config: Config, name: str, problem: str, fix: str | None) -> Mistak
     return Mistake(name, problem, value, config.origin(name), fix)
 
 
+SAMPLED_PLAINLY = {
+    **{"top_p": 1.0, "top_k": -1, "min_p": 0.0, "repetition_penalty": 1.0},
+    **{"presence_penalty": 0.0, "frequency_penalty": 0.0},
+}
+"""The settings under which tokens are drawn from the whole softmax."""
+
+
+def samples_are_the_policys(config: TrainConfig) -> Clash:
+    weights = config.algorithm.rollout_correction.rollout_is
+    how = f"divides by it ({weights})" if weights in ("token", "sequence") else "does not correct for it"
+    for name, plain in SAMPLED_PLAINLY.items():
+        if getattr(config.rollout, name) != plain:
+            problem = (
+                "tokens are drawn from another distribution than that of the policy in training; "
+                f"algorithm.rollout_correction.rollout_is {how}; rollout_corr/processed_k3_kl tells how far they differ"
+            )
+            yield f"rollout.{name}", problem, f"leave it at {plain} for training, and set rollout.val_kwargs.{name}"
+
+
 def sequence_fits(config: Config) -> Clash:
     rollout = config.rollout
     needed = rollout.trajectory_length()
@@ -391,4 +410,4 @@ TRAINING_RULES: tuple[Callable[[TrainConfig], Clash], ...] = (
     *LOSS_RULES,
     resume_path_is_read,
 )
-TRAINING_CAUTIONS: tuple[Callable[[TrainConfig], Clash], ...] = LOSS_CAUTIONS
+TRAINING_CAUTIONS: tuple[Callable[[TrainConfig], Clash], ...] = (samples_are_the_policys, *LOSS_CAUTIONS)

@@ -38,6 +38,11 @@ def write_body(request: Request, model: str, extra_body: Mapping[str, Any]) -> s
         "temperature": sampling.temperature,
         "top_p": sampling.top_p,
         "top_k": sampling.top_k if sampling.top_k > 0 else None,
+        "min_p": sampling.min_p or None,
+        "repetition_penalty": sampling.repetition_penalty if sampling.repetition_penalty != 1 else None,
+        "presence_penalty": sampling.presence_penalty or None,
+        "frequency_penalty": sampling.frequency_penalty or None,
+        "stop": sampling.stop or None,
         # the endpoint must not draw the same sample n times
         "seed": bits_at(stream_of(request), request.position) & 0x7FFFFFFF,
         "logprobs": True,

@@ -103,6 +103,7 @@ def rest_of(request: Request, part: Completion) -> Request:
         ids=request.ids + part.ids,
         sampling=replace(sampling, max_tokens=sampling.max_tokens - count),
         position=request.position + count,
+        said=request.said + count,
     )
 
 

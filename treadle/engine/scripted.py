@@ -24,7 +24,8 @@ from treadle.config.rollout import ScriptedConfig
 from treadle.engine.gate import Gate
 from treadle.engine.noise import bits_at, stream_of, unit_at
 from treadle.engine.protocol import Decode, Encode, WeightUpdate
-from treadle.errors import ConfigError, EngineFailure, Mistake
+from treadle.engine.stop_strings import StopFinder, cut_text
+from treadle.errors import ConfigError, EngineFailure, Mistake, RequestRefused
 from treadle.types import Completion, Request, StopReason
 
 Script = Callable[[Request, random.Random], str | tuple[int, ...]]
@@ -182,7 +183,18 @@ class ScriptedEngine:
         text = written if isinstance(written, str) else None
         whole = self._encode(written) if isinstance(written, str) else tuple(written)
         ids = _end(whole, request.sampling.stop_token_ids)
-        return _Answer(ids, text if len(ids) >= len(whole) else None)
+        if request.sampling.stop:
+            ids = self._stop_at_string(request, ids)
+        return _Answer(ids, text if len(ids) >= len(whole) and not request.sampling.stop else None)
+
+    def _stop_at_string(self, request: Request, ids: tuple[int, ...]) -> tuple[int, ...]:
+        """The answer up to the token that completes a stop string; all of it where there is none."""
+        if self._decode is None:
+            raise RequestRefused(
+                f"{self.name}: session {request.session}: stop strings need an engine with a tokenizer"
+            )
+        said = request.ids[len(request.ids) - request.said :]
+        return ids[: StopFinder(request.sampling.stop, self._decode, said).feed(ids)]
 
     async def _perform(self, request: Request, stream: int, answer: _Answer, tokens: int) -> Completion:
         """Let the tokens come out in time; an abort keeps those that are out."""
@@ -218,7 +230,7 @@ class ScriptedEngine:
                 self._remember(request, answer, kept)
             ids, text = ids[:kept], None
         if text is None:
-            text = self._text(ids, request.sampling.stop_token_ids)
+            text = cut_text(self._text(ids, request.sampling.stop_token_ids), request.sampling.stop)
         start = (stream + request.position) % _PERIOD
         if kept <= _PERIOD:
             logprobs = _LOGPROBS[start : start + kept]

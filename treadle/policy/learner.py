@@ -52,10 +52,13 @@ class _Facts:
     old_M: Tensor | None
     """None where the step has one optimizer step: then the old policy is the current one."""
     ref_M: Tensor | None
+    processed_M: Tensor | None
+    """Of the distribution sampled from; None where that is the whole softmax, or nobody needs to know."""
 
     def at(self, places_M: Tensor) -> "_Facts":
         """Those of some tokens."""
-        others = (None if values is None else values[places_M] for values in (self.rollout_M, self.old_M, self.ref_M))
+        known = (self.rollout_M, self.old_M, self.ref_M, self.processed_M)
+        others = (None if values is None else values[places_M] for values in known)
         return _Facts(self.advantages_M[places_M], *others)
 
 
@@ -127,7 +130,23 @@ class PolicyLearner:
             None if rollout_M.isnan().any() else rollout_M,
             self._old_logprobs(batch, sequences) if self._needs_old(num_optimizer_steps) else None,
             None if ref_T is None else sequences.sampled(ref_T),
+            self._processed(sequences),
         )
+
+    def _processed(self, sequences: Sequences) -> Tensor | None:
+        """Logprobs of the distribution sampled from, where it is another. Refused where weights need and lack them."""
+        if sequences.processed_T is None:
+            return None
+        processed_M = sequences.sampled(sequences.processed_T)
+        if not processed_M.isnan().any():
+            return processed_M
+        if self._rollout_correction.rollout_is in ("token", "sequence"):
+            raise MisuseError(
+                "algorithm.rollout_correction.rollout_is needs the logprobs of the distribution sampled from, and this "
+                "engine tells those of the whole softmax alone: set rollout.top_p, top_k, min_p and the penalties to "
+                "their defaults, use rollout.name=native, or set rollout_is=none"
+            )
+        return None
 
     def _needs_old(self, num_optimizer_steps: int) -> bool:
         """Whether the policy before the step's first update must be known.
@@ -170,6 +189,7 @@ class PolicyLearner:
             num_sequences=packed.num_sequences,
             old_logprobs_T=_to(here.old_M, device),
             rollout_logprobs_T=_to(here.rollout_M, device),
+            processed_logprobs_T=_to(here.processed_M, device),
             ref_logprobs_T=_to(here.ref_M, device),
             entropy_T=predicted.entropy_T,
             selected_T=_to(None if selected_M is None else selected_M[packed.places_M], device),

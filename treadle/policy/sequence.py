@@ -34,6 +34,8 @@ class FlatRows:
     prompts: tuple[int, ...]
     """Tokens of each row's prompt."""
     responses: tuple[int, ...]
+    processed_T: Tensor | None = None
+    """Logprobs of the distribution sampled from; None where it is the whole softmax in every row."""
 
     @classmethod
     def of(cls, rows: "Rows") -> "FlatRows":
@@ -46,6 +48,9 @@ class FlatRows:
             flatten("f", (row.logprobs for row in rows)),
             tuple(len(row.prompt_ids) for row in rows),
             tuple(len(row.mask) for row in rows),
+            flatten("f", (row.processed_logprobs or row.logprobs for row in rows))
+            if any(row.processed_logprobs for row in rows)
+            else None,
         )
 
 
@@ -84,6 +89,7 @@ class Sequences:
         flat = FlatRows.of(rows)
         self.mask_T = flat.mask_T
         self.logprobs_T = flat.logprobs_T
+        self.processed_T = flat.processed_T
         masks = torch.split(self.mask_T, list(flat.responses))
         ids_S = torch.split(
             flat.ids.long(), [sum(lengths) for lengths in zip(flat.prompts, flat.responses, strict=True)]

@@ -263,6 +263,11 @@ class RolloutService:
             temperature=0.0 if kind is Kind.GREEDY else source.temperature,
             top_p=source.top_p,
             top_k=source.top_k,
+            min_p=source.min_p,
+            repetition_penalty=source.repetition_penalty,
+            presence_penalty=source.presence_penalty,
+            frequency_penalty=source.frequency_penalty,
+            stop=source.stop,
             stop_token_ids=() if rollout.ignore_eos else self._renderer.stop_token_ids,
             seed=rollout.seed if seed is None else seed,
         )

@@ -14,7 +14,9 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, TypeVar
 
-from treadle.errors import EngineFailure, MisuseError, PromptFailure
+from treadle.config.rollout import SamplingConfig
+from treadle.engine.stop_strings import cut_text
+from treadle.errors import ConfigError, EngineFailure, MisuseError, PromptFailure, nearest
 from treadle.observe import Wait
 from treadle.rollout.growth import Ledger, OpenRow, OpenTurn
 from treadle.rollout.services import OpenTools, Services
@@ -107,8 +109,14 @@ class Session:
         """Notes a loop wants in the trajectory, for reward functions and people."""
         return self._ledger.extra
 
-    async def generate(self) -> Completion:
-        """Sample one assistant turn. It goes on with the new weights when an update interrupts it."""
+    async def generate(self, *, max_tokens: int | None = None, **sampling: Any) -> Completion:
+        """Sample one assistant turn. It goes on with the new weights when an update interrupts it.
+
+        `max_tokens` bounds this turn, within what is left of the budget; a turn that it ends has stop reason LENGTH and
+        the session goes on. `sampling` replaces the run's settings for this turn: temperature, top_p, top_k, min_p,
+        repetition_penalty, presence_penalty, frequency_penalty, and `stop`, texts that end it.
+        """
+        params = _turn_sampling(self._sampling, max_tokens, sampling)
         if self.done:
             raise MisuseError(
                 f"session {self.task.uid}/{self.sample} is over ({self._ledger.ended}): check session.done"
@@ -121,28 +129,28 @@ class Session:
         row.begun = row.generating = True
         start, began = len(row.ids), self._enter("generate")
         try:
-            part = await self._sample_part()
+            part = await self._sample_part(params, start)
             while part.stop is StopReason.ABORT:
                 ledger.last_event = f"interrupted after {len(row.ids) - start} tokens"
-                part = await self._sample_part()
+                part = await self._sample_part(params, start)
         finally:
             row.generating = False
         took = self._clock() - began
         ledger.generate_s += took
         ledger.assistant_turns += 1
         row.turns.append(OpenTurn(start, len(row.ids), part.stop, took, part.replica))
-        completion = self._whole_turn(part, start)
+        completion = self._whole_turn(part, start, params.stop)
         self._messages.append(_spoken(completion))
         ledger.spoken = self._messages
-        if part.stop is StopReason.LENGTH:
+        if part.stop is StopReason.LENGTH and (max_tokens is None or len(row.ids) - start < max_tokens):
             self.end(StopReason.LENGTH)
         self._enter("loop", f"turn {ledger.assistant_turns}: {len(row.ids) - start} tokens, {part.stop}")
         return completion
 
-    async def _sample_part(self) -> Completion:
+    async def _sample_part(self, params: SamplingParams, start: int) -> Completion:
         """One request: up to the end of the turn, to an interruption, or to the end of what was reserved for it."""
         row, ledger = self._row, self._ledger
-        wanted = min(self._room, self._sampling.max_tokens)
+        wanted = min(self._room, params.max_tokens - (len(row.ids) - start))
         granted = 0
         if wanted > 0:
             granted = await ledger.reserve(self._services.rollout.response_length, wanted, self._sharers())
@@ -150,7 +158,7 @@ class Session:
             return Completion((), (), (), StopReason.LENGTH)
         count = 0
         try:
-            part = await self._services.engine.generate(self._request(granted))
+            part = await self._services.engine.generate(self._request(replace(params, max_tokens=granted), start))
             _check_lengths(part, granted)
             count = len(part.ids)
         finally:
@@ -162,18 +170,19 @@ class Session:
             return replace(part, stop=StopReason.ABORT)  # there may be more to reserve by now
         return part
 
-    def _request(self, max_tokens: int) -> Request:
+    def _request(self, params: SamplingParams, start: int) -> Request:
         row = self._row
         return Request(
             uid=self.task.uid,
             sample=self.sample,
             ids=(*row.prompt_ids, *row.ids),
-            sampling=replace(self._sampling, max_tokens=max_tokens),
+            sampling=params,
             position=row.num_sampled,
             messages=tuple(self._messages),
             tools=self._schemas,
             row=row.number,
             attempt=self._attempt,
+            said=len(row.ids) - start,
         )
 
     def _sharers(self) -> int:
@@ -182,12 +191,12 @@ class Session:
         fresh = sum(not row.begun for row in others if row.number)
         return 1 + (fresh or sum(row.generating for row in others))
 
-    def _whole_turn(self, last: Completion, start: int) -> Completion:
+    def _whole_turn(self, last: Completion, start: int, stops: Sequence[str]) -> Completion:
         row = self._row
         if len(last.ids) == len(row.ids) - start and (last.text or last.calls):
             return last
         ids = tuple(row.ids[start:])
-        text = self._services.codec.decode(ids)
+        text = cut_text(self._services.codec.decode(ids), stops)
         logprobs, versions = tuple(row.logprobs[start:]), tuple(row.versions[start:])
         processed = tuple(row.processed_logprobs[start:]) if row.processed else ()
         return Completion(
@@ -208,12 +217,17 @@ class Session:
             if turns.max_user_turns is not None and ledger.user_turns >= turns.max_user_turns:
                 return self.end(StopReason.TURN_LIMIT)
             ledger.user_turns += 1
-        ids = self._services.codec.observation(said, self._schemas)
+        ids = self._close_turn() + self._services.codec.observation(said, self._schemas)
         if len(ids) >= min(self._room, self._services.rollout.response_length - ledger.sampled):
             return self.end(StopReason.LENGTH)
         self._row.add_observed(ids)
         self._messages += said
         return None
+
+    def _close_turn(self) -> tuple[int, ...]:
+        """The end-of-turn token, where the turn ended without one: at a stop string, or at its own `max_tokens`."""
+        row, stops = self._row, self._services.codec.stop_token_ids
+        return stops[:1] if row.ids and row.mask[-1] and row.ids[-1] not in stops else ()
 
     def parse(self, completion: Completion) -> tuple[ToolCall, ...]:
         """The tool calls in a completion; malformed ones carry their problem."""
@@ -343,6 +357,32 @@ def _spoken(completion: Completion) -> Message:
             for call in completion.calls
         ]
     return said
+
+
+_PER_TURN = (
+    *("temperature", "top_p", "top_k", "min_p", "stop"),
+    *("repetition_penalty", "presence_penalty", "frequency_penalty"),
+)
+
+
+def _turn_sampling(run: SamplingParams, max_tokens: int | None, given: Mapping[str, Any]) -> SamplingParams:
+    """The run's settings with those of one turn in their place, checked as the config's are."""
+    if max_tokens is not None and max_tokens < 1:
+        raise MisuseError(f"generate(max_tokens={max_tokens}): ask for at least 1")
+    for name in given:
+        if name not in _PER_TURN:
+            hint = nearest(name, _PER_TURN) or f"there are: max_tokens, {', '.join(_PER_TURN)}"
+            raise MisuseError(f"generate({name}=…) is no setting of a turn; {hint}")
+    if given:
+        values = {**given, "stop": (given["stop"],) if isinstance(given.get("stop"), str) else given.get("stop", ())}
+        try:
+            SamplingConfig(**{**values, "stop": tuple(values["stop"])})
+        except ConfigError as error:
+            raise MisuseError(f"generate: {error}") from None
+        base = run.temperature if given.get("temperature", run.temperature) != run.temperature else None
+        stop = tuple(values["stop"]) if "stop" in given else run.stop
+        run = replace(run, **{**values, "stop": stop, "model_temperature": base or None})
+    return run if max_tokens is None else replace(run, max_tokens=min(max_tokens, run.max_tokens))
 
 
 def _check_lengths(part: Completion, most: int) -> None:

@@ -17,7 +17,7 @@ from treadle.engine.native.plans import DecodePlan, Piece, PrefillPlan
 from treadle.engine.native.rows import Response, Rows, RowStart
 from treadle.engine.native.sampling import sample
 from treadle.model.attention import PackedPlan
-from treadle.model.causal import compute_logits, hidden_states
+from treadle.model.causal import compute_logits, hidden_states, output_weight
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -42,26 +42,38 @@ class Decoder:
         hidden_states(self.module, plan.ids_T, plan.positions_T, plan)
 
     @torch.inference_mode()
-    def step(self, count: int, longest: int, *, filtered: bool) -> list[int]:
+    def step(self, count: int, longest: int, *, filtered: bool, penalized: bool = False) -> list[int]:
         """One token for each active row among the first `count`; the rows that ended.
 
-        `longest` bounds the tokens in their pages. `filtered`: some row asks for top-k or top-p.
+        `longest` bounds the tokens in their pages. `filtered`: some row asks for min-p, top-k or top-p; `penalized`:
+        some row asks for a penalty.
         """
-        ended = self.advance(round_up(count, self.row_step), round_up(longest + 1, SPAN_STEP), filtered)
+        ended = self.advance(round_up(count, self.row_step), round_up(longest + 1, SPAN_STEP), filtered, penalized)
         return ended.nonzero().flatten().tolist()
 
-    def advance(self, count: int, span: int, filtered: bool) -> Tensor:
+    def advance(self, count: int, span: int, filtered: bool, penalized: bool = False) -> Tensor:
         """One step over `count` rows, in tensors only."""
         rows, active = self.rows, self.rows.active[:count]
         positions = rows.length[:count]
         plan = DecodePlan(self.cache, active, positions, span)
         hidden = hidden_states(self.module, rows.last_id[:count], positions, plan)
         logits = compute_logits(self.module, hidden)
-        return rows.advance(count, sample(logits, rows.controls(count), filtered=filtered))
+        if not penalized:
+            return rows.advance(count, sample(logits, rows.controls(count), filtered=filtered))
+        assert rows.penalties is not None, "a row that asks for penalties has taken them"
+        sampled = sample(logits, rows.controls(count), filtered=filtered, penalized=rows.penalties.apply(logits))
+        rows.penalties.note(sampled.ids, active)
+        return rows.advance(count, sampled)
 
+    @torch.inference_mode()
     def start(self, starts: Sequence[RowStart]) -> None:
         """Make rows active."""
+        self.rows.start_penalties(starts, output_weight(self.module).shape[0])
         self.rows.start(starts)
+
+    def tail(self, row: int, since: int) -> list[int]:
+        """What a row sampled after its first `since` tokens, as far as it is known by now."""
+        return self.rows.tail(row, since)
 
     def settle(self) -> list[int]:
         """The rows that ended in steps of which `step` has not told yet."""

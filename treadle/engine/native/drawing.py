@@ -1,8 +1,9 @@
 """The end of a decode step in one Triton kernel: from logits to tokens, and what that does to the rows. CUDA only.
 
 Owns the same rules as `sampling` and `Rows.advance`, with one program for each row: one pass over the logits for their
-sum, one that walks up to the row's number. Top-k and top-p are a threshold on the logits, found by halving: tokens that
-lie within rounding of it stay, where sorting would keep some of them.
+sum, one that walks up to the row's number. Min-p, top-k and top-p are a threshold on the logits, found by halving:
+tokens that lie within rounding of it stay, where sorting would keep some of them. Where rows have penalties the kernel
+is given penalised logits to draw from, and takes one more pass over the model's own, whose logprob is reported too.
 
 Shapes: B rows, V vocabulary, W stop tokens.
 """
@@ -46,13 +47,26 @@ def _above(logits, words, heat, peak, floor, BLOCK: tl.constexpr):  # type: igno
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _find_floor(  # type: ignore[no-untyped-def]
-    logits, words, heat, peak, total, top_k, top_p, BLOCK: tl.constexpr, HALVINGS: tl.constexpr, RANGE: tl.constexpr
+    logits,
+    words,
+    heat,
+    peak,
+    total,
+    top_k,
+    top_p,
+    min_p,
+    BLOCK: tl.constexpr,
+    HALVINGS: tl.constexpr,
+    RANGE: tl.constexpr,
 ):
-    """The lowest scaled logit that top-k and top-p leave, and the weight from there on."""
+    """The lowest scaled logit that min-p, top-k and top-p leave, and the weight from there on."""
     floor = float("-inf")
     weight = total
+    if min_p > 0.0:
+        floor = peak + tl.log(min_p)
+        count, weight = _above(logits, words, heat, peak, floor, BLOCK)
     if top_k > 0:
-        low, high = peak - RANGE, peak + 1.0e-3
+        low, high = tl.maximum(floor, peak - RANGE), peak + 1.0e-3
         count, mass = _above(logits, words, heat, peak, low, BLOCK)
         if count >= top_k:
             for _ in range(HALVINGS):
@@ -74,11 +88,30 @@ def _find_floor(  # type: ignore[no-untyped-def]
 
 
 @triton.jit  # type: ignore[untyped-decorator]
+def _full_logprob(own, words, heat, token, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+    """The token's logprob by the model's own logits."""
+    v = tl.arange(0, BLOCK)
+    tops = tl.full((BLOCK,), float("-inf"), tl.float32)
+    sums = tl.zeros((BLOCK,), tl.float32)
+    for start in range(0, words, BLOCK):
+        x = tl.load(own + start + v, mask=start + v < words, other=float("-inf")).to(tl.float32) / heat
+        higher = tl.maximum(tops, x)
+        shift = tl.where(higher == float("-inf"), 0.0, higher)
+        sums = sums * tl.exp(tops - shift) + tl.exp(x - shift)
+        tops = higher
+    peak = tl.max(tops, axis=0)
+    total = tl.sum(sums * tl.exp(tops - peak), axis=0)
+    return tl.load(own + token).to(tl.float32) / heat - peak - tl.log(total)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
 def _draw(  # type: ignore[no-untyped-def]
     logits,
+    own,
     temperatures,
     top_ps,
     top_ks,
+    min_ps,
     streams,
     draws,
     actives,
@@ -90,10 +123,12 @@ def _draw(  # type: ignore[no-untyped-def]
     report,
     words,
     stride_logits,
+    stride_own,
     stride_report,
     STOPS: tl.constexpr,
     BLOCK: tl.constexpr,
     FILTERED: tl.constexpr,
+    PENALIZED: tl.constexpr,
     HALVINGS: tl.constexpr,
     RANGE: tl.constexpr,
 ):
@@ -125,9 +160,8 @@ def _draw(  # type: ignore[no-untyped-def]
     weight = total
     if FILTERED:  # noqa: SIM102 - decided when the kernel is compiled
         if live & (temperature > 0.0):
-            floor, weight = _find_floor(
-                logits, words, heat, peak, total, tl.load(top_ks + row), tl.load(top_ps + row), BLOCK, HALVINGS, RANGE
-            )
+            top_k, top_p, min_p = tl.load(top_ks + row), tl.load(top_ps + row), tl.load(min_ps + row)
+            floor, weight = _find_floor(logits, words, heat, peak, total, top_k, top_p, min_p, BLOCK, HALVINGS, RANGE)
     # A millionth less than everything: the two passes add up in another order, and the end must be reached.
     reach = (1.0 - _unit(tl.load(streams + row), draw)) * weight * (1.0 - 9.5367431640625e-07)
     start = tl.where(live & (temperature > 0.0), 0, words)
@@ -146,7 +180,13 @@ def _draw(  # type: ignore[no-untyped-def]
             passed += here
             start += BLOCK
     token = tl.where(live, tl.minimum(token, words - 1), 0)
-    logprob = tl.load(logits + token).to(tl.float32) / heat - peak - tl.log(total)
+    scaled = tl.load(logits + token).to(tl.float32) / heat - peak
+    logprob = scaled - tl.log(total)
+    if FILTERED or PENALIZED:
+        processed = scaled - tl.log(weight)
+        tl.store(report + 3 * stride_report + row, processed.to(tl.int32, bitcast=True))
+    if PENALIZED:
+        logprob = _full_logprob(own + row * stride_own, words_here, heat, token, BLOCK)
 
     tl.store(report + row, token)
     tl.store(report + stride_report + row, logprob.to(tl.int32, bitcast=True))
@@ -162,18 +202,23 @@ def _draw(  # type: ignore[no-untyped-def]
     tl.store(actives + row, (live & (over == 0)).to(tl.uint8))
 
 
-def draw_rows(logits: Tensor, rows: Rows, report: Tensor, *, filtered: bool) -> None:
+def draw_rows(logits: Tensor, rows: Rows, report: Tensor, *, filtered: bool, penalized: Tensor | None = None) -> None:
     """Draw a token for each active row among the first ones, and take it in.
 
-    Logits are [B, V]; `report` is [3, rows] in int32 and gets tokens, logprobs (their bits) and which rows ended. The
-    rows' own record of what they sampled is left as it is. `filtered` says that some row asks for top-k or top-p.
+    Logits are [B, V]; `report` is [4, rows] in int32 and gets tokens, logprobs (their bits), which rows ended, and with
+    a filter or penalty the logprobs of the distribution drawn from. The rows' own record of what they sampled is left
+    as it is. `filtered` says that some row asks for min-p, top-k or top-p; `penalized` are the logits to draw from,
+    where some row has penalties.
     """
     count, words = logits.shape
+    drawn = logits if penalized is None else penalized
     _draw[(count,)](
+        drawn,
         logits,
         rows.temperature,
         rows.top_p,
         rows.top_k,
+        rows.min_p,
         rows.stream,
         rows.draw,
         rows.active.view(torch.uint8),
@@ -184,11 +229,13 @@ def draw_rows(logits: Tensor, rows: Rows, report: Tensor, *, filtered: bool) -> 
         rows.stops,
         report,
         words,
+        drawn.stride(0),
         logits.stride(0),
         report.stride(0),
         STOPS=MAX_STOPS,
         BLOCK=min(4096, triton.next_power_of_2(words)),
         FILTERED=filtered,
+        PENALIZED=penalized is not None,
         HALVINGS=_HALVINGS,
         RANGE=_RANGE,
         num_warps=8,

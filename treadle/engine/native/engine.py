@@ -30,7 +30,8 @@ from treadle.engine.native.scheduler import Scheduler
 from treadle.engine.native.worker import Answered, Worker
 from treadle.engine.protocol import Decode, WeightUpdate, batches_of
 from treadle.engine.refusal import refuse_unfit
-from treadle.errors import MisuseError
+from treadle.engine.stop_strings import StopFinder, cut_text
+from treadle.errors import MisuseError, RequestRefused
 from treadle.model.causal import load_causal_model, output_weight, prepare_module
 from treadle.model.checksum import checksum as checksum_of
 from treadle.types import Completion, Request, StopReason
@@ -100,7 +101,7 @@ class NativeEngine:
         refuse_unfit(request, self.name, room=room, num_words=self._words, max_stops=MAX_STOPS)
         if self._gate.shut and not await self._gate.admit(request.session):
             return Completion((), (), (), StopReason.ABORT, replica=self.name)
-        answer = await self._worker.generate(request)
+        answer = await self._worker.generate(request, self._finder(request))
         if isinstance(answer, Exception):
             raise answer
         return self._with_text(answer, request) if self._decode else answer
@@ -109,7 +110,17 @@ class NativeEngine:
         assert self._decode is not None
         ids = completion.ids
         spoken = ids[:-1] if ids and ids[-1] in request.sampling.stop_token_ids else ids
-        return replace(completion, text=self._decode(spoken))
+        return replace(completion, text=cut_text(self._decode(spoken), request.sampling.stop))
+
+    def _finder(self, request: Request) -> StopFinder | None:
+        stops = request.sampling.stop
+        if not stops:
+            return None
+        if self._decode is None:
+            raise RequestRefused(
+                f"{self.name}: session {request.session}: stop strings need an engine with a tokenizer"
+            )
+        return StopFinder(stops, self._decode, request.ids[len(request.ids) - request.said :])
 
     async def abort(self, session: str | None = None) -> None:
         self._gate.abort(session)

@@ -85,8 +85,8 @@ class GraphDecoder(Decoder):
         rope = getattr(module.config, "rope_parameters", None) or {}
         self._synchronous = rope.get("rope_type") in _SYNCHRONOUS_ROPES
         self._eager = eager or self._synchronous
-        self._graphs: dict[tuple[int, bool], torch.cuda.CUDAGraph] = {}
-        self._report = torch.zeros((3, cache.rows), dtype=torch.int32, device=cache.kv.device)
+        self._graphs: dict[tuple[int, bool, bool], torch.cuda.CUDAGraph] = {}
+        self._report = torch.zeros((4, cache.rows), dtype=torch.int32, device=cache.kv.device)
         self._pool: Any = None
         self._history = History(cache.rows, cache.length)
         self._launched = 0
@@ -109,21 +109,21 @@ class GraphDecoder(Decoder):
         self._stack.prefill(PrefillPlan(self.cache, pieces, total))
 
     @torch.inference_mode()
-    def step(self, count: int, longest: int, *, filtered: bool) -> list[int]:
+    def step(self, count: int, longest: int, *, filtered: bool, penalized: bool = False) -> list[int]:
         """As in `Decoder`, except that it tells which rows ended some steps before."""
         rows = self._bucket(count)
         if self._eager:
-            self._advance(rows, filtered)
+            self._advance(rows, filtered, penalized)
         else:
-            self._graph(rows, filtered).replay()
+            self._graph(rows, filtered, penalized).replay()
         copy = self._copies.pop()
-        copy.start(self._report, rows)
+        copy.start(self._report, rows, processed=filtered or penalized)
         self._behind.append(copy)
         self._launched += 1
         return self._read_behind(_AHEAD)
 
     def start(self, starts: Sequence[RowStart]) -> None:
-        self.rows.start(starts)
+        super().start(starts)
         self._history.start([start.row for start in starts], self._launched)
 
     def settle(self) -> list[int]:
@@ -140,6 +140,9 @@ class GraphDecoder(Decoder):
 
     def read(self, rows: Sequence[int]) -> list[Response]:
         return self._history.read(rows)
+
+    def tail(self, row: int, since: int) -> list[int]:
+        return self._history.tail(row, since)
 
     def move(self, sources: Sequence[int], targets: Sequence[int]) -> None:
         super().move(sources, targets)
@@ -167,9 +170,17 @@ class GraphDecoder(Decoder):
         step = self.row_step if count <= 4 * self.row_step else round_up(max(64, self.cache.rows // 8), self.row_step)
         return min(round_up(count, step), self.cache.rows)
 
-    def _advance(self, count: int, filtered: bool) -> None:
-        """One step over `count` rows, in tensors only."""
-        draw_rows(self._logits(count), self.rows, self._report, filtered=filtered)
+    def _advance(self, count: int, filtered: bool, penalized: bool) -> None:
+        """One step over `count` rows, in tensors only. Penalties take passes over the logits of their own."""
+        logits = self._logits(count)
+        if not penalized:
+            draw_rows(logits, self.rows, self._report, filtered=filtered)
+            return
+        penalties = self.rows.penalties
+        assert penalties is not None, "a row that asks for penalties has taken them"
+        active = self.rows.active[:count].clone()
+        draw_rows(logits, self.rows, self._report, filtered=filtered, penalized=penalties.apply(logits))
+        penalties.note(self._report[0, :count], active)
 
     def _logits(self, count: int) -> Tensor:
         if self._stack is not None:
@@ -178,12 +189,13 @@ class GraphDecoder(Decoder):
             hidden = hidden_states(self.module, self.rows.last_id[:count], self.rows.length[:count], self._plan)
         return compute_logits(self.module, hidden, wide=True)
 
-    def _graph(self, rows: int, filtered: bool) -> torch.cuda.CUDAGraph:
-        if (rows, filtered) not in self._graphs:
-            self._graphs[rows, filtered] = self._record(rows, filtered)
-        return self._graphs[rows, filtered]
+    def _graph(self, rows: int, filtered: bool, penalized: bool) -> torch.cuda.CUDAGraph:
+        key = (rows, filtered, penalized)
+        if key not in self._graphs:
+            self._graphs[key] = self._record(*key)
+        return self._graphs[key]
 
-    def _record(self, rows: int, filtered: bool) -> torch.cuda.CUDAGraph:
+    def _record(self, rows: int, filtered: bool, penalized: bool) -> torch.cuda.CUDAGraph:
         """Record a step while no row is active: then neither warm-up nor recording changes a row."""
         device = self.cache.kv.device
         active = self.rows.active.clone()
@@ -192,11 +204,11 @@ class GraphDecoder(Decoder):
         side.wait_stream(torch.cuda.current_stream(device))
         with torch.cuda.stream(side):
             for _ in range(_WARM_UPS):
-                self._advance(rows, filtered)
+                self._advance(rows, filtered, penalized)
         torch.cuda.current_stream(device).wait_stream(side)
         graph = torch.cuda.CUDAGraph()
         with _cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
-            self._advance(rows, filtered)
+            self._advance(rows, filtered, penalized)
         self._pool = self._pool or graph.pool()
         self.rows.active.copy_(active)
         return graph
@@ -231,17 +243,20 @@ class _Copy:
     """What a step reports, on its way to the host."""
 
     def __init__(self, rows: int) -> None:
-        self._host = torch.zeros((3, rows), dtype=torch.int32, pin_memory=True)
+        self._host = torch.zeros((4, rows), dtype=torch.int32, pin_memory=True)
         self._arrived = _cuda.Event()
         self._rows = 0
+        self._processed = False
 
-    def start(self, report: Tensor, rows: int) -> None:
-        self._rows = rows
-        self._host.copy_(report, non_blocking=True)
+    def start(self, report: Tensor, rows: int, *, processed: bool) -> None:
+        self._rows, self._processed = rows, processed
+        lines = 4 if processed else 3
+        self._host[:lines].copy_(report[:lines], non_blocking=True)
         self._arrived.record()
 
     def read(self, history: History) -> list[int]:
         """Wait for it, and let `history` have it; the rows that ended."""
         self._arrived.synchronize()
-        ids_S, logprobs_S, ended_S = self._host.numpy()[:, : self._rows]
-        return history.note(ids_S, logprobs_S.view(np.float32), ended_S)
+        ids_S, logprobs_S, ended_S, processed_S = self._host.numpy()[:, : self._rows]
+        processed = processed_S.view(np.float32) if self._processed else None
+        return history.note(ids_S, logprobs_S.view(np.float32), ended_S, processed)

@@ -23,6 +23,8 @@ class History:
     def __init__(self, rows: int, longest: int) -> None:
         self._ids_SR = np.zeros((rows, longest + _SLACK), np.int32)
         self._logprobs_SR = np.zeros((rows, longest + _SLACK), np.float32)
+        self._processed_SR: NDArray[np.float32] | None = None
+        """Taken with the first step that tells of it."""
         self._first = [0] * rows
         self._ends: dict[int, int] = {}
         """The step after the last, of rows that ended."""
@@ -34,8 +36,18 @@ class History:
             self._first[row] = step
             self._ends.pop(row, None)
 
-    def note(self, ids_S: NDArray[np.int32], logprobs_S: NDArray[np.float32], ended_S: NDArray[np.int32]) -> list[int]:
+    def note(
+        self,
+        ids_S: NDArray[np.int32],
+        logprobs_S: NDArray[np.float32],
+        ended_S: NDArray[np.int32],
+        processed_S: NDArray[np.float32] | None = None,
+    ) -> list[int]:
         """Take in the next step, of the first rows; the rows that ended with it."""
+        if processed_S is not None:
+            if self._processed_SR is None:
+                self._processed_SR = np.zeros_like(self._logprobs_SR)
+            self._processed_SR[: len(ids_S), self._noted % self._ids_SR.shape[1]] = processed_S
         at, rows = self._noted % self._ids_SR.shape[1], len(ids_S)
         self._ids_SR[:rows, at] = ids_S
         self._logprobs_SR[:rows, at] = logprobs_S
@@ -49,15 +61,28 @@ class History:
         return [self._read(row, self._first[row], self._ends.get(row, self._noted)) for row in rows]
 
     def _read(self, row: int, first: int, end: int) -> Response:
+        places, processed = self._places(first, end), ()
+        if self._processed_SR is not None:
+            processed = tuple(self._processed_SR[row, places].tolist())
+        ids, logprobs = self._ids_SR[row, places].tolist(), self._logprobs_SR[row, places].tolist()
+        return Response(tuple(ids), tuple(logprobs), processed)
+
+    def _places(self, first: int, end: int) -> slice | NDArray[np.int64]:
         size = self._ids_SR.shape[1]
         start, count = first % size, max(0, end - first)
-        places = slice(start, start + count) if start + count <= size else np.arange(start, start + count) % size
-        return Response(tuple(self._ids_SR[row, places].tolist()), tuple(self._logprobs_SR[row, places].tolist()))
+        return slice(start, start + count) if start + count <= size else np.arange(start, start + count) % size
+
+    def tail(self, row: int, since: int) -> list[int]:
+        """What a row sampled after its first `since` tokens, as far as noted."""
+        places = self._places(self._first[row] + since, self._ends.get(row, self._noted))
+        ids: list[int] = self._ids_SR[row, places].tolist()
+        return ids
 
     def move(self, sources: Sequence[int], targets: Sequence[int]) -> None:
         """Give rows another place."""
         for source, target in zip(sources, targets, strict=True):
-            for kept in (self._ids_SR, self._logprobs_SR):
-                kept[target] = kept[source]
+            for kept in (self._ids_SR, self._logprobs_SR, self._processed_SR):
+                if kept is not None:
+                    kept[target] = kept[source]
             self._first[target] = self._first[source]
             self._ends.pop(target, None)

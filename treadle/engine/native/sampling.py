@@ -1,11 +1,12 @@
 """From logits to tokens, all rows at once.
 
-Owns temperature, top-k, top-p and the draw. The draw walks the cumulative probabilities up to one number keyed by
-(stream, position), so it needs no state and no noise for each word of the vocabulary. Invariant: a row's token and
-logprob depend on that row's logits and parameters alone.
+Owns temperature, min-p, top-k, top-p and the draw, in this order, which is vLLM's. The draw walks the cumulative
+probabilities up to one number keyed by (stream, position), so it needs no state and no noise for each word of the
+vocabulary. Invariant: a row's token and logprob depend on that row's logits and parameters alone.
 
-Logprobs are those of the softmax of logits / temperature over the whole vocabulary, before top-k and top-p: that is
-what a trainer can compute again. Greedy rows (temperature 0) take the most likely token and report its logprob at
+Logprobs are those of the softmax of logits / temperature over the whole vocabulary, before penalties, min-p, top-k and
+top-p: that is what a trainer can compute again. Where some row asks for one of these, `processed` are those of the
+distribution that was sampled from. Greedy rows (temperature 0) take the most likely token and report its logprob at
 temperature 1.
 
 Shapes: B rows, V vocabulary.
@@ -30,6 +31,7 @@ class Controls(NamedTuple):
     top_k: Tensor
     stream: Tensor
     draw: Tensor
+    min_p: Tensor
 
 
 class Sampled(NamedTuple):
@@ -37,18 +39,35 @@ class Sampled(NamedTuple):
 
     ids: Tensor
     logprobs: Tensor
+    processed: Tensor | None = None
 
 
-def sample(logits: Tensor, controls: Controls, *, filtered: bool) -> Sampled:
-    """Draw one token for each row. `filtered`: some row asks for top-k or top-p."""
+def sample(logits: Tensor, controls: Controls, *, filtered: bool, penalized: Tensor | None = None) -> Sampled:
+    """Draw one token for each row. `filtered`: some row asks for min-p, top-k or top-p.
+
+    `penalized` are the logits to draw from, where they are others than `logits`.
+    """
     greedy = controls.temperature == 0
-    scaled = logits.float() / torch.where(greedy, 1.0, controls.temperature).unsqueeze(1)
+    heat = torch.where(greedy, 1.0, controls.temperature).unsqueeze(1)
+    scaled = logits.float() / heat
     logprobs = scaled.log_softmax(dim=-1)
-    weights = scaled.softmax(dim=-1)
+    drawn = scaled if penalized is None else penalized.float() / heat
+    weights = drawn.softmax(dim=-1)
     if filtered:
-        weights = keep_likely(weights, controls.top_k, controls.top_p)
-    ids = torch.where(greedy, scaled.argmax(dim=-1), _draw(weights, controls))
-    return Sampled(ids, logprobs.gather(1, ids.unsqueeze(1)).squeeze(1))
+        weights = keep_likely(weights, controls.top_k, controls.top_p, controls.min_p)
+    ids = torch.where(greedy, drawn.argmax(dim=-1), _draw(weights, controls))
+    found = logprobs.gather(1, ids.unsqueeze(1)).squeeze(1)
+    if not filtered and penalized is None:
+        return Sampled(ids, found)
+    return Sampled(ids, found, _processed(drawn, weights, ids, greedy))
+
+
+def _processed(drawn: Tensor, weights: Tensor, ids: Tensor, greedy: Tensor) -> Tensor:
+    """The logprob of each drawn token in the distribution it was drawn from; of greedy rows in the whole softmax."""
+    at = ids.unsqueeze(1)
+    whole = drawn.log_softmax(dim=-1).gather(1, at).squeeze(1)
+    kept = torch.where(greedy, 1.0, weights.sum(dim=-1))
+    return whole - kept.log()
 
 
 def _draw(weights: Tensor, controls: Controls) -> Tensor:
@@ -59,8 +78,9 @@ def _draw(weights: Tensor, controls: Controls) -> Tensor:
     return found.clamp_(max=weights.shape[1] - 1)
 
 
-def keep_likely(weights: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
-    """Weights with 0 outside each row's top-k and top-p; the most likely token always stays."""
+def keep_likely(weights: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Tensor:
+    """Weights with 0 outside each row's min-p, top-k and top-p; the most likely token always stays."""
+    weights = torch.where(weights < min_p.unsqueeze(1) * weights.amax(dim=-1, keepdim=True), 0.0, weights)
     ordered, order = weights.sort(dim=-1, descending=True, stable=True)
     rank = torch.arange(weights.shape[1], device=weights.device)
     limit = torch.where(top_k > 0, top_k, weights.shape[1]).unsqueeze(1)

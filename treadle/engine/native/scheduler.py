@@ -62,6 +62,8 @@ class Scheduler:
         self._top = 0
         self._lead = 0
         self._filtered = False
+        self._penalized = False
+        self._stoppable = False
 
     @property
     def busy(self) -> bool:
@@ -83,10 +85,14 @@ class Scheduler:
         self._provide()
         if self._running:
             self._cache.upload()
-            ended = self._decoder.step(self._top, self._lead + self._steps, filtered=self._filtered)
+            ended = self._decoder.step(
+                self._top, self._lead + self._steps, filtered=self._filtered, penalized=self._penalized
+            )
             self._steps += 1
             if ended:
                 self._finish([row for row in ended if row in self._running])
+            if self._stoppable:
+                self._stop_at_strings()
 
     def abort(self, chosen: Callable[[Ticket], bool]) -> None:
         """End tickets where they are; those that have sampled keep their tokens."""
@@ -251,9 +257,23 @@ class Scheduler:
             *(self._name, f"{tokens:,}", self._rollout.max_num_seqs, self._cache.length),
         )
 
+    def _stop_at_strings(self) -> None:
+        """End rows that have written a stop string. On a GPU they may be some tokens further: those are dropped."""
+        rows = [row for row, ticket in self._running.items() if ticket.finder and self._wrote_stop(row, ticket)]
+        if rows:
+            self._decoder.rows.stop(rows)
+            self._finish(rows)
+
+    def _wrote_stop(self, row: int, ticket: Ticket) -> bool:
+        assert ticket.finder is not None
+        ticket.look(self._decoder.tail(row, ticket.finder.seen - len(ticket.said.ids)))
+        return ticket.stopped_at is not None
+
     def _finish(self, rows: list[int]) -> None:
         for row, response in zip(rows, self._decoder.read(rows), strict=True):
             ticket = self._running.pop(row)
+            if ticket.finder is not None:
+                response = ticket.cut(response)
             self._growth.drop(ticket)
             del self._seated[ticket]
             self._keep(ticket, response)
@@ -286,13 +306,17 @@ class Scheduler:
             self._answer(ticket, EngineFailure(f"{self._name}: {where}: the model's logits are not numbers"))
             return
         stop = StopReason.ABORT
-        if ids and ids[-1] in ticket.request.sampling.stop_token_ids:
+        if ticket.stopped_at is not None or (ids and ids[-1] in ticket.request.sampling.stop_token_ids):
             stop = StopReason.STOP
         elif len(ids) >= ticket.limit:
             stop = StopReason.LENGTH
         versions = ticket.versions_of(len(ids), self.version)
+        processed = response.processed if ticket.request.sampling.is_processed else ()
         completion = Completion(
-            ids, response.logprobs, versions, stop, replica=self._name, preemptions=ticket.preemptions
+            *(ids, response.logprobs, versions, stop),
+            replica=self._name,
+            preemptions=ticket.preemptions,
+            processed_logprobs=processed,
         )
         self._answer(ticket, completion)
 
@@ -323,4 +347,6 @@ class Scheduler:
         running: Iterable[Ticket] = self._running.values()
         self._top = max(self._running, default=-1) + 1
         self._lead = max((len(ticket.prefix) - ticket.born for ticket in running), default=0)
-        self._filtered = any(ticket.filtered for ticket in running)
+        self._filtered = any(ticket.request.sampling.is_filtered for ticket in running)
+        self._penalized = any(ticket.request.sampling.is_penalized for ticket in running)
+        self._stoppable = any(ticket.finder is not None for ticket in running)

@@ -1,11 +1,12 @@
 """One request inside the embedded engine, from the queue to its answer."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from treadle.engine.native.parking import Parked
 from treadle.engine.native.rows import Response, RowStart
 from treadle.engine.noise import stream_of
+from treadle.engine.stop_strings import StopFinder
 from treadle.types import Completion, Request
 
 Answer = Completion | Exception
@@ -33,16 +34,15 @@ class Ticket:
     parked: Parked | None = None
     """What it had computed when it was preempted."""
     preemptions: int = 0
+    finder: StopFinder | None = None
+    """Looks for stop strings, where the request has any."""
+    stopped_at: int | None = None
+    """How many tokens the answer has, once it has written a stop string."""
     prefix: tuple[int, ...] = field(init=False)
     """What must be in its pages before the row can start: all but the last token."""
 
     def __post_init__(self) -> None:
         self.prefix = self.request.ids[:-1]
-
-    @property
-    def filtered(self) -> bool:
-        sampling = self.request.sampling
-        return sampling.temperature > 0 and (sampling.top_p < 1 or sampling.top_k > 0)
 
     @property
     def limit(self) -> int:
@@ -56,6 +56,8 @@ class Ticket:
 
     def start_row(self) -> RowStart:
         request, sampling, said = self.request, self.request.sampling, self.said.ids
+        begun = len(request.ids) - request.said
+        seen = (request.ids[:begun], request.ids[begun:] + said) if sampling.is_penalized else ((), ())
         return RowStart(
             row=self.row,
             last_id=said[-1] if said else request.ids[-1],
@@ -63,14 +65,33 @@ class Ticket:
             left=self.limit - len(said),
             stream=stream_of(request),
             draw=request.position + len(said),
-            temperature=sampling.temperature,
+            temperature=sampling.own_temperature,
             top_p=sampling.top_p,
             top_k=sampling.top_k,
             stops=sampling.stop_token_ids,
+            min_p=sampling.min_p,
+            penalties=sampling.penalties,
+            prompt=seen[0],
+            answer=seen[1],
         )
+
+    def look(self, ids: Sequence[int]) -> None:
+        """Look for stop strings in the tokens that have not been looked at."""
+        assert self.finder is not None
+        if self.stopped_at is None:
+            self.stopped_at = self.finder.feed(ids)
+
+    def cut(self, response: Response) -> Response:
+        """What the row sampled, up to the end of a stop string."""
+        assert self.finder is not None
+        before = len(self.said.ids)
+        self.look(response.ids[self.finder.seen - before :])
+        return response if self.stopped_at is None else response.cut(self.stopped_at - before)
 
     def hear(self, response: Response) -> None:
         """Take in what the row sampled before it was preempted; the ticket goes on from there."""
+        if self.finder is not None:
+            response = self.cut(response)
         self.said = self.said.then(response)
         self.prefix = (*self.request.ids, *self.said.ids)[:-1]
 

@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 
 from treadle.engine.native.scheduler import Scheduler
 from treadle.engine.native.ticket import Answer, Ticket
+from treadle.engine.stop_strings import StopFinder
 from treadle.errors import EngineFailure, TreadleError
 from treadle.types import Request
 
@@ -53,11 +54,11 @@ class Worker:
         if self._error is not None:
             raise EngineFailure(self._error)
 
-    async def generate(self, request: Request) -> Answer:
+    async def generate(self, request: Request, finder: StopFinder | None = None) -> Answer:
         """Hand a request over and wait for its answer; the caller's deadline applies. Cancelling ends the work too."""
         self.check()
         future: asyncio.Future[Answer] = self._loop.create_future()
-        ticket = Ticket(request, lambda answer: _settle(future, answer), self._room)
+        ticket = Ticket(request, lambda answer: _settle(future, answer), self._room, finder=finder)
         self._open.add(ticket)
         self.post(lambda scheduler: scheduler.add(ticket))
         try:

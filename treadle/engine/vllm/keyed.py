@@ -9,6 +9,8 @@ keys its noise by seed and position itself, and does without this.
 Rows of other origin (vLLM's own OpenAI server) are turned into logprobs and sampled by vLLM.
 """
 
+from collections import OrderedDict
+from math import nan
 from typing import Any, NamedTuple
 
 import torch
@@ -16,10 +18,17 @@ from torch import Tensor
 from vllm.v1.sample.logits_processor import LogitsProcessor
 from vllm.v1.sample.logits_processor.builtin import process_dict_updates
 
+from treadle.engine.native.penalties import Penalties
 from treadle.engine.native.sampling import Controls, sample
 
 EXTRA = "treadle"
 """The key under which a request's own parameters travel in vLLM's `extra_args`."""
+
+
+_NO_PENALTIES = (1.0, 0.0, 0.0, 1.0)
+
+_MAX_HELD = 1 << 20
+"""Logprobs of tokens nobody asked for; the oldest go first."""
 
 
 class Row(NamedTuple):
@@ -31,6 +40,23 @@ class Row(NamedTuple):
     stream: int
     position: int
     drawn: list[int]
+    min_p: float
+    penalties: tuple[float, float, float, float]
+    prompt: list[int]
+    answer: list[int]
+    """What was sampled of this answer before the request."""
+
+    @property
+    def is_filtered(self) -> bool:
+        return self.temperature > 0 and (self.top_k > 0 or self.top_p < 1 or self.min_p > 0)
+
+    @property
+    def is_penalized(self) -> bool:
+        return self.penalties != _NO_PENALTIES
+
+
+CURRENT: "list[KeyedSampling]" = []
+"""The one of this worker process, once vLLM has made it."""
 
 
 class KeyedSampling(LogitsProcessor):  # type: ignore[misc]
@@ -39,6 +65,9 @@ class KeyedSampling(LogitsProcessor):  # type: ignore[misc]
     def __init__(self, vllm_config: Any, device: torch.device, is_pin_memory: bool) -> None:
         self._device = device
         self._rows: dict[int, Row] = {}
+        self._processed: OrderedDict[tuple[int, int], float] = OrderedDict()
+        """By stream and position: logprobs of the distribution sampled from, until `take_processed`."""
+        CURRENT[:] = [self]
 
     def is_argmax_invariant(self) -> bool:
         return False
@@ -51,14 +80,40 @@ class KeyedSampling(LogitsProcessor):  # type: ignore[misc]
             return logits.log_softmax(dim=-1)
         places = sorted(place for place in self._rows if place < len(logits))
         rows = [self._rows[place] for place in places]
-        filtered = any(row.top_k > 0 or row.top_p < 1 for row in rows)
         if len(places) == len(logits):
-            return _force(torch.empty_like(logits), *sample(logits, self._controls(rows), filtered=filtered))
+            return self._draw(logits, rows)
         others = logits.log_softmax(dim=-1)
         ours = torch.tensor(places, device=logits.device)
-        drawn = sample(logits[ours], self._controls(rows), filtered=filtered)
-        others[ours] = _force(torch.empty_like(logits[ours]), *drawn)
+        others[ours] = self._draw(logits[ours], rows)
         return others
+
+    def _draw(self, logits: Tensor, rows: list[Row]) -> Tensor:
+        filtered, penalized = any(row.is_filtered for row in rows), None
+        if any(row.is_penalized for row in rows):
+            penalized = self._penalize(logits, rows)
+        found = sample(logits, self._controls(rows), filtered=filtered, penalized=penalized)
+        if found.processed is not None:
+            self._keep(rows, found.processed.tolist())
+        return _force(torch.empty_like(logits), found.ids, found.logprobs)
+
+    def _penalize(self, logits: Tensor, rows: list[Row]) -> Tensor:
+        """Through tables that are made anew in each step: the way for few rows, and no cost for the others."""
+        table = Penalties(len(rows), logits.shape[1], logits.device)
+        for place, row in enumerate(rows):
+            if row.is_penalized:
+                table.start(place, row.prompt, row.answer + row.drawn, row.penalties)
+        return table.apply(logits)
+
+    def _keep(self, rows: list[Row], values: list[float]) -> None:
+        for row, value in zip(rows, values, strict=True):
+            if row.is_filtered or row.is_penalized:
+                self._processed[row.stream, row.position + len(row.drawn)] = value
+        while len(self._processed) > _MAX_HELD:
+            self._processed.popitem(last=False)
+
+    def take_processed(self, stream: int, position: int, count: int) -> list[float]:
+        """The logprobs of some tokens in the distribution they were sampled from; not a number where unknown."""
+        return [self._processed.pop((stream, position + at), nan) for at in range(count)]
 
     def _controls(self, rows: list[Row]) -> Controls:
         def column(values: list[float] | list[int], dtype: torch.dtype) -> Tensor:
@@ -70,6 +125,7 @@ class KeyedSampling(LogitsProcessor):  # type: ignore[misc]
             column([row.top_k for row in rows], torch.int64),
             column([row.stream for row in rows], torch.int64),
             column([row.position + len(row.drawn) for row in rows], torch.int64),
+            column([row.min_p for row in rows], torch.float32),
         )
 
 
@@ -82,5 +138,8 @@ def _read_row(params: Any, prompt_ids: list[int] | None, drawn: list[int]) -> Ro
     extra = (params.extra_args or {}).get(EXTRA)
     if extra is None:
         return None
-    temperature, top_p, top_k, stream, position = extra
-    return Row(temperature, top_p, top_k, stream, position, drawn)
+    temperature, top_p, top_k, stream, position, min_p, penalties, said = extra
+    seen = list(prompt_ids or ())
+    begun = len(seen) - said
+    row = (temperature, top_p, top_k, stream, position, drawn, min_p)
+    return Row(*row, tuple(penalties), seen[:begun], seen[begun:])

@@ -168,6 +168,12 @@ class WorkerExtension:
         """Whether an update broke off in a way that only a new process mends."""
         return self.weight_transfer_engine.torn
 
+    def treadle_processed(self, stream: int, position: int, count: int) -> list[float]:
+        """Logprobs of tokens in the distribution they were sampled from; see `keyed`."""
+        from treadle.engine.vllm.keyed import CURRENT
+
+        return CURRENT[0].take_processed(stream, position, count)
+
     def treadle_watch(self, server: int) -> None:
         """End this replica's processes when the server has gone, however it went."""
         threading.Thread(target=_outlive, args=(os.pidfd_open(server),), name="watch", daemon=True).start()

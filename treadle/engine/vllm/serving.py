@@ -29,6 +29,8 @@ class Piece:
     ids: Sequence[int]
     logprobs: Sequence[float]
     stop: StopReason
+    processed: Sequence[float] = ()
+    """Of the distribution sampled from, where that is another; not numbers where vLLM tells only one of the two."""
 
 
 Ticket = TypeVar("Ticket")
@@ -73,6 +75,7 @@ class _Flight(Generic[Ticket]):
     order: Order
     ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
+    processed: list[float] = field(default_factory=list)
     spans: list[tuple[int, int]] = field(default_factory=list)
     ticket: Ticket | None = None
     ended: asyncio.Event = field(default_factory=asyncio.Event)
@@ -80,13 +83,15 @@ class _Flight(Generic[Ticket]):
     aborted: bool = False
 
     def answer(self, stop: StopReason) -> Answer:
-        return Answer(tuple(self.ids), tuple(self.logprobs), merge_spans(self.spans), stop)
+        return Answer(tuple(self.ids), tuple(self.logprobs), merge_spans(self.spans), stop, tuple(self.processed))
 
     def extend(self, piece: Piece, version: int) -> None:
-        if any(logprob != logprob for logprob in piece.logprobs):
+        known = piece.processed or piece.logprobs
+        if any(one != one and other != other for one, other in zip(piece.logprobs, known, strict=True)):
             raise EngineFailure(f"token {self.order.position + len(self.ids)}: the model's logits are not numbers")
         self.ids += piece.ids
         self.logprobs += piece.logprobs
+        self.processed += piece.processed
         self.spans.append((version, len(piece.ids)))
 
 

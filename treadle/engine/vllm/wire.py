@@ -20,8 +20,8 @@ from treadle.config.rollout import RolloutConfig
 from treadle.types import StopReason
 
 _FRAME = struct.Struct("<IBQ")
-_ORDER = struct.Struct("<IIddiQII")
-_ANSWER = struct.Struct("<BII")
+_ORDER = struct.Struct("<IIIdddddddiQII")
+_ANSWER = struct.Struct("<BIIB")
 _STOPS = (StopReason.STOP, StopReason.LENGTH, StopReason.ABORT)
 _PART = 1 << 20
 """Bytes a stream reader holds before the other end has to wait."""
@@ -76,13 +76,31 @@ class Order:
     stop_token_ids: tuple[int, ...]
     stream: int
     position: int
+    min_p: float = 0.0
+    penalties: tuple[float, float, float, float] = (1.0, 0.0, 0.0, 1.0)
+    """See `SamplingParams.penalties`."""
+    said: int = 0
+    """How many of the last ids belong to this answer."""
+
+    @property
+    def is_penalized(self) -> bool:
+        return self.penalties != (1.0, 0.0, 0.0, 1.0)
+
+    @property
+    def is_processed(self) -> bool:
+        """Whether tokens are drawn from another distribution than the whole softmax."""
+        filtered = self.top_p < 1 or self.top_k > 0 or self.min_p > 0
+        return self.is_penalized or (filtered and self.temperature > 0)
 
     def pack(self) -> bytes:
         head = _ORDER.pack(
             self.max_tokens,
             self.position,
+            self.said,
             self.temperature,
             self.top_p,
+            self.min_p,
+            *self.penalties,
             self.top_k,
             self.stream,
             len(self.ids),
@@ -92,10 +110,12 @@ class Order:
 
     @classmethod
     def unpack(cls, body: bytes) -> "Order":
-        tokens, position, temperature, top_p, top_k, stream, num_ids, _ = _ORDER.unpack_from(body)
+        tokens, position, said, temperature, top_p, min_p, *rest = _ORDER.unpack_from(body)
+        *penalties, top_k, stream, num_ids, _ = rest
         numbers = array("i", body[_ORDER.size :]).tolist()
         ids, stops = tuple(numbers[:num_ids]), tuple(numbers[num_ids:])
-        return cls(ids, tokens, temperature, top_p, top_k, stops, stream, position)
+        given = (ids, tokens, temperature, top_p, top_k, stops, stream, position)
+        return cls(*given, min_p, tuple(penalties), said)
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,21 +126,25 @@ class Answer:
     logprobs: tuple[float, ...]
     spans: tuple[tuple[int, int], ...]
     stop: StopReason
+    processed: tuple[float, ...] = ()
+    """Logprobs of the distribution sampled from, where that is another."""
 
     def pack(self) -> bytes:
-        head = _ANSWER.pack(_STOPS.index(self.stop), len(self.ids), len(self.spans))
+        head = _ANSWER.pack(_STOPS.index(self.stop), len(self.ids), len(self.spans), bool(self.processed))
         spans = array("q", [number for span in self.spans for number in span])
-        return head + spans.tobytes() + array("d", self.logprobs).tobytes() + array("i", self.ids).tobytes()
+        floats = array("d", (*self.logprobs, *self.processed))
+        return head + spans.tobytes() + floats.tobytes() + array("i", self.ids).tobytes()
 
     @classmethod
     def unpack(cls, body: bytes) -> "Answer":
-        stop, num_ids, num_spans = _ANSWER.unpack_from(body)
+        stop, num_ids, num_spans, has_processed = _ANSWER.unpack_from(body)
         spans_end = _ANSWER.size + 16 * num_spans
-        logprobs_end = spans_end + 8 * num_ids
+        floats_end = spans_end + 8 * num_ids * (1 + has_processed)
         flat = array("q", body[_ANSWER.size : spans_end]).tolist()
         spans = tuple(zip(flat[::2], flat[1::2], strict=True))
-        logprobs = tuple(array("d", body[spans_end:logprobs_end]))
-        return cls(tuple(array("i", body[logprobs_end:])), logprobs, spans, _STOPS[stop])
+        floats = tuple(array("d", body[spans_end:floats_end]))
+        ids = tuple(array("i", body[floats_end:]))
+        return cls(ids, floats[:num_ids], spans, _STOPS[stop], floats[num_ids:])
 
     def versions(self) -> tuple[int, ...]:
         """The policy version of each token."""

@@ -35,7 +35,7 @@ _ROLLOUT: Rules = {
         None, note="agent loops run the chat", otherwise="Write an agent loop: rollout.agent.loops."
     ),
     "use_fire_sampling": fixed(False, note="no fire sampling", otherwise="There is no fire sampling."),
-    "repetition_penalty": fixed(1.0, None, note="no penalty", otherwise="There is no repetition penalty."),
+    "repetition_penalty": to("rollout.repetition_penalty"),
     "enable_sleep_mode": fixed(True, False, note="rollout.free_cache_engine says whether memory is given back"),
     "update_weights_bucket_megabytes": none("Weights are pushed in bounded memory: leave it out."),
     "skip_rollout": fixed(False, note="no rollout is skipped", otherwise=SKIP),
