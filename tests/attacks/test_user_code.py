@@ -7,7 +7,7 @@ from concurrent.futures import TimeoutError as Late
 
 import pytest
 
-from tests.attacks.hostile import DEEDS, PLAIN, HangsOnce, Meeting
+from tests.attacks.hostile import CALLER, DEEDS, PLAIN, HangsOnce, Meeting
 from tests.rollouts import engine, renderer, rollout, say, tasks, turns_of
 from treadle.config import AgentLoopConfig, FailureConfig, LimitsConfig, ModelConfig, RewardConfig, RewardFunctionConfig
 from treadle.errors import RunError
@@ -219,3 +219,17 @@ def test_whoever_waits_for_a_thread_that_dies_hears_why():
     thread._thread.join(PATIENCE_S)
     with pytest.raises(RunError, match="all gone"):
         thread.submit(asyncio.sleep(0))
+
+
+def score_of_caller(response):
+    return 1.0 if CALLER.get() == "the test" else 0.0
+
+
+def test_context_variables_of_the_caller_arrive_in_reward_workers():
+    reward = RewardConfig(functions={"caller": RewardFunctionConfig(path=f"{__name__}:score_of_caller")}, num_workers=1)
+    token = CALLER.set("the test")
+    try:
+        (trajectory,) = run(rollout(), say("x"), reward, count=1).trajectories
+    finally:
+        CALLER.reset(token)
+    assert trajectory.reward.value == 1.0

@@ -1,19 +1,27 @@
 """The command's entry: its groups, and how errors leave the program."""
 
 import os
+import signal
 import sys
-from collections.abc import Sequence
+import threading
+import traceback
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from errno import ENOSPC
 from io import TextIOWrapper
+from types import FrameType
+from typing import NoReturn
 
 from treadle.cli import audit, check, config, plan, replay, rollout, simulate, timeline, train
 from treadle.cli.parser import Parser, new_parser, parse
-from treadle.errors import ConfigError, RunError
+from treadle.errors import ConfigError, Failure, RunError
 from treadle.terminal import warn
 
 STATUS_FAILED = 1
 STATUS_CONFIG = 2
 STATUS_INTERRUPTED = 130
+LAST_WARNING = 2
+"""Ctrl-C so many times: the next one is the system's to deal with."""
 
 
 def build_parser() -> Parser:
@@ -51,7 +59,54 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if isinstance(sys.stdout, TextIOWrapper):
         sys.stdout.reconfigure(encoding="utf-8")  # what we print is read back as UTF-8, whatever the locale
     parsed = parse(build_parser(), words or ["--help"])
-    sys.exit(_run(parsed.run, parsed))
+    if arguments is not None:
+        sys.exit(_run(parsed.run, parsed))
+    leave = _refuse_silent_exit()
+    _count_interrupts()
+    status = _run(parsed.run, parsed)
+    if any(thread.daemon and thread.name.startswith("treadle-") for thread in threading.enumerate()):
+        # Code that did not end when it was asked to is still in some library: Python's own end would abort in there.
+        _flush()
+        leave(status)
+    sys.exit(status)
+
+
+def _refuse_silent_exit() -> Callable[[int], NoReturn]:
+    """`os._exit(0)` out of somebody's tool must not look like a run that is done; what really ends the process."""
+    leave, here = os._exit, os.getpid()
+
+    def refuse(status: int) -> NoReturn:
+        if status == 0 and os.getpid() == here:  # a process that was forked from here may
+            place = traceback.extract_stack(limit=2)[0]
+            warn(f"os._exit(0) was called in {place.filename}:{place.lineno}, and the run is not done")
+            status = STATUS_FAILED
+        _flush()
+        leave(status)
+
+    os._exit = refuse
+    return leave
+
+
+def _count_interrupts() -> None:
+    """Ctrl-C asks, a second one insists, and a third ends the process at once, whatever it is at."""
+    count = 0
+
+    def handle(number: int, frame: FrameType | None) -> None:
+        nonlocal count
+        count += 1
+        if count == LAST_WARNING:
+            signal.signal(signal.SIGINT, signal.SIG_DFL)
+            warn("interrupted again: once more ends it at once")
+        signal.default_int_handler(number, frame)
+
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        signal.signal(signal.SIGINT, handle)
+
+
+def _flush() -> None:
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(OSError, ValueError, AttributeError):
+            stream.flush()
 
 
 def _run(run: object, parsed: object) -> int:
@@ -65,7 +120,7 @@ def _run(run: object, parsed: object) -> int:
         count = len(error.mistakes)
         warn(f"{error}\n\n{count} mistake{'s' if count > 1 else ''}; nothing was started")
         return STATUS_CONFIG
-    except RunError as error:
+    except (RunError, Failure) as error:
         warn(f"{type(error).__name__}: {error}")
         return STATUS_FAILED
     except KeyboardInterrupt:

@@ -14,6 +14,7 @@ from collections.abc import Container, Iterator
 from contextlib import contextmanager
 
 from treadle.config.reward import RewardConfig
+from treadle.context import capture
 from treadle.errors import ConfigError, DeadlineError, RunError
 from treadle.reward.argument import gather
 from treadle.reward.failure import Fault, ScoreFailure, blame_function
@@ -74,7 +75,7 @@ class Pool:
 
     def _pack_arguments(self, task: Task, trajectory: Trajectory) -> bytes:
         with blame_function(", ".join(self._names)):
-            return pack(gather(self.needs, task, trajectory))
+            return pack((gather(self.needs, task, trajectory), capture()))
 
     def _take(self) -> WorkerProcess | None:
         """An idle worker that did not die in the meantime."""

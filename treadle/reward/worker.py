@@ -14,8 +14,10 @@ import os
 import pickle
 import sys
 from collections.abc import Iterator
+from contextvars import copy_context
 from typing import Any
 
+from treadle.context import restore
 from treadle.errors import ConfigError, Mistake
 from treadle.reward.failure import ScoreFailure, blame_function
 from treadle.reward.fence import fence
@@ -80,11 +82,15 @@ def _score_all(functions: list[Function], payload: bytes, runner: asyncio.Runner
 def _score(function: Function, payload: bytes, runner: asyncio.Runner) -> bytes:
     """One function's score as JSON. Each unpacks its own arguments, so none sees what another did to them."""
     _OUTPUT.label = function.name
-    with blame_function(function.name), fence(function.fenced):
-        result = function(pickle.loads(payload))
-        if inspect.isawaitable(result):
-            result = runner.run(_wait_for(result))
-        return encode(read_score(result))
+    with blame_function(function.name):
+        values, variables = pickle.loads(payload)
+        context = copy_context()
+        context.run(restore, variables)
+        with fence(function.fenced):
+            result = context.run(function, values)
+            if inspect.isawaitable(result):
+                result = runner.run(_wait_for(result), context=context)
+            return encode(read_score(result))
 
 
 async def _wait_for(result: Any) -> Any:

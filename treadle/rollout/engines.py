@@ -11,7 +11,7 @@ from treadle.engine.openai import OpenAIEngine
 from treadle.engine.protocol import Engine, Gpu, Mortal
 from treadle.engine.scripted import ScriptedEngine
 from treadle.engine.steady import Crew
-from treadle.errors import ConfigError, DeadlineError, Mistake
+from treadle.errors import ConfigError, DeadlineError, EngineFailure, Mistake, RunError
 from treadle.types import NOTHING
 
 
@@ -54,6 +54,9 @@ async def start_engines(
         if isinstance(error, TimeoutError):
             late = f"{rollout.name} engines did not start within launch_timeout_s = {limit:g}"
             raise DeadlineError(late) from error
+        if isinstance(error, EngineFailure):
+            where = f" (rollout.openai.base_url = {rollout.openai.base_url})" if rollout.name == "openai" else ""
+            raise RunError(f"the {rollout.name} engine{where} cannot be used: {error}") from error
         raise
     return engines
 

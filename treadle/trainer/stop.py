@@ -5,8 +5,12 @@ interrupted looks at `requested` afterwards.
 """
 
 import asyncio
+import signal
+import threading
 from collections.abc import Awaitable
 from typing import TypeVar
+
+from treadle.terminal import warn
 
 T = TypeVar("T")
 
@@ -20,9 +24,15 @@ class Stop:
 
     def __init__(self) -> None:
         self._event = asyncio.Event()
+        self._requests = 0
 
     def request(self) -> None:
+        """Stop when nothing is lost by it. After a second wish, one more Ctrl-C ends the process at once."""
         self._event.set()
+        self._requests += 1
+        if self._requests == 2 and threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGINT, signal.SIG_DFL)
+            warn("asked to stop again: the run saves what it has; once more ends it at once")
 
     @property
     def requested(self) -> bool:
