@@ -13,6 +13,7 @@
     │   └── RewardFailure        a reward function crashed, ran out of time or gave no number
     │       └── ScoreFailure       which function, and which of these (treadle.reward.failure)
     └── RunError               a run cannot go on: it ends with this cause and a non-zero status
+        ├── NotFiniteError       a training step's numbers are not finite: its batch may be to blame
         ├── BudgetSpent          more trajectories failed than `rollout.failures` allows
         └── DeadlineError        a wait took longer than its deadline; the message says what was waited for
 
@@ -125,6 +126,10 @@ class RewardFailure(Failure):
 
 class RunError(TreadleError):
     """A run cannot go on."""
+
+
+class NotFiniteError(RunError):
+    """Training cannot go on because its numbers are not finite; the batch may be to blame."""
 
 
 class BudgetSpent(RunError):

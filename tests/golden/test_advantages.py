@@ -1,7 +1,8 @@
 """Advantages against formulas written out again here, in numpy, one sequence at a time."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import product
 
 import numpy as np
 import pytest
@@ -10,6 +11,7 @@ import torch
 from treadle.algorithm.advantage import AdvantageInputs, Advantages
 from treadle.algorithm.estimators import ESTIMATORS, find_estimator
 from treadle.config.algorithm import AlgorithmConfig
+from treadle.types import Group, Outcome, Row, Score, StopReason, Task, Trajectory, Turn
 
 Rows = list[np.ndarray]
 
@@ -70,7 +72,17 @@ def to_inputs(case: Case, token_rewards: bool) -> AdvantageInputs:
         token_rewards_T=flat("token_rewards") if token_rewards else None,
         values_T=flat("values"),
         baselines_G=torch.tensor(case.greedy, dtype=torch.float64),
+        parts_NF=torch.tensor([parts(sample) for _, sample in samples], dtype=torch.float64),
+        part_weights_F=torch.tensor(WEIGHTS, dtype=torch.float64),
     )
+
+
+WEIGHTS = (0.7, -0.3)
+
+
+def parts(sample: Sample) -> tuple[float, float]:
+    """Two rewards that a sample got, of different size."""
+    return sample.reward, 50 * np.sin(7 * sample.reward)
 
 
 def gains(row: Sequence, use: bool) -> np.ndarray:
@@ -118,6 +130,18 @@ def rloo(scores: np.ndarray, lengths: np.ndarray) -> np.ndarray:
 
 def opo(scores: np.ndarray, lengths: np.ndarray) -> np.ndarray:
     return scores - np.average(scores, weights=lengths)
+
+
+def gdpo(case: Case) -> Rows:
+    """Written out from the paper: every reward normalised in its group, their weighted sum over the whole batch."""
+    sums = []
+    for group in case.groups:
+        found = np.array([parts(sample) for sample in group])
+        spread = found.std(axis=0, ddof=1) if len(group) > 1 else np.zeros(2)
+        sums.append(((found - found.mean(axis=0)) / (spread + 1e-6)) @ np.array(WEIGHTS))
+    deviation = np.concatenate(sums).std(ddof=1) + 1e-6
+    pairs = [pair for group, found in zip(case.groups, sums, strict=True) for pair in zip(group, found, strict=True)]
+    return [value / deviation * row.mask for sample, value in pairs for row in sample.sequences]
 
 
 def token_gains(sample: Sample, row: Sequence, use: bool) -> tuple[np.ndarray, np.ndarray]:
@@ -181,6 +205,7 @@ def gae_and_returns(case: Case, use: bool, gamma: float, lam: float) -> tuple[Ro
 
 OURS: dict[str, Callable[[Case, bool, float, float], Rows]] = {
     "grpo": lambda case, use, gamma, lam: by_group(case, use, grpo),
+    "gdpo": lambda case, use, gamma, lam: gdpo(case),
     "dr_grpo": lambda case, use, gamma, lam: by_group(case, use, dr_grpo),
     "grpo_passk": lambda case, use, gamma, lam: by_group(case, use, passk),
     "rloo": lambda case, use, gamma, lam: by_group(case, use, rloo),
@@ -203,6 +228,136 @@ def test_an_estimator_equals_its_formula(name: str, seed: int, token_rewards: bo
     case = make(seed)
     found = compute(name, case, token_rewards, gamma=0.9, lam=0.8).advantages_T.numpy()
     np.testing.assert_allclose(found, np.concatenate(OURS[name](case, token_rewards, 0.9, 0.8)), atol=1e-9)
+
+
+def test_grpo_over_the_deviation_of_the_batch() -> None:
+    """Every group has its own mean, and all have one scale: that of all rewards."""
+    case = make(2)
+    everything = np.array([sample.reward for group in case.groups for sample in group])
+    expected = by_group(case, False, lambda scores, _: (scores - scores.mean()) / (everything.std(ddof=1) + 1e-6))
+    found = compute("grpo", case, False, norm_adv_scope="batch").advantages_T.numpy()
+    np.testing.assert_allclose(found, np.concatenate(expected), atol=1e-9)
+
+
+@dataclass
+class Playthrough:
+    """One sample: what each turn got, then what its end got, and how many tokens each turn has."""
+
+    turns: list[float]
+    end: float
+    tokens: list[int]
+
+
+def play(seed: int) -> list[list[Playthrough]]:
+    rng = np.random.default_rng(seed)
+
+    def one() -> Playthrough:
+        count = int(rng.integers(1, 5))
+        return Playthrough(list(rng.normal(size=count).round(1)), rng.normal(), list(rng.integers(1, 4, size=count)))
+
+    return [[one() for _ in range(size)] for size in (3, 4, 2)]
+
+
+def to_groups(groups: list[list[Playthrough]]) -> list[Group]:
+    """As a session records them: each turn followed by an observation of one token."""
+
+    def trajectory(played: Playthrough) -> Trajectory:
+        mask, turns = [], []
+        for reward, count in zip(played.turns, played.tokens, strict=True):
+            start = len(mask)
+            mask += [1] * count + [0]
+            turns.append(Turn(start, start + count, len(mask), StopReason.STOP, reward=reward))
+        length = len(mask)
+        row = Row((1,), (5,) * length, tuple(mask), (-1.0,) * length, (0,) * length, tuple(turns))
+        total = played.end + sum(played.turns)
+        return Trajectory(
+            "t", 0, (row,), Outcome.ended(StopReason.STOP), Score(total, {"environment": sum(played.turns)})
+        )
+
+    return [Group(Task("t", ()), tuple(map(trajectory, group))) for group in groups]
+
+
+def still_to_come(played: Playthrough, turn: int) -> float:
+    return sum(played.turns[turn:]) + played.end if turn < len(played.turns) else 0.0
+
+
+def by_turn(groups: list[list[Playthrough]], scale: bool, alone: bool) -> np.ndarray:
+    """Each turn against the same turn of all samples of the group, those that had ended counted as 0."""
+    out = []
+    for group in groups:
+        longest = max(len(played.turns) for played in group)
+        to_come = np.array([[still_to_come(played, turn) for turn in range(longest)] for played in group])
+        less = to_come - to_come.mean(axis=0)
+        if alone:
+            less *= len(group) / (len(group) - 1)
+        if scale:
+            less /= np.sqrt((less**2).sum() / ((len(group) - 1) * longest)) + 1e-6
+        for found, played in zip(less, group, strict=True):
+            for turn, count in enumerate(played.tokens):
+                out += [found[turn]] * count + [0.0]
+    return np.array(out)
+
+
+@pytest.mark.parametrize(
+    ("name", "scale", "alone"), [("grpo", True, False), ("dr_grpo", False, False), ("rloo", False, True)]
+)
+@pytest.mark.parametrize("seed", range(3))
+def test_turns_are_compared_with_all_samples_also_those_that_had_ended(
+    name: str, scale: bool, alone: bool, seed: int
+) -> None:
+    played = play(seed)
+    inputs = AdvantageInputs.of(to_groups(played))
+    found = find_estimator(name)(inputs, AlgorithmConfig(advantage_level="turn")).advantages_T.numpy()
+    np.testing.assert_allclose(found, by_turn(played, scale, alone), atol=1e-5)
+
+
+@pytest.mark.parametrize("gamma", [1.0, 0.9])
+def test_rewards_of_turns_stand_on_their_turns_in_gae_and_reinforce_plus_plus(gamma: float) -> None:
+    played = play(3)
+    to_go = []
+    for sample in (sample for group in played for sample in group):
+        got: list[float] = []
+        for reward, count in zip(sample.turns, sample.tokens, strict=True):
+            got += [0.0] * (count - 1) + [reward]
+        got[-1] += sample.end
+        returns = [sum(gamma ** (j - i) * got[j] for j in range(i, len(got))) for i in range(len(got))]
+        for count in sample.tokens:
+            to_go += [*returns[:count], 0.0]
+            returns = returns[count:]
+    inputs = AdvantageInputs.of(to_groups(played))
+    zeros = torch.zeros(len(inputs.mask_T))
+    keys = AlgorithmConfig(gamma=gamma, lam=1.0)
+    gae = find_estimator("gae")(replace(inputs, values_T=zeros), keys).returns_T
+    assert gae is not None
+    np.testing.assert_allclose(gae.numpy(), to_go, atol=1e-5)
+    mask = inputs.mask_T.numpy()
+    whitened = whiten([np.array(to_go)], [mask])[0]
+    found = find_estimator("reinforce_plus_plus")(inputs, keys).advantages_T.numpy()
+    np.testing.assert_allclose(found, whitened, atol=1e-5)
+
+
+def test_comparing_turns_is_without_bias_where_the_policy_chooses_when_to_stop() -> None:
+    """All groups of two that a small policy can draw, each with its probability, against the true gradient.
+
+    It stops at once for 1.0, or goes on for 0.5 and then gets 2.0 or nothing.
+    """
+    go, right = 0.3, 0.6
+    ways = [
+        (1 - go, Playthrough([1.0], 0.0, [1]), [-go]),
+        (go * right, Playthrough([0.5, 2.0], 0.0, [1, 1]), [1 - go, 1 - right]),
+        (go * (1 - right), Playthrough([0.5, 0.0], 0.0, [1, 1]), [1 - go, -right]),
+    ]
+    gradient = np.zeros(2)
+    for (p, first, steps), (q, second, others) in product(ways, ways):
+        inputs = AdvantageInputs.of(to_groups([[first, second]]))
+        found = find_estimator("rloo")(inputs, AlgorithmConfig(advantage_level="turn")).advantages_T[inputs.mask_T]
+        slopes = np.array([*steps, *others])
+        turns = np.array([*range(len(steps)), *range(len(others))])
+        for turn in range(2):
+            gradient[turn] += p * q * (found.numpy() * slopes)[turns == turn].sum() / 2
+    on = 0.5 + 2.0 * right
+    true = [go * (1 - go) * (on - 1.0), go * right * (1 - right) * 2.0]
+    np.testing.assert_allclose(gradient, true, atol=1e-6)
 
 
 def test_gae_returns_are_not_whitened() -> None:

@@ -160,6 +160,21 @@ TRAINING_CLASHES = [
         "trainer.processes_per_node",
         "2, but on Ray a node without GPUs has one",
     ),
+    (
+        ["algorithm.advantage_level=turn", "algorithm.adv_estimator=opo"],
+        "algorithm.advantage_level",
+        "turn, but opo does not compare turns",
+    ),
+    (
+        ["algorithm.norm_adv_scope=batch", "algorithm.adv_estimator=rloo"],
+        "algorithm.norm_adv_scope",
+        "batch, but only grpo with norm_adv_by_std_in_grpo divides by it",
+    ),
+    (
+        ["algorithm.use_kl_in_reward=true", "algorithm.adv_estimator=gdpo"],
+        "algorithm.use_kl_in_reward",
+        "gdpo compares the parts of the reward, and KL is none of them",
+    ),
     (["rollout.name=scripted"], "rollout.name", "scripted answers come from no weights"),
     (
         ["trainer.weights.transport=disk"],

@@ -235,3 +235,29 @@ def test_parts_of_forks_are_told_apart(tmp_path: Path) -> None:
     with start(tmp_path) as journal:
         write(journal, *reversed(parts))
     assert list(past(tmp_path).parts) == parts
+
+
+def test_what_ended_a_start_by_its_numbers_is_not_taken_over_and_what_came_after_is(tmp_path: Path) -> None:
+    with start(tmp_path, 0) as journal:
+        write(journal, trajectory(0, 0), trajectory(1, 0, uid="other"), part(1, 0, 0))
+        journal.add_event("set_aside", step=1, uids=["task"], reason="nan")
+    assert (past(tmp_path).finished, past(tmp_path).parts) == ((), ())
+    assert past(tmp_path).redraws == {0: 1}, "with noise of its own, or the same tokens would come again"
+    lineage = Lineage.read(tmp_path)
+    assert lineage.newly_set_aside == ("task",)
+    assert len(lineage.past("other", 4, version=100, oldest=0).finished) == 1
+    lineage.close()
+    with start(tmp_path, 0) as journal:
+        write(journal, trajectory(0, 0, attempt=1))
+    assert [item.attempt for item in past(tmp_path).finished] == [1]
+    lineage = Lineage.read(tmp_path)
+    assert lineage.newly_set_aside == ()
+    lineage.close()
+
+
+def test_a_reward_outside_the_bounds_is_not_taken_over(tmp_path: Path) -> None:
+    with start(tmp_path, 0) as journal:
+        write(journal, trajectory(0, 0, reward=Score(1e300)), trajectory(1, 0))
+    lineage = Lineage.read(tmp_path, bounds=(-1e6, 1e6))
+    assert [item.sample for item in lineage.past("task", 4, version=100, oldest=0).finished] == [1]
+    lineage.close()

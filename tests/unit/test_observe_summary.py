@@ -146,3 +146,21 @@ def test_rows_beyond_the_first_are_counted_as_forks() -> None:
     summary = summarize([plain, forked])
     assert summary.num_forks == 2
     assert "2 forks" in drawn(summary)
+
+
+def test_parts_are_shown_and_what_a_session_was_not_given_counts_as_zero() -> None:
+    both = replace(make("a"), reward=Score(8.0, {"answer": 1.0, "environment": 7.0}))
+    one = replace(make("a", 1), reward=Score(0.0, {"answer": 0.0}))
+    (source,) = summarize([both, one]).sources
+    assert source.parts == {"answer": 0.5, "environment": 3.5}
+    shown = drawn(summarize([both, one]))
+    assert "environment" in shown and "3.500" in shown
+
+
+def test_rewards_that_are_all_equal_are_said_to_be() -> None:
+    same = summarize(group("a", 0.0, 0.0) + group("b", 0.0))
+    assert same.notes == ("every reward of sums is 0: samples that all score the same teach nothing",)
+    assert same.notes[0] in drawn(same)
+    assert json.loads(same.to_json())["notes"] == list(same.notes)
+    assert summarize(group("a", 0.0, 1.0)).notes == ()
+    assert summarize(group("a", 1.0)).notes == (), "one sample alone"

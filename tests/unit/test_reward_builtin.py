@@ -6,8 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from treadle.reward.builtin import by_source, exact_match, format, number_match
+from treadle.reward.builtin import by_source, exact_match, format, number_match, soft_overlong
 from treadle.reward.builtin.tag import read_tag
+from treadle.types import Outcome, Row, StopReason, Trajectory
 
 
 @pytest.mark.parametrize(
@@ -160,3 +161,16 @@ def test_by_source_scores_as_the_data_set_does(source: str, response: str, truth
 def test_by_source_refuses_a_source_without_a_rule_by_name(source: str, why: str) -> None:
     with pytest.raises(ValueError, match=f"{why}.*|.*{source!r}"):
         by_source.score("x", "y", source)
+
+
+@pytest.mark.parametrize(("sampled", "value"), [(0, 0.0), (60, 0.0), (70, -0.25), (100, -1.0), (500, -1.0)])
+def test_an_answer_near_the_limit_is_punished_as_in_dapo(sampled: int, value: float) -> None:
+    """By the paper: 0 up to L_max - L_cache, ((L_max - L_cache) - |y|) / L_cache up to L_max, then -1."""
+    row = Row((1,), (7,) * (sampled + 2), (1,) * sampled + (0, 0), (0.0,) * (sampled + 2), (0,) * (sampled + 2))
+    trajectory = Trajectory("t", 0, (row,), Outcome.ended(StopReason.STOP))
+    assert soft_overlong.score(trajectory, max_length=100, buffer=40) == value
+
+
+def test_a_punishment_without_a_slope_is_refused() -> None:
+    with pytest.raises(ValueError, match="buffer must lie between 1 and max_length 10, got 11"):
+        soft_overlong.prepare(max_length=10, buffer=11)

@@ -9,7 +9,7 @@ from tests.rollouts import task
 from tests.schedules import BASE, Checkpoints, Policy, Rollout, Trial, words_for
 from treadle.checkpoint.store import Progress
 from treadle.config import loads
-from treadle.errors import EngineFailure, RunError
+from treadle.errors import EngineFailure, NotFiniteError, RunError
 from treadle.journal import Journal, JournalReader
 from treadle.observe.trackers import Trackers
 from treadle.rollout.service import Kind
@@ -152,3 +152,36 @@ def test_remax_samples_a_greedy_baseline_for_each_group(tmp_path):
     rollout = Rollout()
     run_of(tmp_path, rollout, "algorithm.adv_estimator=remax", "trainer.total_training_steps=1")
     assert rollout.asked[2:] == [(Kind.GREEDY, "greedy/t0"), (Kind.GREEDY, "greedy/t1")]
+
+
+def test_a_batch_that_ends_a_run_by_its_numbers_is_set_aside_and_drawn_again(tmp_path, caplog):
+    class Spoiled(Trial):
+        async def _train(self, groups, step, control, baselines):
+            if not any(item.attempt for group in groups for item in group.trajectories):
+                raise NotFiniteError("actor: the gradient of training step 1 is nan")
+            return await super()._train(groups, step, control, baselines)
+
+    with pytest.raises(NotFiniteError):
+        asyncio.run(Spoiled(tmp_path, Rollout()).run_to_end())
+    assert "set aside" not in caplog.text
+    again = Rollout()
+    trial = Spoiled(tmp_path, again, "trainer.total_training_steps=1")
+    asyncio.run(trial.run_to_end())
+    assert trial.run.step == 1
+    assert "2 tasks such as t0, are set aside and drawn again" in caplog.text
+
+
+def test_steps_whose_rewards_are_all_equal_and_batches_larger_than_the_data_are_said(tmp_path, capsys):
+    rollout = Rollout()
+    rollout.dull = {"t0", "t0@1", "t0@2", "t0@3", "t0@4", "t0@5"}
+    trial = run_of(tmp_path, rollout, num_tasks=1)
+    equal, oversized = trial.run.notes
+    assert equal == (
+        "in 3 of 3 steps all samples of each task had the same reward: "
+        "estimators that compare them learn nothing from it"
+    )
+    assert oversized.startswith("data.train_batch_size 2 is more than the 1 tasks of data.train_files")
+    said = capsys.readouterr().err
+    assert said.count("all samples of each task have the same reward (mean 1)") == 1, "once for a run of such steps"
+    assert f"note: {oversized}" in said
+    assert run_of(tmp_path / "b", Rollout()).run.notes == ()

@@ -1,3 +1,4 @@
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -17,7 +18,7 @@ from treadle.model.checksum import checksum
 from treadle.policy.critic import SingleCritic
 from treadle.policy.reference import SingleReference
 from treadle.trainer.step import StepParts, StepReport, is_informative, train_step
-from treadle.types import Group, Outcome, Score, Trajectory
+from treadle.types import Group, Outcome, Score, StopReason, Trajectory
 
 
 @pytest.fixture(scope="module")
@@ -85,6 +86,35 @@ def test_a_failed_trajectory_trains_nothing_and_moves_no_baseline(directory: Pat
     _, all_there = run(make_parts(directory), whole)
     assert with_failures == without != all_there
     assert report.metrics["batch/failed"] == 2 and report.metrics["batch/trajectories"] == 6
+
+
+def test_answers_that_were_cut_off_can_be_left_out_of_the_loss_and_still_count_in_the_baseline(directory: Path) -> None:
+    (group,) = make_groups(1, num_groups=1)
+    first, *others = group.trajectories
+    cut = replace(group, trajectories=(replace(first, outcome=Outcome.ended(StopReason.LENGTH)), *others))
+    report, masked = run(make_parts(directory, AlgorithmConfig(mask_truncated=True)), [cut])
+    plain, whole = run(make_parts(directory), [cut])
+    _, same = run(make_parts(directory, AlgorithmConfig(mask_truncated=True)), [group])
+    assert masked != whole == same
+    kept = sum(row.num_sampled for trajectory in others for row in trajectory.rows)
+    assert report.metrics["actor/sampled_tokens"] == kept
+    assert report.metrics["reward/mean"] == plain.metrics["reward/mean"]
+    all_cut = replace(
+        group, trajectories=tuple(replace(t, outcome=Outcome.ended(StopReason.LENGTH)) for t in group.trajectories)
+    )
+    with pytest.raises(RunError, match="every answer was cut off at rollout"):
+        run(make_parts(directory, AlgorithmConfig(mask_truncated=True)), [all_cut])
+
+
+def test_a_mini_batch_of_cut_off_answers_alone_trains_nothing(directory: Path) -> None:
+    first, second = make_groups(1, num_groups=2)
+    cut = replace(
+        first, trajectories=tuple(replace(t, outcome=Outcome.ended(StopReason.LENGTH)) for t in first.trajectories)
+    )
+    parts = make_parts(directory, AlgorithmConfig(mask_truncated=True), ppo_mini_batch_size=1)
+    report, _ = run(parts, [cut, second])
+    assert math.isfinite(report.metrics["actor/grad_norm"])
+    assert report.metrics["actor/sampled_tokens"] == sum(row.num_sampled for row in rows_of([second]))
 
 
 def test_forks_train_with_the_advantage_of_their_trajectory(directory: Path) -> None:

@@ -18,7 +18,8 @@ CONFIG = """
 
 ERRORS = """
     Boundary BudgetSpent ConfigError DeadlineError EngineFailure EnvironmentFailure Failure LoopFailure Mistake
-    MisuseError PromptFailure RequestRefused RewardFailure RunError ToolFailure TreadleError blame nearest
+    MisuseError NotFiniteError PromptFailure RequestRefused RewardFailure RunError ToolFailure TreadleError
+    blame nearest
 """
 
 TYPES = """

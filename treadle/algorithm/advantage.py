@@ -1,21 +1,23 @@
 """What advantages are computed from, and what they are: a whole batch, packed flat, on the CPU.
 
     T  response tokens of all rows, row after row    S  sequences (rows)    N  trajectories    G  groups
+    K  turns of the longest trajectory    F  parts of the reward
 
 Owns the records, their order, and the reductions that estimators share. A failed trajectory never gets here: groups
 hold survivors only, and may differ in size. Rows of one trajectory (forks) share its advantage, and it counts once in
 any baseline. Statistics are taken in float64, of rewards in float32: the mean of equal rewards is exactly that reward.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from treadle.config.algorithm import AlgorithmConfig
+from treadle.config.reward import RewardConfig
 from treadle.errors import MisuseError
-from treadle.types import Group, Row
+from treadle.types import Group, Row, Score, Trajectory
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +42,16 @@ class AdvantageInputs:
         assert self.sequence_T.shape == self.mask_T.shape, "one sequence index for each token"
         assert bool((self.sequence_T.diff() >= 0).all()), "the tokens of a sequence must stand together"
 
+    turn_rewards_T: Tensor | None = None
+    """The share of `rewards_N` that was given for single turns, on the last token that each of them sampled; None where
+    no turn was given any."""
+    turn_T: Tensor | None = None
+    """Which turn of its trajectory each token belongs to; the rows of forks count as the first."""
+    num_turns_N: Tensor | None = None
+    parts_NF: Tensor | None = None
+    """The parts of each reward, before their weights, for gdpo."""
+    part_weights_F: Tensor | None = None
+
     @property
     def num_sequences(self) -> int:
         return len(self.trajectory_S)
@@ -60,18 +72,18 @@ class AdvantageInputs:
         token_rewards_T: Tensor | None = None,
         values_T: Tensor | None = None,
         baselines_G: Tensor | None = None,
+        reward: RewardConfig = RewardConfig(),  # noqa: B008  frozen
     ) -> "AdvantageInputs":
-        """The inputs of a batch of groups; tokens in the order of `rows_of`."""
+        """The inputs of a batch of groups; tokens in the order of `rows_of`. `reward` has the weights of its parts."""
         members = [(at, trajectory) for at, group in enumerate(groups) for trajectory in group.survivors]
         rows = [(at, row) for at, (_, trajectory) in enumerate(members) for row in trajectory.rows]
         lengths = torch.tensor([len(row.ids) for _, row in rows], dtype=torch.int64)
-        rewards = []
-        for _, trajectory in members:
-            if trajectory.reward is None:
-                raise MisuseError(f"trajectory {trajectory.uid}/{trajectory.sample} has no reward: name some functions")
-            rewards.append(trajectory.reward.value)
+        scores = [_score_of(trajectory) for _, trajectory in members]
+        weights = {**reward.weights(), **reward.session_weights()}
+        names = [name for name in weights if any(name in score.parts for score in scores)]
+        parts = [[score.parts.get(name, 0.0) for name in names] or [score.value] for score in scores]
         return cls(
-            rewards_N=torch.tensor(rewards, dtype=torch.float32),
+            rewards_N=torch.tensor([score.value for score in scores], dtype=torch.float32),
             group_N=torch.tensor([at for at, _ in members], dtype=torch.int64),
             num_groups=len(groups),
             trajectory_S=torch.tensor([at for at, _ in rows], dtype=torch.int64),
@@ -80,7 +92,46 @@ class AdvantageInputs:
             token_rewards_T=token_rewards_T,
             values_T=values_T,
             baselines_G=baselines_G,
+            turn_rewards_T=_place_turn_rewards([row for _, row in rows], reward.session_weights()),
+            turn_T=_number_turns([trajectory for _, trajectory in members]),
+            num_turns_N=torch.tensor([max(1, len(item.rows[0].turns) if item.rows else 1) for _, item in members]),
+            parts_NF=torch.tensor(parts, dtype=torch.float32),
+            part_weights_F=torch.tensor([weights[name] for name in names] or [1.0], dtype=torch.float64),
         )
+
+
+def _score_of(trajectory: Trajectory) -> Score:
+    if trajectory.reward is None:
+        raise MisuseError(f"trajectory {trajectory.uid}/{trajectory.sample} has no reward: name some functions")
+    return trajectory.reward
+
+
+def _place_turn_rewards(rows: Sequence[Row], weights: Mapping[str, float]) -> Tensor | None:
+    """What each turn of these rows was given, T, on its last sampled token; None where that is nothing at all.
+
+    A turn that sampled no token has no place of its own: its share stays with the end of the row.
+    """
+    placed: list[float] = []
+    for row in rows:
+        rewards = [0.0] * len(row.ids)
+        for turn in row.turns:
+            given = weights["environment"] * (turn.reward or 0.0)
+            given += weights["tools"] * sum(result.reward or 0.0 for result in turn.results)
+            if given and turn.sampled_end > turn.start:
+                rewards[turn.sampled_end - 1] += given
+        placed += rewards
+    return torch.tensor(placed, dtype=torch.float64) if any(placed) else None
+
+
+def _number_turns(trajectories: Sequence[Trajectory]) -> Tensor:
+    numbers: list[int] = []
+    for trajectory in trajectories:
+        for at, row in enumerate(trajectory.rows):
+            turns = [0] * len(row.ids)
+            for number, turn in enumerate(row.turns if at == 0 else ()):
+                turns[turn.start : turn.end] = [number] * (turn.end - turn.start)
+            numbers += turns
+    return torch.tensor(numbers, dtype=torch.int64)
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,8 +152,8 @@ def rows_of(groups: Sequence[Group]) -> tuple[Row, ...]:
 
 
 def add_up(values: Tensor, index: Tensor, size: int) -> Tensor:
-    """One float64 sum for each index."""
-    return torch.zeros(size, dtype=torch.float64).index_add(0, index, values.double())
+    """One float64 sum for each index, of numbers or of rows."""
+    return torch.zeros((size, *values.shape[1:]), dtype=torch.float64).index_add(0, index, values.double())
 
 
 def score(inputs: AdvantageInputs) -> Tensor:
@@ -114,7 +165,40 @@ def score(inputs: AdvantageInputs) -> Tensor:
     return scores_N + add_up(gained_T, inputs.trajectory_T, inputs.num_trajectories)
 
 
-def spread(inputs: AdvantageInputs, advantages_N: Tensor) -> Advantages:
-    """The advantage of each trajectory on every token that it sampled."""
-    advantages_T = torch.where(inputs.mask_T, advantages_N[inputs.trajectory_T], 0)
-    return Advantages(advantages_T.to(inputs.rewards_N.dtype))
+def scores_to_go(inputs: AdvantageInputs, algorithm: AlgorithmConfig) -> Tensor:
+    """What each trajectory gets from each of its turns on, N × K, 0 for turns that it did not have.
+
+    One column, of whole trajectories, unless `algorithm.advantage_level` is turn.
+    """
+    scores_N = score(inputs)
+    if algorithm.advantage_level == "trajectory" or inputs.turn_T is None or inputs.num_turns_N is None:
+        return scores_N.unsqueeze(1)
+    turns_K = torch.arange(int(inputs.num_turns_N.max()) if len(scores_N) else 1)
+    scores_NK = scores_N.unsqueeze(1).repeat(1, len(turns_K))
+    if inputs.turn_rewards_T is not None:
+        first_T = ~_is_fork(inputs)[inputs.sequence_T]
+        cells_T = inputs.trajectory_T * len(turns_K) + inputs.turn_T
+        given_T = torch.where(first_T, inputs.turn_rewards_T, 0)
+        given_NK = add_up(given_T, cells_T, scores_NK.numel()).view_as(scores_NK)
+        scores_NK = scores_NK - (given_NK.cumsum(1) - given_NK)
+    return torch.where(turns_K < inputs.num_turns_N.unsqueeze(1), scores_NK, 0)
+
+
+def _is_fork(inputs: AdvantageInputs) -> Tensor:
+    """Whether each sequence is a further row of its trajectory, S."""
+    before_S = torch.nn.functional.pad(inputs.trajectory_S[:-1], (1, 0), value=-1)
+    return inputs.trajectory_S == before_S
+
+
+def spread(inputs: AdvantageInputs, advantages_NK: Tensor) -> Advantages:
+    """The advantage of each trajectory, or of each of its turns, on every token that was sampled in it."""
+    return Advantages(torch.where(inputs.mask_T, at_tokens(inputs, advantages_NK), 0).to(inputs.rewards_N.dtype))
+
+
+def at_tokens(inputs: AdvantageInputs, values_NK: Tensor) -> Tensor:
+    """The value of each token's trajectory, T, or of its turn where there is one for each."""
+    if values_NK.dim() == 1:
+        return values_NK[inputs.trajectory_T]
+    if values_NK.shape[1] == 1 or inputs.turn_T is None:
+        return values_NK[:, 0][inputs.trajectory_T]
+    return values_NK[inputs.trajectory_T, inputs.turn_T]

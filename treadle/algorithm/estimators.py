@@ -3,13 +3,14 @@
 from collections.abc import Mapping
 
 from treadle.algorithm.advantage import AdvantageEstimator, AdvantageInputs, Advantages
-from treadle.algorithm.baselines import dr_grpo, grpo, grpo_passk, opo, remax, rloo
+from treadle.algorithm.baselines import dr_grpo, gdpo, grpo, grpo_passk, opo, remax, rloo
 from treadle.algorithm.choice import choose
 from treadle.algorithm.whitened import gae, reinforce_plus_plus, reinforce_plus_plus_baseline
 from treadle.config.algorithm import AlgorithmConfig
 
 ESTIMATORS: Mapping[str, AdvantageEstimator] = {
     "grpo": grpo,
+    "gdpo": gdpo,
     "dr_grpo": dr_grpo,
     "grpo_passk": grpo_passk,
     "rloo": rloo,

@@ -7,7 +7,7 @@ more; where all tokens have the same value, every advantage is 0.
 import torch
 from torch import Tensor
 
-from treadle.algorithm.advantage import AdvantageInputs, Advantages, score
+from treadle.algorithm.advantage import AdvantageInputs, Advantages, at_tokens, scores_to_go
 from treadle.algorithm.baselines import centre, group_sizes
 from treadle.algorithm.discounting import rewards_matrix, rewards_to_go, sum_to_come, to_matrix, to_tokens
 from treadle.config.algorithm import AlgorithmConfig
@@ -46,6 +46,6 @@ def reinforce_plus_plus(inputs: AdvantageInputs, algorithm: AlgorithmConfig) -> 
 
 def reinforce_plus_plus_baseline(inputs: AdvantageInputs, algorithm: AlgorithmConfig) -> Advantages:
     """Score less the group's mean, whitened. A group of one has advantage 0 and no part in the whitening."""
-    centred_T = centre(inputs, score(inputs))[inputs.trajectory_T]
+    centred_T = at_tokens(inputs, centre(inputs, scores_to_go(inputs, algorithm)))
     compared_T = inputs.mask_T & (group_sizes(inputs) > 1)[inputs.trajectory_T]
     return Advantages(whiten(centred_T, compared_T).to(inputs.rewards_N.dtype))

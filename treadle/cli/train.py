@@ -65,6 +65,8 @@ def _print_result(result: "TrainingResult") -> None:
     if len(result.validations) > 1:
         _print_comparison(result)
     say(f"\n{result.steps} steps; everything is in {result.run_dir}")
+    for note in result.notes:
+        say(f"note: {note}")
     if result.interrupted:
         say("interrupted and saved: the same command goes on from here")
     else:

@@ -70,7 +70,13 @@ def _load_sharded(config: TrainConfig, steps: int, devices: tuple[str, ...]) -> 
     ranks = LocalRanks.start(spec, devices, launch_timeout_s=limits.launch_timeout_s, timeout_s=timeout_s)
     networks = ShardedNetworks.over(ranks, spec, timeout_s)
     step = StepParts(
-        networks.policy, config.actor, config.algorithm, config.trainer, networks.reference, networks.critic
+        networks.policy,
+        config.actor,
+        config.algorithm,
+        config.trainer,
+        networks.reference,
+        networks.critic,
+        config.reward,
     )
     return Networks(step, partial(_wait_for_death, ranks))
 
@@ -103,4 +109,4 @@ def _load_single(config: TrainConfig, steps: int, device: torch.device) -> StepP
             total_steps=steps,
             device=device,
         )
-    return StepParts(policy, actor, algorithm, config.trainer, reference, critic)
+    return StepParts(policy, actor, algorithm, config.trainer, reference, critic, config.reward)

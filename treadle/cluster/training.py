@@ -55,6 +55,8 @@ class TrainingResult:
     steps: int
     interrupted: bool
     validations: tuple[Validation, ...]
+    notes: tuple[str, ...] = ()
+    """What a reader should not miss: rewards that taught nothing, batches larger than the data."""
 
 
 async def train(
@@ -75,7 +77,7 @@ async def train(
             await _draw_timeline(run, Path(config.logging.directory()))
             loop.remove_signal_handler(signal.SIGINT)
         validations = tuple(sorted(run.validations, key=lambda found: found.step))
-        return TrainingResult(Path(config.logging.directory()), run.step, interrupted, validations)
+        return TrainingResult(Path(config.logging.directory()), run.step, interrupted, validations, run.notes)
 
 
 async def _draw_timeline(run: Run, run_dir: Path) -> None:
@@ -121,7 +123,7 @@ async def _assembled(
         trackers = Trackers.start(logging, run_dir, flatten(config))
         parts.callback(trackers.close)
         scored = config.reward.gives_scores()
-        lineage = Lineage.read(run_dir, settings=settings_digest(config), scored=scored)
+        lineage = Lineage.read(run_dir, settings=settings_digest(config), scored=scored, bounds=config.reward.bounds)
         parts.callback(lineage.close)
         runtime = await parts.enter_async_context(_runtime(config, tasks))
         start = partial(_start_rollout, config, journal if logging.journal else None, api_keys, parts)

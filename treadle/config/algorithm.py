@@ -4,8 +4,11 @@ from typing import Literal
 
 from treadle.config.section import Section, key
 
-GROUP_ESTIMATORS = ("grpo", "dr_grpo", "grpo_passk", "rloo", "opo", "reinforce_plus_plus_baseline")
+GROUP_ESTIMATORS = ("grpo", "gdpo", "dr_grpo", "grpo_passk", "rloo", "opo", "reinforce_plus_plus_baseline")
 """Advantages that compare the samples of one task, so that one sample alone has none."""
+
+TURN_ESTIMATORS = ("grpo", "dr_grpo", "rloo", "reinforce_plus_plus_baseline")
+"""Those of them that can compare turn by turn."""
 
 OTHER_ESTIMATORS = ("reinforce_plus_plus", "remax", "gae")
 """The other advantages that come with treadle."""
@@ -62,6 +65,17 @@ class AlgorithmConfig(Section):
     gamma: float = key(1.0, "discount", ge=0, le=1)
     lam: float = key(1.0, "bias and variance of gae", ge=0, le=1)
     norm_adv_by_std_in_grpo: bool = key(True, "divide by the group's standard deviation")
+    norm_adv_scope: Literal["group", "batch"] = key(
+        "group", "whose deviation that is, for grpo: the group's or the batch's"
+    )
+    advantage_level: Literal["trajectory", "turn"] = key(
+        "trajectory",
+        "what group estimators compare: whole trajectories, or what each still got from a turn on; gae and "
+        "reinforce_plus_plus follow the rewards of turns in any case",
+    )
+    mask_truncated: bool = key(
+        False, "keep answers that were cut off at the token limit out of the loss; they still count in baselines"
+    )
     use_kl_in_reward: bool = key(False, "subtract the KL divergence from the reference policy from the reward")
     kl_penalty: Literal["k1", "k2", "k3"] = key("k1", "its estimator")
     kl_ctrl: KLControlConfig = key(KLControlConfig(), "its weight")

@@ -8,7 +8,7 @@ from treadle.config.model import ModelConfig
 from treadle.config.rollout import FailureConfig, LimitsConfig, OpenAIConfig, RolloutConfig, ScriptedConfig
 from treadle.config.section import REQUIRED, Options, Section, key
 
-REWARD_FUNCTIONS = ("exact_match", "number_match", "by_source", "math", "format", "reasoning_gym")
+REWARD_FUNCTIONS = ("exact_match", "number_match", "by_source", "math", "format", "reasoning_gym", "soft_overlong")
 """The reward functions that come with treadle."""
 
 SESSION_PARTS = ("environment", "tools")

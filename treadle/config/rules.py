@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, NoReturn
 
 from treadle.config.actor import FSDPActorConfig, FSDPCriticConfig, FSDPRefConfig
-from treadle.config.algorithm import GROUP_ESTIMATORS, OTHER_ESTIMATORS
+from treadle.config.algorithm import GROUP_ESTIMATORS, OTHER_ESTIMATORS, TURN_ESTIMATORS
 from treadle.config.loss_rules import LOSS_CAUTIONS, LOSS_RULES
 from treadle.config.reward import SESSION_PARTS, reward_models_are_whole, scores_are_bounded
 from treadle.config.rollout import AGENT_LOOPS
@@ -355,6 +355,20 @@ def groups_can_be_compared(config: TrainConfig) -> Clash:
         yield "algorithm.filter_groups.metric", problem, nearest(groups.metric, known)
 
 
+def advantages_are_of_one_kind(config: TrainConfig) -> Clash:
+    algorithm = config.algorithm
+    estimator = algorithm.adv_estimator
+    if algorithm.advantage_level == "turn" and estimator not in TURN_ESTIMATORS and ":" not in estimator:
+        problem = f"turn, but {estimator} does not compare turns"
+        yield "algorithm.advantage_level", problem, f"choose {', '.join(TURN_ESTIMATORS)}, or leave it trajectory"
+    if algorithm.norm_adv_scope == "batch" and not (estimator == "grpo" and algorithm.norm_adv_by_std_in_grpo):
+        problem = "batch, but only grpo with norm_adv_by_std_in_grpo divides by it"
+        yield "algorithm.norm_adv_scope", problem, "choose grpo, or leave it group"
+    if estimator == "gdpo" and algorithm.use_kl_in_reward:
+        problem = "gdpo compares the parts of the reward, and KL is none of them"
+        yield "algorithm.use_kl_in_reward", problem, "use actor.use_kl_loss instead"
+
+
 def critic_exists(config: TrainConfig) -> Clash:
     warmup, estimator = config.trainer.critic_warmup, config.algorithm.adv_estimator
     if warmup and estimator in (*GROUP_ESTIMATORS, *OTHER_ESTIMATORS) and not config.algorithm.needs_critic():
@@ -405,6 +419,7 @@ TRAINING_RULES: tuple[Callable[[TrainConfig], Clash], ...] = (
     several_ranks_are_sharded,
     micro_batches_hold_a_sequence,
     groups_can_be_compared,
+    advantages_are_of_one_kind,
     critic_exists,
     loss_bounds_are_ordered,
     *LOSS_RULES,

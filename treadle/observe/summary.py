@@ -11,6 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from math import comb, fsum, sqrt
 
+from treadle.config.reward import SESSION_PARTS
 from treadle.errors import Boundary
 from treadle.observe.tally import Finished, Stage
 from treadle.types import StopReason
@@ -37,6 +38,10 @@ class SourceSummary:
     reward_std: float | None
     """Over all scored samples, dividing by their number less one; None below two."""
     pass_at_k: tuple[PassAtK, ...]
+    parts: Mapping[str, float] = field(default_factory=dict)
+    """The mean of each part of the reward, before its weight; what a session was not given counts as 0."""
+    all_equal: bool = False
+    """Whether several samples were scored, and all alike: there is nothing to learn from them, or to tell apart."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,12 +89,22 @@ class Summary:
         return sum(failure.count for failure in self.failures)
 
     @property
+    def notes(self) -> tuple[str, ...]:
+        """What a reader should not miss."""
+        return tuple(
+            f"every reward{f' of {source.data_source}' if source.data_source else ''} is {source.reward_mean:g}: "
+            "samples that all score the same teach nothing"
+            for source in self.sources
+            if source.all_equal
+        )
+
+    @property
     def tokens_per_s(self) -> float:
         return self.sampled_tokens / self.wall_s if self.wall_s > 0 else 0.0
 
     def to_json(self) -> str:
         """The same numbers as JSON text."""
-        derived = {"num_failed": self.num_failed, "tokens_per_s": self.tokens_per_s}
+        derived = {"num_failed": self.num_failed, "tokens_per_s": self.tokens_per_s, "notes": self.notes}
         return json.dumps({**asdict(self), **derived}, indent=2)
 
 
@@ -135,6 +150,7 @@ class _Gathered:
 
     tasks: set[str] = field(default_factory=set)
     rewards: dict[str, dict[str, list[float]]] = field(default_factory=lambda: defaultdict(lambda: defaultdict(list)))
+    parts: dict[str, dict[str, list[float]]] = field(default_factory=lambda: defaultdict(lambda: defaultdict(list)))
     counts: Counter[str] = field(default_factory=Counter)
     failed_by_source: Counter[str] = field(default_factory=Counter)
     reasons: Counter[StopReason] = field(default_factory=Counter)
@@ -154,6 +170,8 @@ class _Gathered:
             self._add_failure(finished)
         elif finished.reward is not None:
             self.rewards[finished.data_source][finished.uid].append(finished.reward.value)
+            for name, value in finished.reward.parts.items():
+                self.parts[finished.data_source][name].append(value)
         timing = finished.timing
         self.stages["generate"].add(timing.generate_s, finished)
         self.stages["tool"].add(timing.tool_s, finished)
@@ -182,6 +200,11 @@ class _Gathered:
             reward_mean=mean,
             reward_std=None if mean is None or len(rewards) < 2 else _std(rewards, mean),
             pass_at_k=tuple(_pass_at_k(groups, success_threshold)),
+            parts={
+                part: fsum(values) / (len(rewards) if part in SESSION_PARTS else len(values))
+                for part, values in self.parts[name].items()
+            },
+            all_equal=len(rewards) > 1 and min(rewards) == max(rewards),
         )
 
 

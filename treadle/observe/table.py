@@ -22,11 +22,15 @@ def render_summary(summary: Summary) -> RenderableType:
 
 def _sections(summary: Summary) -> Iterator[RenderableType]:
     yield _rewards(summary)
+    if any(len(source.parts) > 1 for source in summary.sources):
+        yield _parts(summary)
     yield _endings(summary)
     if summary.failures:
         yield _failures(summary)
     yield _timings(summary)
     yield cell(_totals(summary))
+    for note in summary.notes:
+        yield cell(f"note: {note}")
 
 
 def _rewards(summary: Summary) -> Table:
@@ -34,6 +38,15 @@ def _rewards(summary: Summary) -> Table:
     table = _table("data source", "trajectories", "scored", "failed", "reward", *(f"pass@{k}" for k in ks))
     for source in summary.sources:
         _add(table, source.data_source or "-", *_counts(source), _reward(source), *_chances(source, ks))
+    return table
+
+
+def _parts(summary: Summary) -> Table:
+    names = list(dict.fromkeys(name for source in summary.sources for name in source.parts))
+    table = _table("parts of the reward", *names)
+    for source in summary.sources:
+        means = (f"{source.parts[name]:.3f}" if name in source.parts else "-" for name in names)
+        _add(table, source.data_source or "-", *means)
     return table
 
 

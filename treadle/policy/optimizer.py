@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from treadle.config.actor import OptimConfig
-from treadle.errors import RunError
+from treadle.errors import NotFiniteError
 from treadle.policy.cut import like, rows_here, whole
 from treadle.policy.pieces import Pieces
 from treadle.policy.precision import Weights
@@ -66,7 +66,7 @@ class Optimizer:
         limit = self._optim.max_nonfinite_steps
         found = f"{self.name}: the gradient of training step {step} is {norm} (first in {worst})"
         if self._skipped >= limit:
-            raise RunError(
+            raise NotFiniteError(
                 f"{found}, and {self._skipped} updates in a row were skipped for that: {self.name}.optim."
                 f"max_nonfinite_steps is {limit}. The weights are as before them; lower {self.name}.optim.lr, or look "
                 "for extreme rewards in these steps' trajectories"

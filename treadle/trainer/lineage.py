@@ -10,16 +10,20 @@ time, on a connection of its own.
 """
 
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from itertools import groupby, takewhile
+from math import inf
 from pathlib import Path
 
 from treadle.journal import Entry, JournalReader, PartEntry
 from treadle.rollout.recall import Past, draws_anew
-from treadle.types import Part, StopReason, Trajectory
+from treadle.types import NOTHING, Part, StopReason, Trajectory
 
 RESUME = "resume"
 """The event a start writes before it samples anything: `step` and `version` it goes on from, and its `settings`."""
+
+SET_ASIDE = "set_aside"
+"""The event of a batch whose numbers were not finite: `step`, `uids` of its tasks, and why."""
 
 _ALL = 1 << 30
 _NOTHING = -1
@@ -29,15 +33,35 @@ _NOTHING = -1
 class Lineage:
     """Built by `read`, once, when a run is resumed."""
 
-    def __init__(self, reader: JournalReader, resumes: tuple[tuple[int, int], ...], *, scored: bool) -> None:
+    def __init__(
+        self,
+        reader: JournalReader,
+        resumes: tuple[tuple[int, int], ...],
+        *,
+        scored: bool,
+        set_aside: Mapping[str, int] = NOTHING,
+        bounds: tuple[float, float] = (-inf, inf),
+    ) -> None:
         self._reader = reader
+        self.set_aside = set_aside
+        """Tasks whose samples spoiled a step, and the start of the run that last said so: what was recorded up to then
+        is not used again."""
+        self._bounds = bounds
         self._resumes = resumes
         """Which start of the run went back to which version."""
         self._scored = scored
 
     @classmethod
-    def read(cls, run_dir: Path, *, settings: str = "", scored: bool = True) -> "Lineage":
-        """Read which versions the run went back to. With `scored`, trajectories without a reward do not count.
+    def read(
+        cls,
+        run_dir: Path,
+        *,
+        settings: str = "",
+        scored: bool = True,
+        bounds: tuple[float, float] = (-inf, inf),
+    ) -> "Lineage":
+        """Read which versions the run went back to. With `scored`, trajectories without a reward do not count; nor do
+        those whose reward lies outside `bounds`.
 
         `settings` stands for everything that decides what is sampled: nothing counts that was sampled with others.
         """
@@ -50,24 +74,39 @@ class Lineage:
             before = given
         if settings != before:
             resumes.append((_ALL, _NOTHING))
-        return cls(reader, tuple(resumes), scored=scored)
+        aside = {
+            uid: event.start for event in reader.events(kind=SET_ASIDE, limit=_ALL) for uid in event.fields["uids"]
+        }
+        return cls(reader, tuple(resumes), scored=scored, set_aside=aside, bounds=bounds)
+
+    @property
+    def newly_set_aside(self) -> tuple[str, ...]:
+        """The tasks of the batch that ended the last start of the run, if one did."""
+        newest = max((start for start, _ in self._resumes if start != _ALL), default=_NOTHING)
+        return tuple(uid for uid, start in self.set_aside.items() if start == newest)
 
     def past(self, uid: str, n: int, *, version: int, oldest: int) -> Past:
         """What is left of the first `n` samples of a task: for weights of `version`, no token before `oldest`."""
-        entries = self._reader.attempts(uid)
+        entries, aside = self._reader.attempts(uid), self.set_aside.get(uid, _NOTHING)
         finished = {
             entry.headline.sample: entry.trajectory
             for entry in entries
-            if entry.headline.sample < n and self._is_finished(entry, version, oldest)
+            if entry.headline.sample < n and entry.headline.start > aside and self._is_finished(entry, version, oldest)
         }
         open_parts = [
-            item for item in self._reader.parts(uid) if item.part.sample < n and item.part.sample not in finished
+            item
+            for item in self._reader.parts(uid)
+            if item.part.sample < n and item.part.sample not in finished and item.start > aside
         ]
         return Past(
             finished=tuple(finished.values()),
             parts=tuple(self._usable(open_parts, version, oldest)),
             attempt=1 + max((entry.headline.attempt for entry in entries), default=-1),
-            redraws=Counter(entry.headline.sample for entry in entries if draws_anew(entry.headline.outcome)),
+            redraws=Counter(
+                entry.headline.sample
+                for entry in entries
+                if draws_anew(entry.headline.outcome) or entry.headline.start <= aside
+            ),
         )
 
     def close(self) -> None:
@@ -77,6 +116,9 @@ class Lineage:
         headline = entry.headline
         ended_well = headline.outcome.ok and headline.outcome.reason is not StopReason.ABORT
         if not (ended_well and headline.has_body and (headline.reward is not None or not self._scored)):
+            return False
+        low, high = self._bounds
+        if headline.reward is not None and not low <= headline.reward.value <= high:
             return False
         return _within(_versions(entry.trajectory), oldest, self._newest(headline.start, version))
 

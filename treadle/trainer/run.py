@@ -9,15 +9,18 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from logging import getLogger
+from math import ceil
 
 from treadle.config import TrainConfig
-from treadle.errors import RunError, TreadleError
+from treadle.errors import NotFiniteError, RunError, TreadleError
 from treadle.observe.spans import Spans
 from treadle.rollout.dispatch import first_error
 from treadle.rollout.service import Kind
+from treadle.terminal import warn
 from treadle.trainer.books import Books
 from treadle.trainer.evaluate import Validation
 from treadle.trainer.flow import Flow, Taken
+from treadle.trainer.lineage import SET_ASIDE
 from treadle.trainer.parts import Parts
 from treadle.trainer.standing import Standing
 from treadle.trainer.step import StepReport
@@ -28,6 +31,8 @@ from treadle.types import Group, Trajectory
 from treadle.weights.push import PushReport
 
 log = getLogger(__name__)
+
+_NO_SIGNAL = "estimators that compare them learn nothing from it"
 
 
 class Run:
@@ -42,6 +47,9 @@ class Run:
         """The version that the engines have."""
         self._baselines: list[float | None] | None = None
         """What the step under way was trained against, where the estimator needs it."""
+        self._equal_steps = 0
+        self._told_equal = False
+        self._oversized = _describe_oversized(config, len(parts.tasks))
         self.spans = spans or Spans()
         self.total_steps = total_steps(config, parts.tasks)
         self.lag = lag_of(config)
@@ -72,6 +80,8 @@ class Run:
         """Go on from the newest checkpoint, if there is one; give the engines the weights; validate as asked."""
         trainer = self._config.trainer
         resumed = await self._standing.restore()
+        if self._oversized:
+            warn(f"note: {self._oversized}")
         report = await self._deliver()
         if resumed:
             self._books.write_weights(report)  # which a replay compares: what was restored is what was trained
@@ -116,10 +126,43 @@ class Run:
         if self._config.rollout.nnodes == 0 and self._config.rollout.free_cache_engine:
             await self._parts.rollout.sleep()
         self._books.note_staleness(taken.groups, self.version)
-        report = await self._parts.train(taken.groups, self.step + 1, self._standing.control, baselines)
+        try:
+            report = await self._parts.train(taken.groups, self.step + 1, self._standing.control, baselines)
+        except NotFiniteError as error:
+            await self._set_aside(taken, str(error))
+            raise
+        if report.metrics.get("actor/skipped_steps"):
+            await self._set_aside(taken, "an update was skipped: its gradient was not finite")
         self._standing.control = report.control
         self._baselines = baselines
         return report
+
+    async def _set_aside(self, taken: Taken, reason: str) -> None:
+        """Record that these samples spoil a step, so that no later start takes them over and ends the same way."""
+        uids = [group.task.uid for group in taken.groups]
+        self._parts.journal.add_event(SET_ASIDE, step=self.step + 1, uids=uids, reason=reason)
+        await self._parts.journal.flush()
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What a reader of the result should not miss."""
+        equal, notes = self._equal_steps, []
+        if equal:
+            notes.append(f"in {equal} of {self.step} steps all samples of each task had the same reward: {_NO_SIGNAL}")
+        if self._oversized:
+            notes.append(self._oversized)
+        return tuple(notes)
+
+    def _note_signal(self, report: StepReport) -> None:
+        groups = report.metrics.get("batch/groups")
+        if groups is None or report.metrics["batch/no_signal"] < groups:
+            self._told_equal = False
+            return
+        self._equal_steps += 1
+        if not self._told_equal:  # once for each run of such steps
+            self._told_equal = True
+            mean = report.metrics["reward/mean"]
+            warn(f"step {self.step}: all samples of each task have the same reward (mean {mean:g}): {_NO_SIGNAL}")
 
     @property
     def push_is_due(self) -> bool:
@@ -145,6 +188,7 @@ class Run:
         self._standing.step += 1
         self._flow.settle()
         self._books.write_step(self.step, report, taken, self._baselines)
+        self._note_signal(report)
         trainer = self._config.trainer
         if trainer.test_freq > 0 and self.step % trainer.test_freq == 0 and self.step < self.total_steps:
             await self._validations.begin(self.step)
@@ -208,6 +252,17 @@ class Run:
                 await self._parts.rollout.keep()
         except (TimeoutError, TreadleError) as error:
             log.warning("what is half generated could not be kept, and will be sampled again: %s", error or "no answer")
+
+
+def _describe_oversized(config: TrainConfig, tasks: int) -> str:
+    """Whether a batch holds tasks more than once, in words; empty where it does not."""
+    size = config.data.train_batch_size
+    if config.trainer.val_only or size <= tasks:
+        return ""
+    return (
+        f"data.train_batch_size {size} is more than the {tasks} tasks of data.train_files: one batch holds tasks "
+        f"up to {ceil(size / tasks)} times, as those of later epochs"
+    )
 
 
 def _flow(config: TrainConfig, parts: Parts) -> Flow:

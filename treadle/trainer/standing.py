@@ -8,6 +8,7 @@ Invariant: what a checkpoint follows from is in the journal, on disk, before it.
 import asyncio
 from collections.abc import Mapping
 from dataclasses import asdict, replace
+from logging import getLogger
 from typing import Any
 
 from treadle.algorithm.kl import KLControl
@@ -20,6 +21,8 @@ from treadle.trainer.lineage import RESUME
 from treadle.trainer.parts import Parts
 from treadle.trainer.terms import settings_digest
 from treadle.types import Task
+
+log = getLogger(__name__)
 
 
 class Standing:
@@ -44,6 +47,13 @@ class Standing:
             self._resume(progress)
         self._restored = parts.version
         self._flow.restore(self.step, tuple(state.get("open", ())), self._past)
+        if aside := parts.lineage.newly_set_aside:
+            log.warning(
+                "the last start ended by numbers that were not finite: the samples of that batch, %d tasks such as %s, "
+                "are set aside and drawn again",
+                len(aside),
+                aside[0],
+            )
         parts.journal.add_event(RESUME, **self.describe(), settings=settings_digest(self._config))
         return progress is not None
 

@@ -18,12 +18,13 @@ from treadle.algorithm.filtering import has_signal
 from treadle.algorithm.kl import KLControl, KLPenalty, penalise_kl
 from treadle.config.actor import ActorConfig
 from treadle.config.algorithm import AlgorithmConfig, FilterGroupsConfig
+from treadle.config.reward import RewardConfig
 from treadle.config.trainer import TrainerConfig
 from treadle.errors import MisuseError, RunError
 from treadle.observe.spans import Spans, add_up
 from treadle.policy.batch import TrainBatch, belongings
 from treadle.policy.protocol import Critic, Policy, Reference
-from treadle.types import Group, Row, Score
+from treadle.types import Group, Row, Score, StopReason
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +39,8 @@ class StepParts:
     """Needed by `actor.use_kl_loss` and `algorithm.use_kl_in_reward`."""
     critic: Critic | None = None
     """Needed by gae."""
+    reward: RewardConfig = RewardConfig()  # noqa: RUF009  frozen
+    """The weights of the parts of rewards."""
 
     def __post_init__(self) -> None:
         if self.reference is None and (self.actor.use_kl_loss or self.algorithm.use_kl_in_reward):
@@ -84,6 +87,7 @@ def train_step(
         groups,
         values_T=batch.values_T,
         baselines_G=None if baselines is None else _tensor(baselines),
+        reward=parts.reward,
     )
     penalty = None
     if parts.algorithm.use_kl_in_reward:
@@ -93,6 +97,8 @@ def train_step(
         inputs = replace(inputs, token_rewards_T=penalty.token_rewards_T)
     advantages = compute_advantages(inputs, parts.algorithm)
     batch = replace(batch, advantages_T=advantages.advantages_T, returns_T=advantages.returns_T)
+    if parts.algorithm.mask_truncated:
+        batch = replace(batch, rows=mask_truncated(groups, step))
     metrics = _learn(parts, batch, step, spans)
     return StepReport(
         parts.policy.version,
@@ -104,6 +110,22 @@ def train_step(
 def is_informative(group: Group, filter_groups: FilterGroupsConfig) -> bool:
     """Whether a group teaches something, where `algorithm.filter_groups` asks: survivors that differ in its metric."""
     return not filter_groups.enable or has_signal(_scores(group), filter_groups.metric)
+
+
+def mask_truncated(groups: Sequence[Group], step: int) -> tuple[Row, ...]:
+    """The rows of a batch in which answers cut off at the token limit have no token that trains."""
+    rows = tuple(
+        replace(row, mask=(0,) * len(row.mask)) if trajectory.outcome.reason is StopReason.LENGTH else row
+        for group in groups
+        for trajectory in group.survivors
+        for row in trajectory.rows
+    )
+    if not any(row.num_sampled for row in rows):
+        raise RunError(
+            f"training step {step} has nothing to train on: every answer was cut off at rollout.response_length, and "
+            "algorithm.mask_truncated leaves them out"
+        )
+    return rows
 
 
 def _tensor(baselines: Sequence[float | None]) -> Tensor:

@@ -35,6 +35,7 @@ def make_step(config: TrainConfig, ranks: Ranks) -> StepParts:
         config.trainer,
         None if ref is None else ShardedReference(ranks),
         None if critic is None else ShardedCritic(ranks),
+        config.reward,
     )
 
 

@@ -23,6 +23,7 @@ BUILTINS: Mapping[str, Builtin] = {
     "number_match": Builtin("treadle.reward.builtin.number_match"),
     "by_source": Builtin("treadle.reward.builtin.by_source"),
     "format": Builtin("treadle.reward.builtin.format"),
+    "soft_overlong": Builtin("treadle.reward.builtin.soft_overlong"),
     "math": Builtin("treadle.reward.builtin.math", evaluates_text=True),
     "reasoning_gym": Builtin("treadle.reward.builtin.reasoning_gym", evaluates_text=True),
 }
