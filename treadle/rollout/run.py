@@ -6,7 +6,6 @@ the journal and are not drawn again.
 """
 
 import asyncio
-import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -23,6 +22,7 @@ from treadle.rollout.manager import CONFIGURED, AgentLoopManager
 from treadle.rollout.prompts import survey_prompts
 from treadle.rollout.service import Kind, Parts
 from treadle.rollout.worker import Dropped
+from treadle.terminal import warn
 from treadle.types import Task
 
 Progress = Callable[[Tally, int], AbstractContextManager[object]]
@@ -60,7 +60,7 @@ def run_rollout(
     renderer = Renderer.create(config.model)  # a mistake in model or tasks leaves no run directory behind
     survey = asyncio.run(survey_prompts(tasks, config.rollout, renderer))
     if note := survey.note(config.rollout):
-        print(f"note: {note}", file=sys.stderr)
+        warn(f"note: {note}")
     with _open_journal(config, command) as journal:
         run = _Run(config, tasks, journal, validation, replace(parts, renderer=renderer, journal=journal))
         run.recall()
