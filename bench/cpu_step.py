@@ -29,7 +29,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from treadle.cluster.training import train
 from treadle.config import TrainConfig, loads
 from treadle.journal import JournalReader
-from treadle.model.causal import without_progress_bar
+from treadle.model.load import without_progress_bar
 from treadle.policy.batch import TrainBatch
 from treadle.policy.single import Sampling, SinglePolicy
 from treadle.types import Message, Trajectory

@@ -25,7 +25,7 @@ from treadle.data.renderer import Renderer
 from treadle.engine.native.engine import NativeEngine
 from treadle.engine.protocol import Engine, Forgetter
 from treadle.engine.vllm.engine import VLLMEngine
-from treadle.model.causal import load_causal_model
+from treadle.model.load import load_causal_model
 from treadle.types import Completion, Request, SamplingParams
 
 PROMPT = "What is {} + 25? Explain step by step."

@@ -26,7 +26,7 @@ from transformers import AutoModelForCausalLM
 
 from treadle.cluster.training import train
 from treadle.config import ModelConfig, TrainConfig, loads
-from treadle.model.causal import load_model_config
+from treadle.model.load import load_model_config
 
 CONFIG = """
 model: {{path: {model}, enable_gradient_checkpointing: false}}

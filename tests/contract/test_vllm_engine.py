@@ -36,8 +36,8 @@ from treadle.engine.protocol import Engine, EngineGone, WeightUpdate
 from treadle.engine.vllm.engine import VLLMEngine
 from treadle.engine.vllm.process import ServerProcess
 from treadle.errors import ConfigError, DeadlineError, EngineFailure, RequestRefused, RunError
-from treadle.model.causal import load_causal_model
 from treadle.model.checksum import checksum
+from treadle.model.load import load_causal_model
 from treadle.types import Request, SamplingParams, StopReason
 from treadle.weights import PolicySender, send
 from treadle.weights.local import LocalTransport

@@ -28,8 +28,8 @@ from treadle.engine.protocol import Engine, WeightUpdate
 from treadle.engine.router import Router
 from treadle.engine.vllm.engine import VLLMEngine
 from treadle.errors import RunError
-from treadle.model.causal import load_causal_model
 from treadle.model.checksum import checksum
+from treadle.model.load import load_causal_model
 from treadle.types import Request, SamplingParams
 from treadle.weights import PolicySender, Transport, send
 from treadle.weights.collective import CollectiveTransport

@@ -229,7 +229,9 @@ def test_what_is_saved_from_pages_comes_back_into_others() -> None:
     assert torch.equal(cache.kv[:, :, [5, 3]], expected[:, :, :2])
 
 
-def attend_densely(qkv: Tensor, keys: Tensor, values: Tensor, lengths: list[int], shape: HeadShape) -> Tensor:
+def attend_densely(
+    qkv: Tensor, keys: Tensor, values: Tensor, lengths: list[int], shape: HeadShape, sinks: Tensor | None
+) -> Tensor:
     """Decode attention of each row by itself, over [rows, K, places, D] that lack the new token: [B, H, D]."""
     heads, kv_heads, size, out = shape.heads, shape.kv_heads, shape.size, []
     for row, length in enumerate(lengths):
@@ -242,15 +244,19 @@ def attend_densely(qkv: Tensor, keys: Tensor, values: Tensor, lengths: list[int]
         scores = (query[:, None] * seen[0]).sum(-1) * shape.scaling
         if shape.softcap:
             scores = shape.softcap * torch.tanh(scores / shape.softcap)
-        out.append((scores.softmax(-1)[..., None] * seen[1]).sum(1))
+        if sinks is not None:
+            scores = torch.cat([scores, sinks[:, None]], dim=1)
+        out.append((scores.softmax(-1)[:, : seen[1].shape[1], None] * seen[1]).sum(1))
     return torch.stack(out)
 
 
 @pytest.mark.parametrize("page", [16, 64])
-@pytest.mark.parametrize(("window", "softcap"), [(None, None), (50, None), (7, 3.0)])
+@pytest.mark.parametrize(
+    ("window", "softcap", "sinking"), [(None, None, False), (50, None, False), (7, 3.0, False), (50, None, True)]
+)
 @pytest.mark.parametrize("busy", [1, 512])
 def test_decode_attention_finds_every_page(
-    page: int, window: int | None, softcap: float | None, busy: int, monkeypatch: pytest.MonkeyPatch
+    page: int, window: int | None, softcap: float | None, sinking: bool, busy: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(kernels, "_BUSY", busy)  # with 1 no program shares a row with others
     rows, kv_heads, size, lengths = 10, 2, 16, [0, 1, 15, 16, 63, 64, 65, 200, 555, 599]
@@ -269,8 +275,10 @@ def test_decode_attention_finds_every_page(
     places = RowPlaces(table.int().to(DEVICE), active.to(torch.uint8).to(DEVICE), lengths_B.to(DEVICE), rows * per_row)
     turned_by_0 = (torch.ones(601, size, device=DEVICE), torch.zeros(601, size, device=DEVICE))
     before, cache = held.clone(), held.to(DEVICE)
-    out = attend_rows(qkv.to(DEVICE), (cache[0], cache[1]), places, turned_by_0, shape).cpu().view(rows, 4, size)
-    expected = attend_densely(qkv, keys, values, lengths, shape)
+    sinks = torch.tensor([0.5, -1.0, 2.0, 4.0]) if sinking else None
+    there = None if sinks is None else sinks.to(DEVICE)
+    out = attend_rows(qkv.to(DEVICE), (cache[0], cache[1]), places, turned_by_0, shape, there).cpu().view(rows, 4, size)
+    expected = attend_densely(qkv, keys, values, lengths, shape, sinks)
     assert torch.allclose(out[active], expected[active], atol=1e-5)
     heads = qkv.view(rows, -1, size)
     for row in range(rows):

@@ -11,8 +11,9 @@ from tests.tiny import FAMILIES, VOCABULARY, tiny
 from treadle.config import ModelConfig
 from treadle.errors import ConfigError
 from treadle.model.attention import PackedPlan
-from treadle.model.causal import compute_logits, hidden_states, load_causal_model, output_weight, prepare_module
+from treadle.model.causal import compute_logits, hidden_states, output_weight, prepare_module
 from treadle.model.checksum import Tally, checksum
+from treadle.model.load import load_causal_model
 
 CPU = torch.device("cpu")
 

@@ -18,7 +18,8 @@ from treadle.engine.native.projection import Projection
 from treadle.engine.native.residents import Residents
 from treadle.engine.native.ticket import Ticket
 from treadle.errors import ConfigError
-from treadle.model.causal import load_causal_model, prepare_module
+from treadle.model.causal import prepare_module
+from treadle.model.load import load_causal_model
 from treadle.types import SamplingParams
 
 

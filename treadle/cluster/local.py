@@ -32,7 +32,6 @@ from treadle.engine.gpus import visible_gpus
 from treadle.engine.native.engine import NativeEngine, choose_dtype
 from treadle.engine.protocol import Engine, Mortal
 from treadle.engine.vllm.engine import VLLMEngine
-from treadle.policy.precision import DTYPES
 from treadle.policy.single import SinglePolicy
 from treadle.rollout import Parts as RolloutParts
 from treadle.weights.push import PushReport, Receiver, send
@@ -82,7 +81,7 @@ def _route(config: TrainConfig, networks: Networks) -> Route:
 def _runtime(config: TrainConfig, networks: Networks, transport: Transport | None) -> Runtime:
     policy, apart = networks.step.policy, transport is not None
     dtype = choose_dtype(config.rollout, _engine_device(config))
-    own = policy.module if isinstance(policy, SinglePolicy) and not apart and _same_format(config) else None
+    own = policy.module if isinstance(policy, SinglePolicy) and not apart and _same_dtype(config, policy) else None
     sender = PolicySender(policy, dtype=dtype, transport=transport, shared=own is not None)
     stillness, sending = Stillness(), asyncio.Lock()
 
@@ -101,8 +100,11 @@ def _runtime(config: TrainConfig, networks: Networks, transport: Transport | Non
     return Runtime(networks.step, rollout, give, _validation(config), networks.watch, stillness)
 
 
-def _same_format(config: TrainConfig) -> bool:
-    return bool(DTYPES[config.actor.model_dtype] == choose_dtype(config.rollout, _engine_device(config)))
+def _same_dtype(config: TrainConfig, policy: SinglePolicy) -> bool:
+    """Whether the engine may compute with the policy's own module: it computes in the dtype that was asked for."""
+    if config.rollout.dtype == "auto":
+        return True
+    return policy.module.dtype == choose_dtype(config.rollout, _engine_device(config))
 
 
 def _validation(config: TrainConfig) -> RolloutParts | None:
@@ -113,7 +115,8 @@ def _validation(config: TrainConfig) -> RolloutParts | None:
 
 
 async def _start_here(config: TrainConfig, source: "ModelConfig | PreTrainedModel") -> list[NativeEngine]:
-    return [await NativeEngine.create(config.rollout, source, device=_engine_device(config))]
+    prove = config.model.prove
+    return [await NativeEngine.create(config.rollout, source, device=_engine_device(config), prove=prove)]
 
 
 def _starts(config: TrainConfig) -> dict[str, Start]:

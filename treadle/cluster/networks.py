@@ -99,7 +99,9 @@ def _load_single(config: TrainConfig, steps: int, device: torch.device) -> StepP
     )
     reference = critic = None
     if ref is not None:
-        reference = SingleReference.create(model=model, ref=ref, temperature=sampling.temperature, device=device)
+        reference = SingleReference.create(
+            model=model, ref=ref, temperature=sampling.temperature, device=device, longest=sampling.longest
+        )
     if values is not None:
         critic = SingleCritic.create(
             model=model,
@@ -108,5 +110,6 @@ def _load_single(config: TrainConfig, steps: int, device: torch.device) -> StepP
             response_length=sampling.response_length,
             total_steps=steps,
             device=device,
+            longest=sampling.longest,
         )
     return StepParts(policy, actor, algorithm, config.trainer, reference, critic, config.reward)

@@ -15,4 +15,7 @@ class ModelConfig(Section):
     )
     trust_remote_code: bool = key(False, "run Python code that ships inside the model directory")
     override_config: Options = key({}, "values that replace those of the model's own config.json")
+    prove: bool = key(
+        True, "compare a small model of the same kind with its own forward first, and refuse one that differs"
+    )
     enable_gradient_checkpointing: bool = key(True, "recompute activations in backward instead of storing them")

@@ -5,7 +5,7 @@ Llama, Qwen and Gemma. Nothing is believed because of a name: norms and activati
 layer tells its attention is noted while it runs. Computes nothing itself.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, cast
 
@@ -15,6 +15,7 @@ from torch.nn import functional
 
 from treadle.model.attention import PackedPlan
 from treadle.model.causal import hidden_states
+from treadle.model.rope import position_thresholds
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -31,6 +32,9 @@ _NORM_TOLERANCE = 1e-2
 
 _PROBED = (33, 14)
 """Lengths of the sequences that layers are watched on."""
+
+_AROUND = 4
+"""Tokens before and after each position at which a config says that something changes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,21 +137,26 @@ def _find_activation(mlp: nn.Module) -> int | None:
 
 @dataclass(slots=True)
 class Watched:
-    """What a layer was given, gave, and told its attention, in one forward over `PackedPlan(lengths)`."""
+    """What a layer was given, gave, and told its attention, in one forward."""
 
     options: dict[str, Any] = field(default_factory=dict)
-    """scaling, sliding_window and softcap."""
+    """scaling, sliding_window, softcap and sinks."""
     hidden: Tensor | None = None
     keywords: dict[str, Any] = field(default_factory=dict)
     out: Tensor | None = None
 
 
 class _WatchingPlan(PackedPlan):
-    """A packed plan that notes what each layer asks of its attention."""
+    """A packed plan that notes what each layer asks of its attention. Further sequences are around thresholds."""
 
-    def __init__(self, device: torch.device) -> None:
-        super().__init__(_PROBED, device)
+    def __init__(self, device: torch.device, thresholds: Sequence[int]) -> None:
+        super().__init__((*_PROBED, *(2 * _AROUND for _ in thresholds)), device)
+        self._starts = [0] * len(_PROBED) + [max(0, threshold - _AROUND) for threshold in thresholds]
         self.options: dict[nn.Module, dict[str, Any]] = {}
+
+    def positions(self) -> Tensor:
+        starts = torch.tensor(self._starts).repeat_interleave(torch.tensor(self.lengths))
+        return super().positions() + starts.to(self._device)
 
     def attend(self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Tensor:
         self.options[module] = options
@@ -159,8 +168,8 @@ def watch(module: "PreTrainedModel", layers: list[nn.Module]) -> list[Watched]:
     """Run a decoder once on arbitrary tokens, and note what happens at each layer."""
     seen = [Watched() for _ in layers]
     hooks = [hook for layer, note in zip(layers, seen, strict=True) for hook in _note(layer, note)]
-    plan = _WatchingPlan(module.device)
-    ids = torch.arange(sum(_PROBED), device=module.device) * 7 % module.config.vocab_size
+    plan = _WatchingPlan(module.device, position_thresholds(module.config))
+    ids = torch.arange(sum(plan.lengths), device=module.device) * 7 % module.config.vocab_size
     try:
         hidden_states(module, ids, plan.positions(), plan)
     finally:

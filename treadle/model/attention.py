@@ -17,11 +17,16 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from treadle.errors import MisuseError
+
 NAME = "treadle"
 """The attention implementation to ask transformers for."""
 
 _SIMILAR = 0.8
 """Sequences share a padded group when the shorter has at least this fraction of the longer one's tokens."""
+
+_NOT_SAID = object()
+"""In place of a window, where a layer says nothing of one to its attention."""
 
 
 class Plan(Protocol):
@@ -37,8 +42,12 @@ class Plan(Protocol):
         scaling: float | None,
         sliding_window: int | None,
         softcap: float | None,
+        sinks: Tensor | None = None,
     ) -> Tensor:
-        """Attention of one layer: [batch, heads, tokens, head size] in, [batch, tokens, heads, head size] out."""
+        """Attention of one layer: [batch, heads, tokens, head size] in, [batch, tokens, heads, head size] out.
+
+        `sinks`: a further logit of each query head, [H], that takes its share of the softmax and gives nothing.
+        """
         ...
 
 
@@ -56,18 +65,44 @@ def _attend(
     value: Tensor,
     attention_mask: Tensor | None = None,
     *,
-    treadle_plan: Plan,
+    treadle_plan: Plan | None = None,
     scaling: float | None = None,
-    sliding_window: int | None = None,
+    sliding_window: object = _NOT_SAID,
     softcap: float | None = None,
+    s_aux: Tensor | None = None,
     **others: object,
 ) -> tuple[Tensor, None]:
-    assert attention_mask is None, "the plan says who sees whom"
-    assert others.get("s_aux") is None, "attention sinks are refused when the model is loaded"
+    if treadle_plan is None:
+        raise MisuseError(f"the model does not hand keyword arguments on to {type(module).__name__}: it has no plan")
+    if attention_mask is not None:
+        raise MisuseError(f"{type(module).__name__} builds an attention mask of its own, which is not read here")
+    size, value_size = query.shape[-1], value.shape[-1]
+    if size != value_size:  # latent attention: keys and values have heads of two sizes, plans and caches of one
+        scaling = size**-0.5 if scaling is None else scaling
+        query, key, value = (
+            functional.pad(x, (0, max(0, max(size, value_size) - x.shape[-1]))) for x in (query, key, value)
+        )
     out = treadle_plan.attend(
-        module, query, key, value, scaling=scaling, sliding_window=sliding_window, softcap=softcap
+        module,
+        query,
+        key,
+        value,
+        scaling=scaling,
+        sliding_window=_find_window(module) if sliding_window is _NOT_SAID else cast("int | None", sliding_window),
+        softcap=softcap,
+        sinks=s_aux,
     )
-    return out, None
+    return out[..., :value_size], None
+
+
+def _find_window(module: nn.Module) -> int | None:
+    """The window of a layer that tells it to its mask alone (Qwen2-MoE, PhiMoE), and no mask is built here."""
+    own = getattr(module, "sliding_window", _NOT_SAID)
+    if own is _NOT_SAID:
+        config = getattr(module, "config", None)
+        varies = getattr(config, "layer_types", None) is not None
+        own = None if varies else getattr(config, "sliding_window", None)
+    return own if isinstance(own, int) else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,18 +143,19 @@ class PackedPlan:
         scaling: float | None,
         sliding_window: int | None,
         softcap: float | None,
+        sinks: Tensor | None = None,
     ) -> Tensor:
         # Squeezed, not indexed: the gradient of an index is a copy into zeros.
         query_T, key_T, value_T = (tensor.squeeze(0).transpose(0, 1) for tensor in (query, key, value))
         window = sliding_window if sliding_window is not None and sliding_window < max(self.lengths) else None
-        if self._offsets is not None and softcap is None and flash_takes(query_T):
+        if self._offsets is not None and softcap is None and sinks is None and flash_takes(query_T):
             ranges = VarlenRanges(self._offsets, self._offsets, max(self.lengths), max(self.lengths))
             out_T = attend_varlen(query_T, key_T, value_T, ranges, scaling=scaling, window=window)
         elif len(self.lengths) == 1:
             heads = tuple(tensor.unsqueeze(0).transpose(1, 2) for tensor in (query_T, key_T, value_T))
-            out_T = attend_causally(*heads, scaling=scaling, window=window, softcap=softcap)[0]
+            out_T = attend_causally(*heads, scaling=scaling, window=window, softcap=softcap, sinks=sinks)[0]
         else:
-            out_T = self._attend_padded(query_T, key_T, value_T, scaling, window, softcap)
+            out_T = self._attend_padded(query_T, key_T, value_T, scaling, window, softcap, sinks)
         return out_T.unsqueeze(0)
 
     def _attend_padded(
@@ -130,6 +166,7 @@ class PackedPlan:
         scaling: float | None,
         window: int | None,
         softcap: float | None,
+        sinks: Tensor | None,
     ) -> Tensor:
         groups, restore = self._padding()
         parts = []
@@ -138,7 +175,8 @@ class PackedPlan:
                 tensor.index_select(0, group.gather).view(group.count, group.length, *tensor.shape[1:]).transpose(1, 2)
                 for tensor in (query_T, key_T, value_T)
             )
-            parts.append(attend_causally(*padded, scaling=scaling, window=window, softcap=softcap).flatten(0, 1))
+            out = attend_causally(*padded, scaling=scaling, window=window, softcap=softcap, sinks=sinks)
+            parts.append(out.flatten(0, 1))
         return torch.cat(parts).index_select(0, restore)
 
     def _padding(self) -> tuple[tuple[_PaddedGroup, ...], Tensor]:
@@ -176,13 +214,17 @@ def attend_causally(
     window: int | None = None,
     softcap: float | None = None,
     mask: Tensor | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
-    """Attention of [N, H, L, D] to [N, K, L, D]; the result is [N, L, H, D]. A mask replaces causality."""
-    if mask is None and (window is not None or softcap is not None):
+    """Attention of [N, H, L, D] to [N, K, L, D]; the result is [N, L, H, D]. A mask replaces causality.
+
+    `sinks` are [H], or anything that is one for each query when spread over [N, H, L, 1].
+    """
+    if mask is None and (window is not None or softcap is not None or sinks is not None):
         mask = causal_mask(query.shape[2], window, query.device)
-    if softcap is not None:
+    if softcap is not None or sinks is not None:
         assert mask is not None
-        return _attend_capped(query, key, value, scaling, softcap, mask).transpose(1, 2)
+        return _attend_written_out(query, key, value, scaling, softcap, mask, sinks).transpose(1, 2)
     out = functional.scaled_dot_product_attention(
         query,
         key,
@@ -202,16 +244,27 @@ def causal_mask(length: int, window: int | None, device: torch.device) -> Tensor
     return (ago >= 0) & (ago < (window or length))
 
 
-def _attend_capped(
-    query: Tensor, key: Tensor, value: Tensor, scaling: float | None, softcap: float, mask: Tensor
+def _attend_written_out(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    scaling: float | None,
+    softcap: float | None,
+    mask: Tensor,
+    sinks: Tensor | None,
 ) -> Tensor:
-    """Attention whose scores are capped, which no fused kernel offers."""
+    """Attention whose scores are capped, or whose softmax has sinks, which no fused kernel offers."""
     shared = query.shape[1] // key.shape[1]
     key, value = key.repeat_interleave(shared, dim=1), value.repeat_interleave(shared, dim=1)
     scores = query @ key.transpose(2, 3) * (scaling if scaling is not None else query.shape[-1] ** -0.5)
-    scores = softcap * torch.tanh(scores / softcap)
-    weights = scores.masked_fill(~mask, float("-inf")).softmax(dim=-1, dtype=torch.float32)
-    return weights.to(query.dtype) @ value
+    if softcap is not None:
+        scores = softcap * torch.tanh(scores / softcap)
+    scores = scores.masked_fill(~mask, float("-inf"))
+    if sinks is not None:
+        spread = sinks.view(-1, 1, 1) if sinks.ndim == 1 else sinks
+        scores = torch.cat([scores, spread.to(scores.dtype).expand(*scores.shape[:3], 1)], dim=-1)
+    weights = scores.softmax(dim=-1, dtype=torch.float32)
+    return weights[..., : key.shape[2]].to(query.dtype) @ value
 
 
 def flash_takes(query_T: Tensor) -> bool:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch import Tensor
 
-from treadle.model.anatomy import LayerParts, NormParts, Watched, find_parts, watch
+from treadle.model.anatomy import ACTIVATIONS, LayerParts, NormParts, Watched, find_parts, watch
 from treadle.model.attention import Plan
 
 if TYPE_CHECKING:
@@ -22,12 +22,16 @@ TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 3e-2, torch.float16: 1e-2}
 
 
 class FusedForward:
-    """Takes the place of a layer's forward: packed tokens in, the same out. Differentiable."""
+    """Takes the place of a layer's forward: packed tokens in, the same out. Differentiable.
 
-    def __init__(self, parts: LayerParts, options: dict[str, Any]) -> None:
+    `plain`: the same steps in plain torch, where there are no kernels: shows whether the steps are the layer's.
+    """
+
+    def __init__(self, parts: LayerParts, options: dict[str, Any], *, plain: bool = False) -> None:
         self.parts = parts
         self.options = options
         """What the layer tells its attention."""
+        self._plain = plain
 
     def __call__(
         self,
@@ -39,13 +43,18 @@ class FusedForward:
     ) -> Tensor:
         assert others.get("attention_mask") is None and hidden_states.shape[0] == 1, "tokens are packed"
         parts = self.parts
-        mixed = self._attend(_norm(parts.before_attention, hidden_states), position_embeddings, treadle_plan)
+        norm = _plain_norm if self._plain else _norm
+        mixed = self._attend(norm(parts.before_attention, hidden_states), position_embeddings, treadle_plan)
         if parts.after_attention is not None:
-            mixed = _norm(parts.after_attention, mixed)
-        hidden, normed = _add_norm(parts.before_mlp, hidden_states, mixed)
+            mixed = norm(parts.after_attention, mixed)
+        if self._plain:
+            hidden = hidden_states + mixed
+            normed = norm(parts.before_mlp, hidden)
+        else:
+            hidden, normed = _add_norm(parts.before_mlp, hidden_states, mixed)
         out = self._feed(normed)
         if parts.after_mlp is not None:
-            out = _norm(parts.after_mlp, out)
+            out = norm(parts.after_mlp, out)
         return hidden + out
 
     def _attend(self, hidden: Tensor, angles: tuple[Tensor, Tensor], plan: Plan) -> Tensor:
@@ -53,9 +62,10 @@ class FusedForward:
         cosines, sines = (angle[0].contiguous() for angle in angles)
         projected = (project(hidden) for project in (attention.q_proj, attention.k_proj, attention.v_proj))
         query, key, value = (heads.view(hidden.shape[1], -1, parts.head_size) for heads in projected)
+        norm, rotate = (_plain_norm, _plain_rotate) if self._plain else (_norm, _rotate)
         if parts.query is not None and parts.key is not None:
-            query, key = _norm(parts.query, query), _norm(parts.key, key)
-        turned = (_Rotate.apply(heads, cosines, sines) for heads in (query, key))  # type: ignore[no-untyped-call]
+            query, key = norm(parts.query, query), norm(parts.key, key)
+        turned = (rotate(heads, cosines, sines) for heads in (query, key))
         heads = (tensor.unsqueeze(0).transpose(1, 2) for tensor in (*turned, value))
         out = plan.attend(attention, *heads, **self.options)
         return cast(Tensor, attention.o_proj(out.reshape(1, hidden.shape[1], -1)))
@@ -63,6 +73,8 @@ class FusedForward:
     def _feed(self, hidden: Tensor) -> Tensor:
         mlp = self.parts.mlp
         gate, up = mlp.gate_proj(hidden), mlp.up_proj(hidden)
+        if self._plain:
+            return cast(Tensor, mlp.down_proj(ACTIVATIONS[self.parts.activation](gate) * up))
         return cast(Tensor, mlp.down_proj(_Gate.apply(gate, up, self.parts.activation)))  # type: ignore[no-untyped-call]
 
 
@@ -74,17 +86,17 @@ def fuse_layers(module: "PreTrainedModel") -> bool:
     return bool(found)
 
 
-def find_fused(module: "PreTrainedModel") -> list[FusedForward]:
+def find_fused(module: "PreTrainedModel", *, plain: bool = False) -> list[FusedForward]:
     """The fused forward of every layer, proven; none where any layer is of another kind."""
-    layers = list(cast(Any, module).get_decoder().layers)
+    layers = list(getattr(cast(Any, module).get_decoder(), "layers", ()))
     known = [layer.forward for layer in layers if isinstance(layer.forward, FusedForward)]
-    if len(known) == len(layers):
+    if layers and len(known) == len(layers):
         return known
     parts = [find_parts(layer) for layer in layers]
-    if not all(parts):
+    if not parts or not all(parts):
         return []
     seen = watch(module, layers)
-    fused = [FusedForward(part, note.options) for part, note in zip(parts, seen, strict=True) if part]
+    fused = [FusedForward(part, note.options, plain=plain) for part, note in zip(parts, seen, strict=True) if part]
     proven = all(_agrees(forward, note) for forward, note in zip(fused, seen, strict=True))
     return fused if proven else []
 
@@ -182,6 +194,23 @@ class _Rotate(torch.autograd.Function):
         from treadle.model.kernels import rotate_heads
 
         return rotate_heads(grad.contiguous(), *ctx.saved_tensors, back=True), None, None
+
+
+def _rotate(heads: Tensor, cosines: Tensor, sines: Tensor) -> Tensor:
+    return cast(Tensor, _Rotate.apply(heads, cosines, sines))  # type: ignore[no-untyped-call]
+
+
+def _plain_norm(norm: NormParts, hidden: Tensor) -> Tensor:
+    wide = hidden.float()
+    normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + norm.eps)
+    if norm.offset:
+        return (normed * (1.0 + norm.weight.float())).to(hidden.dtype)
+    return normed.to(hidden.dtype) * norm.weight
+
+
+def _plain_rotate(heads: Tensor, cosines: Tensor, sines: Tensor) -> Tensor:
+    first, second = heads.chunk(2, dim=-1)
+    return heads * cosines.unsqueeze(1) + torch.cat((-second, first), dim=-1) * sines.unsqueeze(1)
 
 
 def _norm(norm: NormParts, hidden: Tensor) -> Tensor:

@@ -18,7 +18,7 @@ from treadle.algorithm.value import ValueBatch, compute_value_loss
 from treadle.config.actor import ActorConfig, CriticConfig
 from treadle.config.model import ModelConfig
 from treadle.errors import MisuseError
-from treadle.model.causal import load_causal_model
+from treadle.model.load import load_causal_model
 from treadle.policy.batch import TrainBatch
 from treadle.policy.learning import Budget, Desk, compute, learn, summarize
 from treadle.policy.network import Network
@@ -137,11 +137,13 @@ class SingleCritic(CriticLearner):
         response_length: int,
         total_steps: int,
         device: torch.device,
+        longest: int | None = None,
     ) -> Self:
         """Load `critic.path`, or else `model.path`, and give it a head."""
         compute = compute_dtype(critic.model_dtype, critic.dtype, "critic")
         model = critic_model(model, critic)
-        network = ValueNetwork(load_causal_model(model, dtype=DTYPES[critic.model_dtype], device=device))
+        dtype = DTYPES[critic.model_dtype]
+        network = ValueNetwork(load_causal_model(model, dtype=dtype, device=device, longest=longest))
         decoder, head = network.decoder.named_parameters(), network.head.named_parameters()
         weights = Weights({f"decoder.{name}": value for name, value in decoder}, compute)
         weights.add({f"head.{name}": value for name, value in head})

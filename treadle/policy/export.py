@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from treadle.model.causal import without_progress_bar
+from treadle.model.load import without_progress_bar
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

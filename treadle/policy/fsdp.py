@@ -60,14 +60,14 @@ class FSDPPolicy(PolicyLearner):
         """Load `model.path` over all ranks and make it ready to train for `total_steps` steps."""
         compute, dtype = compute_dtype(actor.model_dtype, actor.dtype, "actor"), DTYPES[actor.model_dtype]
         network = ShardedNetwork(
-            build_blank(model, dtype),
+            build_blank(model, dtype, sampling.longest),
             mesh=make_mesh(device, actor.fsdp_config, "actor"),
             device=device,
             fsdp_config=actor.fsdp_config,
             dtype=compute,
         )
         with network.sharding.present():
-            scatter(load_source(model, dtype), network.module, network.sharding.mesh, device)
+            scatter(load_source(model, dtype, sampling.longest), network.module, network.sharding.mesh, device)
             weights = Weights(dict(network.module.named_parameters()), dtype)
             optimizer = Optimizer("actor", weights, actor.optim, actor.grad_clip, total_steps)
         return cls(
@@ -108,6 +108,7 @@ class FSDPPolicy(PolicyLearner):
             source = load_source(
                 stored,
                 DTYPES[self._actor.model_dtype],
+                self._sampling.longest,
                 lambda found: compare(shapes(found.named_parameters()), weights.full, directory),
             )
             scatter(source, network.module, network.sharding.mesh, network.device)
@@ -124,18 +125,26 @@ class FSDPReference(FrozenPolicy):
     _network: ShardedNetwork
 
     @classmethod
-    def create(cls, *, model: ModelConfig, ref: FSDPRefConfig, temperature: float, device: torch.device) -> Self:
+    def create(
+        cls,
+        *,
+        model: ModelConfig,
+        ref: FSDPRefConfig,
+        temperature: float,
+        device: torch.device,
+        longest: int | None = None,
+    ) -> Self:
         """Load `model.path` once more, over all ranks."""
         dtype = DTYPES[ref.dtype]
         network = ShardedNetwork(
-            build_blank(model, dtype).requires_grad_(False),
+            build_blank(model, dtype, longest).requires_grad_(False),
             mesh=make_mesh(device, ref.fsdp_config, "ref"),
             device=device,
             fsdp_config=ref.fsdp_config,
             dtype=dtype,
         )
         with network.sharding.present():
-            scatter(load_source(model, dtype), network.module, network.sharding.mesh, device)
+            scatter(load_source(model, dtype, longest), network.module, network.sharding.mesh, device)
         return cls(network, ref, temperature, RankTeam())
 
     def logprobs(self, rows: Rows) -> Tensor:
@@ -174,19 +183,20 @@ class FSDPCritic(CriticLearner):
         response_length: int,
         total_steps: int,
         device: torch.device,
+        longest: int | None = None,
     ) -> Self:
         """Load `critic.path`, or else `model.path`, over all ranks, and give it a head."""
         compute, dtype = compute_dtype(critic.model_dtype, critic.dtype, "critic"), DTYPES[critic.model_dtype]
         model = critic_model(model, critic)
         network = ShardedValueNetwork(
-            build_blank(model, dtype),
+            build_blank(model, dtype, longest),
             mesh=make_mesh(device, critic.fsdp_config, "critic"),
             device=device,
             fsdp_config=critic.fsdp_config,
             dtype=compute,
         )
         with network.sharding.present():
-            source = load_source(model, dtype)
+            source = load_source(model, dtype, longest)
             scatter(
                 None if source is None else Network(source).decoder,
                 network.decoder,

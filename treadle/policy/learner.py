@@ -19,7 +19,8 @@ from treadle.config.actor import ActorConfig
 from treadle.config.algorithm import RolloutCorrectionConfig
 from treadle.config.model import ModelConfig
 from treadle.config.rollout import RolloutConfig
-from treadle.errors import MisuseError
+from treadle.errors import ConfigError, Mistake, MisuseError
+from treadle.model.rope import has_dynamic_ntk, rope_threshold
 from treadle.policy.batch import TrainBatch
 from treadle.policy.learning import Budget, Desk, Lesson, compute, learn, summarize
 from treadle.policy.network import Network
@@ -36,10 +37,14 @@ class Sampling:
 
     temperature: float
     response_length: int
+    longest: int | None = None
+    """Tokens of the longest sequence; None where nobody said, which models refuse whose rope depends on it."""
+    engine: str = "native"
+    """As `rollout.name`."""
 
     @classmethod
     def of(cls, rollout: RolloutConfig) -> "Sampling":
-        return cls(rollout.temperature, rollout.response_length)
+        return cls(rollout.temperature, rollout.response_length, rollout.sequence_length(), rollout.name)
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +81,7 @@ class PolicyLearner:
         sampling: Sampling,
         team: Team = ALONE,
     ) -> None:
+        _refuse_foreign_rope(network, sampling)
         self._network = network
         self._optimizer = optimizer
         self._model = model
@@ -205,6 +211,18 @@ class PolicyLearner:
                 raise MisuseError(f"{policy_loss.loss_mode} needs the sampler's logprobs: the engine reported none")
             return None
         return select_tokens(known_M, facts.advantages_M, sequences.sampled_by(members), policy_loss, self._version)
+
+
+def _refuse_foreign_rope(network: Network, sampling: Sampling) -> None:
+    """vLLM fixes LongRoPE as we do; dynamic NTK it does not stretch, so longer sequences would train on other odds."""
+    config, longest = network.module.config, sampling.longest
+    threshold = rope_threshold(config)
+    if sampling.engine != "vllm" or threshold is None or longest is None or not has_dynamic_ntk(config):
+        return
+    if longest > threshold:
+        problem = f"vLLM computes dynamic NTK rope beyond {threshold:,} tokens otherwise than {type(config).__name__}"
+        fix = f"keep rollout.max_model_len at {threshold} or below, or sample with rollout.name=native"
+        raise ConfigError([Mistake("rollout.name", problem, "vllm", fix=fix)])
 
 
 def _to(values: Tensor | None, device: torch.device) -> Tensor | None:

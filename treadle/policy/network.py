@@ -8,22 +8,25 @@ L, M, D and V as in `sequence` and `logprobs`.
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 from treadle.algorithm.logprobs import TokenLogprobs, logprobs_and_entropy
-from treadle.errors import ConfigError, Mistake
 from treadle.model.attention import PackedPlan
-from treadle.model.causal import hidden_states, output_bias, output_weight
+from treadle.model.causal import (
+    hidden_states,
+    logits_cap,
+    logits_scale,
+    output_bias,
+    output_weight,
+    recomputing,
+)
 from treadle.policy.sequence import Packed
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
-    from transformers.modeling_layers import GradientCheckpointingLayer
 
 CHUNK_BYTES = {"cpu": 2**23, "cuda": 2**30}
 """How large one buffer of logits may be: what stays in a CPU's cache, or what a GPU hardly notices."""
@@ -57,7 +60,7 @@ class Network:
     def logprobs(self, packed: Packed, temperature: float) -> TokenLogprobs:
         """The logprob of each sampled token, and the entropy where it was drawn."""
         weight_VD, bias_V = output_weight(self.module), output_bias(self.module)
-        scale, softcap = _output_shape(self.module)
+        scale, softcap = logits_scale(self.module), logits_cap(self.module)
         hidden_MD = self.hidden(packed)
         return logprobs_and_entropy(
             hidden_MD if scale == 1 else hidden_MD * scale,
@@ -78,31 +81,5 @@ class Network:
     @contextmanager
     def recomputing(self, wanted: bool) -> Iterator[None]:
         """Inside, layers keep no activations for backward but compute them again; where `wanted`."""
-        layers = _layers(self.module) if wanted else ()
-        recompute: Any = partial(checkpoint, use_reentrant=False, preserve_rng_state=False)
-        for layer in layers:
-            layer._gradient_checkpointing_func = recompute
-            layer.gradient_checkpointing = layer.training = True
-        try:
+        with recomputing(self.module, wanted):
             yield
-        finally:
-            for layer in layers:
-                layer.gradient_checkpointing = layer.training = False
-
-
-def _output_shape(module: "PreTrainedModel") -> tuple[float, float | None]:
-    """What some families do to logits: the factor of Granite and Cohere, the soft cap of Gemma 2."""
-    config = module.config
-    scale = (getattr(config, "logit_scale", None) or 1) / (getattr(config, "logits_scaling", None) or 1)
-    return scale, getattr(config, "final_logit_softcapping", None)
-
-
-def _layers(module: "PreTrainedModel") -> tuple["GradientCheckpointingLayer", ...]:
-    """The layers that can compute again. Their own dropout stays off: only the layer itself counts as training."""
-    from transformers.modeling_layers import GradientCheckpointingLayer
-
-    layers = tuple(part for part in module.modules() if isinstance(part, GradientCheckpointingLayer))
-    if not layers:
-        problem = f"{type(module).__name__} cannot recompute its activations"
-        raise ConfigError([Mistake("model.enable_gradient_checkpointing", problem, True, fix="set it to false")])
-    return layers

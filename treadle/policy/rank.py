@@ -101,7 +101,11 @@ class FSDPRank:
         self.reference = self.critic = None
         if spec.ref is not None:
             self.reference = FSDPReference.create(
-                model=spec.model, ref=spec.ref, temperature=sampling.temperature, device=device
+                model=spec.model,
+                ref=spec.ref,
+                temperature=sampling.temperature,
+                device=device,
+                longest=sampling.longest,
             )
         if spec.critic is not None:
             self.critic = FSDPCritic.create(
@@ -111,6 +115,7 @@ class FSDPRank:
                 response_length=sampling.response_length,
                 total_steps=spec.total_steps,
                 device=device,
+                longest=sampling.longest,
             )
 
     def run(self, function: Callable[..., Any], *args: Any) -> Any:

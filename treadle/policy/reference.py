@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from treadle.config.actor import RefConfig
 from treadle.config.model import ModelConfig
-from treadle.model.causal import load_causal_model
+from treadle.model.load import load_causal_model
 from treadle.policy.cut import local, rows_here
 from treadle.policy.learning import Budget, Desk, compute
 from treadle.policy.network import Network
@@ -66,10 +66,18 @@ class SingleReference(FrozenPolicy):
     """A `Reference` on one device."""
 
     @classmethod
-    def create(cls, *, model: ModelConfig, ref: RefConfig, temperature: float, device: torch.device) -> Self:
-        """Load `model.path` once more."""
-        module = load_causal_model(model, dtype=DTYPES[ref.dtype], device=device).requires_grad_(False)
-        return cls(Network(module), ref, temperature)
+    def create(
+        cls,
+        *,
+        model: ModelConfig,
+        ref: RefConfig,
+        temperature: float,
+        device: torch.device,
+        longest: int | None = None,
+    ) -> Self:
+        """Load `model.path` once more, for sequences as long as the policy's."""
+        module = load_causal_model(model, dtype=DTYPES[ref.dtype], device=device, longest=longest)
+        return cls(Network(module.requires_grad_(False)), ref, temperature)
 
     def follow(self, policy: Policy, step: int) -> bool:
         if not self._ref.syncs_after(step):

@@ -16,28 +16,32 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from treadle.config.model import ModelConfig
 from treadle.errors import TreadleError
-from treadle.model.causal import load_causal_model, load_model_config, prepare_module
+from treadle.model.causal import prepare_module
+from treadle.model.load import load_causal_model, load_model_config
 from treadle.policy.cut import local
 
 
-def build_blank(model: ModelConfig, dtype: torch.dtype) -> PreTrainedModel:
+def build_blank(model: ModelConfig, dtype: torch.dtype, longest: int | None = None) -> PreTrainedModel:
     """The module of a model, with no memory behind its weights."""
     config = load_model_config(model)
     builder: Any = AutoModelForCausalLM
     with torch.device("meta"):
         module = builder.from_config(config, dtype=dtype, trust_remote_code=model.trust_remote_code)
-    return prepare_module(module)
+    return prepare_module(module, longest)
 
 
 def load_source(
-    model: ModelConfig, dtype: torch.dtype, check: Callable[[PreTrainedModel], None] | None = None
+    model: ModelConfig,
+    dtype: torch.dtype,
+    longest: int | None = None,
+    check: Callable[[PreTrainedModel], None] | None = None,
 ) -> PreTrainedModel | None:
     """The whole model on the first rank's CPU, once it passed `check`; None on the others. Fails on all or on none."""
     source: PreTrainedModel | None = None
     trouble: list[TreadleError | None] = [None]
     if get_rank() == 0:
         try:
-            source = load_causal_model(model, dtype=dtype, device=torch.device("cpu"))
+            source = load_causal_model(model, dtype=dtype, device=torch.device("cpu"), longest=longest)
             if check is not None:
                 check(source)
         except TreadleError as error:

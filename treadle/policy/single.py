@@ -14,7 +14,7 @@ from torch import Tensor
 from treadle.config.actor import ActorConfig
 from treadle.config.algorithm import RolloutCorrectionConfig
 from treadle.config.model import ModelConfig
-from treadle.model.causal import load_causal_model
+from treadle.model.load import load_causal_model
 from treadle.policy.learner import PolicyLearner
 from treadle.policy.learner import Sampling as Sampling
 from treadle.policy.network import Network
@@ -42,7 +42,7 @@ class SinglePolicy(PolicyLearner):
     ) -> Self:
         """Load `model.path` and make it ready to train for `total_steps` steps."""
         compute = compute_dtype(actor.model_dtype, actor.dtype, "actor")
-        module = load_causal_model(model, dtype=DTYPES[actor.model_dtype], device=device)
+        module = load_causal_model(model, dtype=DTYPES[actor.model_dtype], device=device, longest=sampling.longest)
         weights = Weights(dict(module.named_parameters()), compute)
         optimizer = Optimizer("actor", weights, actor.optim, actor.grad_clip, total_steps)
         return cls(

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from treadle.config.model import ModelConfig
 from treadle.errors import RunError
-from treadle.model.causal import load_causal_model, without_progress_bar
+from treadle.model.load import load_causal_model, without_progress_bar
 from treadle.policy.cut import local, rows_here
 from treadle.policy.optimizer import Optimizer
 from treadle.policy.pieces import ALL, Part, Pieces, save_pieces
@@ -47,9 +47,8 @@ def save_model(directory: Path, module: "PreTrainedModel", weights: Weights) -> 
 def load_model(directory: Path, model: ModelConfig, weights: Weights) -> None:
     """Take the weights from a model in `directory`, in place."""
     dtype = next(iter(weights.full.values())).dtype
-    stored = load_causal_model(
-        ModelConfig(**{**model.values(), "path": str(directory)}), dtype=dtype, device=torch.device("cpu")
-    )
+    here = ModelConfig(**{**model.values(), "path": str(directory)})
+    stored = load_causal_model(here, dtype=dtype, device=torch.device("cpu"), longest=1)  # nothing is computed with it
     copy_weights(dict(stored.named_parameters()), weights, directory)
 
 

@@ -70,7 +70,11 @@ class SoloRank:
         self.reference = self.critic = None
         if spec.ref is not None:
             self.reference = SingleReference.create(
-                model=model, ref=spec.ref, temperature=sampling.temperature, device=device
+                model=model,
+                ref=spec.ref,
+                temperature=sampling.temperature,
+                device=device,
+                longest=sampling.longest,
             )
         if spec.critic is not None:
             self.critic = SingleCritic.create(
@@ -80,6 +84,7 @@ class SoloRank:
                 response_length=sampling.response_length,
                 total_steps=spec.total_steps,
                 device=device,
+                longest=sampling.longest,
             )
 
     def run(self, function: Callable[..., Any], *args: Any) -> Any:

@@ -11,14 +11,16 @@ from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
-from typing import TYPE_CHECKING, Any, NamedTuple, cast
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from treadle.config.rollout import RolloutConfig
 from treadle.engine.native.memory import Block
 from treadle.errors import ConfigError, Mistake
+from treadle.model.attention import PackedPlan
+from treadle.model.causal import hidden_states
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -50,15 +52,39 @@ class CacheShape:
     head_dim: int
 
     @classmethod
+    @torch.no_grad()
     def of(cls, module: "PreTrainedModel") -> "CacheShape":
-        config = cast(Any, module.config)
-        heads = config.num_attention_heads
-        head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
-        kv_heads = getattr(config, "num_key_value_heads", None) or heads
-        return cls(config.num_hidden_layers, kv_heads, head_dim)
+        """Found out by running the module on two tokens: what its layers give to attention is what is kept."""
+        plan = _ShapePlan((2,), module.device)
+        hidden_states(module, torch.zeros(2, dtype=torch.long, device=module.device), plan.positions(), plan)
+        layers, shapes = plan.layers, set(plan.shapes)
+        problem = None
+        if sorted(layers) != list(range(len(layers))) or not layers:
+            problem = "a layer attends twice in one forward, or has no number: its keys and values have no place"
+        elif len(shapes) > 1:
+            problem = f"its layers have key and value heads of different shapes: {sorted(shapes)}"
+        if problem is not None:
+            problem = f"{type(module).__name__} does not fit the embedded engine: {problem}"
+            raise ConfigError([Mistake("rollout.name", problem, "native", fix="sample with rollout.name=vllm")])
+        return cls(len(layers), *shapes.pop())
 
     def numbers_per_token(self) -> int:
         return 2 * self.layers * self.kv_heads * self.head_dim
+
+
+class _ShapePlan(PackedPlan):
+    """Notes which layers attend, and the shape of their keys."""
+
+    def __init__(self, lengths: Sequence[int], device: torch.device) -> None:
+        super().__init__(lengths, device)
+        self.layers: list[int] = []
+        self.shapes: list[tuple[int, int]] = []
+
+    def attend(self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Tensor:
+        number = getattr(module, "layer_idx", None)
+        self.layers.append(number if isinstance(number, int) else -1)
+        self.shapes.append((key.shape[1], key.shape[3]))
+        return super().attend(module, query, key, value, **options)
 
 
 def to_device(numbers: Sequence[Any], device: torch.device, dtype: torch.dtype = torch.long) -> Tensor:

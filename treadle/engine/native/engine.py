@@ -25,6 +25,7 @@ from treadle.engine.gate import Gate
 from treadle.engine.native.cache import PageCache
 from treadle.engine.native.decoder import Decoder, find_row_step
 from treadle.engine.native.parking import Parking
+from treadle.engine.native.proof import require_engine
 from treadle.engine.native.rows import MAX_STOPS
 from treadle.engine.native.scheduler import Scheduler
 from treadle.engine.native.worker import Answered, Worker
@@ -32,8 +33,9 @@ from treadle.engine.protocol import Decode, WeightUpdate, batches_of
 from treadle.engine.refusal import refuse_unfit
 from treadle.engine.stop_strings import StopFinder, cut_text
 from treadle.errors import MisuseError, RequestRefused
-from treadle.model.causal import load_causal_model, output_weight, prepare_module
+from treadle.model.causal import output_weight, prepare_module
 from treadle.model.checksum import checksum as checksum_of
+from treadle.model.load import load_causal_model
 from treadle.types import Completion, Request, StopReason
 
 if TYPE_CHECKING:
@@ -80,18 +82,25 @@ class NativeEngine:
         decode: Decode | None = None,
         version: int = 0,
         checksum: Checksum = checksum_of,
+        prove: bool = True,
     ) -> Self:
         """Load the model, or share one that is on `device` already, and start the engine's thread.
 
         With a shared module, `update_weights` without tensors only confirms what the module holds. `decode` gives
-        completions their text; without it the text is empty. `checksum` computes what an update confirms.
+        completions their text; without it the text is empty. `checksum` computes what an update confirms. `prove`:
+        refuse a shared module of a kind that the engine computes otherwise; for a loaded one `model.prove` decides.
         """
-        place = torch.device(device)
+        place, longest = torch.device(device), rollout.sequence_length()
         if isinstance(model, ModelConfig):
             dtype = choose_dtype(rollout, place)
-            module = await asyncio.to_thread(partial(load_causal_model, model, dtype=dtype, device=place))
+            module = await asyncio.to_thread(
+                partial(load_causal_model, model, dtype=dtype, device=place, longest=longest)
+            )
+            prove = model.prove
         else:
-            module = prepare_module(model)
+            module = prepare_module(model, longest)
+        if prove:
+            await asyncio.to_thread(require_engine, module.config, longest)
         worker = Worker(name, rollout.sequence_length())
         await worker.start(partial(_build, rollout, module, place, name, version))
         return cls(rollout, module, worker, name=name, version=version, decode=decode, checksum=checksum)

@@ -4,7 +4,7 @@ Owns how a step is recorded and replayed, and which way through the layers it ta
 the modules give, else the modules with our attention in them. A step reads and changes the rows and the cache in
 place, so replaying the graph is all it takes; nothing is copied in. What a step drew is copied to pinned memory while
 the next ones already run: a row that ended takes part in some more steps, in which it is not active and changes
-nothing. Recording needs a model that decides nothing in Python; the few that do run the same step without graphs.
+nothing. Recording needs a model that decides nothing in Python: rope is fixed when a model is loaded.
 """
 
 import logging
@@ -45,9 +45,6 @@ _TOLERANCE = 0.25
 """How far the last hidden states of the stack may be from the modules', after all layers of rounding. Each layer was
 compared by itself before, and closely; here a wrong place or a wrong row would give something else altogether."""
 
-_SYNCHRONOUS_ROPES = ("dynamic", "longrope")
-"""Kinds of rotary embedding that look at positions from Python, which no graph can record."""
-
 
 class FusedDecodePlan:
     """One token of each of the first rows, in one kernel for each layer. Heads come turned; here they turn by 0."""
@@ -68,12 +65,13 @@ class FusedDecodePlan:
         scaling: float | None,
         sliding_window: int | None,
         softcap: float | None,
+        sinks: Tensor | None = None,
     ) -> Tensor:
         _, heads, rows, size = query.shape
         scale = size**-0.5 if scaling is None else scaling
         shape = HeadShape(heads, key.shape[1], size, scale, sliding_window, softcap, None, None)
         qkv = torch.cat([part[0].transpose(0, 1).flatten(1) for part in (query, key, value)], dim=1)
-        out = attend_rows(qkv, self._cache.layer(layer_of(module)), self._places, self._angles, shape)
+        out = attend_rows(qkv, self._cache.layer(layer_of(module)), self._places, self._angles, shape, sinks)
         return out.view(1, rows, heads, size)
 
 
@@ -82,9 +80,7 @@ class GraphDecoder(Decoder):
 
     def __init__(self, module: "PreTrainedModel", cache: PageCache, row_step: int, *, eager: bool = False) -> None:
         super().__init__(module, cache, row_step, longest=1)  # the history remembers
-        rope = getattr(module.config, "rope_parameters", None) or {}
-        self._synchronous = rope.get("rope_type") in _SYNCHRONOUS_ROPES
-        self._eager = eager or self._synchronous
+        self._eager = eager
         self._graphs: dict[tuple[int, bool, bool], torch.cuda.CUDAGraph] = {}
         self._report = torch.zeros((4, cache.rows), dtype=torch.int32, device=cache.kv.device)
         self._pool: Any = None
@@ -92,7 +88,7 @@ class GraphDecoder(Decoder):
         self._launched = 0
         self._copies = [_Copy(cache.rows) for _ in range(_AHEAD + 1)]
         self._behind: deque[_Copy] = deque()
-        self._stack = None if self._synchronous else Stack.create(module, cache)
+        self._stack = Stack.create(module, cache)
         if self._stack is not None and not self._agrees(self._stack):
             self._stack = None
         if self._stack is None:

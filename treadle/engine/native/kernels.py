@@ -63,6 +63,22 @@ def load_turned(  # type: ignore[no-untyped-def]
 
 
 @triton.jit  # type: ignore[untyped-decorator]
+def _add_sinks(  # type: ignore[no-untyped-def]
+    top, total, mixed, sinks, G: tl.constexpr, PADDED_G: tl.constexpr, SINKS: tl.constexpr
+):
+    """A running softmax after a logit of each head that takes its share and gives nothing, where there are such."""
+    if SINKS:
+        g = tl.arange(0, PADDED_G)
+        sink = tl.load(sinks + g, mask=g < G, other=0.0).to(tl.float32) * 1.4426950408889634
+        higher = tl.maximum(top, sink)
+        shrink = tl.exp2(top - higher)
+        total = total * shrink + tl.exp2(sink - higher)
+        mixed = mixed * shrink[:, None]
+        top = higher
+    return top, total, mixed
+
+
+@triton.jit  # type: ignore[untyped-decorator]
 def _decode_attention(  # type: ignore[no-untyped-def]
     qkv,
     keys,
@@ -74,6 +90,7 @@ def _decode_attention(  # type: ignore[no-untyped-def]
     sines,
     query_weight,
     key_weight,
+    sinks,
     out,
     parts,
     sums,
@@ -98,6 +115,7 @@ def _decode_attention(  # type: ignore[no-untyped-def]
     WINDOWED: tl.constexpr,
     NORMED: tl.constexpr,
     OFFSET: tl.constexpr,
+    SINKS: tl.constexpr,
 ):
     row, head, split = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2)
     g, d = tl.arange(0, PADDED_G)[:, None], tl.arange(0, PADDED_D)[None, :]
@@ -124,6 +142,7 @@ def _decode_attention(  # type: ignore[no-untyped-def]
     top = score * 1.4426950408889634
     total = tl.full((PADDED_G,), 1.0, tl.float32)
     mixed = tl.zeros((PADDED_G, PADDED_D), tl.float32) + new_value.to(tl.float32)
+    top, total, mixed = _add_sinks(top, total, mixed, sinks + head * G, G, PADDED_G, SINKS)
     first = 0
     lowest = 0
     if WINDOWED:
@@ -199,11 +218,17 @@ def count_splits(rows: int, kv_heads: int, places: int) -> int:
 
 
 def attend_rows(
-    qkv: Tensor, cache: tuple[Tensor, Tensor], rows: "RowPlaces", angles: tuple[Tensor, Tensor], shape: HeadShape
+    qkv: Tensor,
+    cache: tuple[Tensor, Tensor],
+    rows: "RowPlaces",
+    angles: tuple[Tensor, Tensor],
+    shape: HeadShape,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """Write one token of each row into one layer's cache, and attend to what the row then has: [B, H * D].
 
     qkv is [B, (H + 2 K) * D], contiguous; the cache is keys and values, [pages, K, page, D] each and contiguous.
+    `sinks` are [H].
     """
     count = len(qkv)
     keys, values = cache
@@ -225,6 +250,7 @@ def attend_rows(
         *angles,
         qkv if query_norm is None else query_norm.weight,
         qkv if key_norm is None else key_norm.weight,
+        qkv if sinks is None else sinks,
         out,
         parts,
         sums,
@@ -248,6 +274,7 @@ def attend_rows(
         WINDOWED=shape.window is not None,
         NORMED=query_norm is not None,
         OFFSET=query_norm is not None and query_norm.offset,
+        SINKS=sinks is not None,
         **tuning(shape.size, page),
     )
     if splits > 1:

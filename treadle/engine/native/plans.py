@@ -73,13 +73,14 @@ class PrefillPlan:
         scaling: float | None,
         sliding_window: int | None,
         softcap: float | None,
+        sinks: Tensor | None = None,
     ) -> Tensor:
         layer = layer_of(module)
         if self._lines is None:
             self._lines = self._cache.lines(self.pages_T, self.inside_T)
         self._cache.write(layer, self._lines, key, value)
         query_T, key_T, value_T = (heads[0].transpose(0, 1) for heads in (query, key, value))
-        return self.look(layer, query_T, key_T, value_T, scaling, sliding_window, softcap).unsqueeze(0)
+        return self.look(layer, query_T, key_T, value_T, scaling, sliding_window, softcap, sinks).unsqueeze(0)
 
     def look(
         self,
@@ -90,10 +91,11 @@ class PrefillPlan:
         scaling: float | None,
         window: int | None,
         softcap: float | None,
+        sinks: Tensor | None = None,
     ) -> Tensor:
         """Attention of [T, H, D] to what the pages hold, which has the new keys and values in it already: [T, H, D]."""
-        if not query_T.is_cuda or softcap is not None or not flash_takes(query_T):
-            return self._attend_each(query_T, layer, scaling, window, softcap)
+        if not query_T.is_cuda or softcap is not None or sinks is not None or not flash_takes(query_T):
+            return self._attend_each(query_T, layer, scaling, window, softcap, sinks)
         if any(piece.start for piece in self._pieces):
             return self._attend_packed(query_T, *self._cache.layer(layer), scaling, window)
         if self._ranges is None:
@@ -107,6 +109,7 @@ class PrefillPlan:
         scaling: float | None,
         window: int | None,
         softcap: float | None,
+        sinks: Tensor | None,
     ) -> Tensor:
         """One sequence at a time, so that shapes depend on that sequence alone."""
         out_T, first = torch.zeros_like(query_T), 0
@@ -122,6 +125,7 @@ class PrefillPlan:
                 scaling=scaling,
                 softcap=softcap,
                 mask=mask,
+                sinks=sinks,
             )[0]
             first = last
         return out_T
@@ -181,7 +185,7 @@ class DecodePlan:
         self._lines = cache.lines(torch.where(active_B, pages_B, cache.dump), inside_B)
         self._lengths_B = places_B + 1
         self._span = span
-        self._masks: dict[int | None, Tensor] = {}
+        self._masks: dict[tuple[int | None, bool], Tensor] = {}
 
     def attend(
         self,
@@ -193,6 +197,7 @@ class DecodePlan:
         scaling: float | None,
         sliding_window: int | None,
         softcap: float | None,
+        sinks: Tensor | None = None,
     ) -> Tensor:
         layer = layer_of(module)
         self._cache.write(layer, self._lines, key, value)
@@ -205,13 +210,14 @@ class DecodePlan:
             values,
             scaling=scaling,
             softcap=softcap,
-            mask=self._mask(sliding_window, query.dtype, as_bias=softcap is None),
+            mask=self._mask(sliding_window, query.dtype, as_bias=softcap is None and sinks is None),
+            sinks=None if sinks is None else sinks.view(1, kv_heads, -1, 1),
         )
         return out.transpose(1, 2).flatten(1, 2).unsqueeze(0)
 
     def _mask(self, window: int | None, dtype: torch.dtype, *, as_bias: bool) -> Tensor:
         """[B, 1, 1, span]; the query heads of one key head stand where queries do, and see the same."""
-        if window not in self._masks:
+        if (window, as_bias) not in self._masks:
             places = torch.arange(self._span, device=self._lengths_B.device)
             lengths = self._lengths_B.unsqueeze(1)
             seen = places < lengths
@@ -219,5 +225,5 @@ class DecodePlan:
                 seen &= places >= lengths - window
             seen = seen[:, None, None]
             bias = torch.zeros(seen.shape, dtype=dtype, device=seen.device).masked_fill_(~seen, float("-inf"))
-            self._masks[window] = bias if as_bias else seen
-        return self._masks[window]
+            self._masks[window, as_bias] = bias if as_bias else seen
+        return self._masks[window, as_bias]

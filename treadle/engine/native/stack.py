@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch import Tensor, nn
 
-from treadle.engine.native.cache import CacheShape, PageCache
+from treadle.engine.native.cache import PageCache
 from treadle.engine.native.kernels import HeadShape, RowPlaces, attend_rows
 from treadle.engine.native.plans import PrefillPlan
 from treadle.engine.native.projection import Projection
@@ -58,10 +58,11 @@ class Stack:
         """None where the decoder has parts that we do not know. What it computes is for the caller to compare."""
         decoder = cast(Any, module).get_decoder()
         fused, norm = find_fused(module), find_norm(getattr(decoder, "norm", None))
-        angles = _find_angles(module, cache.length + 1)
+        angles = _find_angles(module, cache.length + 1, cache.kv.shape[-1])
         if not fused or norm is None or angles is None or not all(_even_biases(one) for one in fused):
             return None
-        layers = [_layer(at, one, angles[one.parts.attention], module) for at, one in enumerate(fused)]
+        kv_heads = cache.kv.shape[3]
+        layers = [_layer(at, one, angles[one.parts.attention], kv_heads) for at, one in enumerate(fused)]
         return cls(module, cache, layers, norm)
 
     def tie(self) -> bool:
@@ -108,13 +109,13 @@ class Stack:
         return norm_rows(hidden, _numbers(following), delta=delta, post=_maybe(layer.after_mlp), total=hidden)
 
 
-def _layer(number: int, fused: FusedForward, angles: Angles, module: "PreTrainedModel") -> _Layer:
+def _layer(number: int, fused: FusedForward, angles: Angles, kv_heads: int) -> _Layer:
     parts, options = fused.parts, fused.options
-    attention, mlp, cache = parts.attention, parts.mlp, CacheShape.of(module)
+    attention, mlp = parts.attention, parts.mlp
     scaling = options["scaling"]
     shape = HeadShape(
         attention.q_proj.out_features // parts.head_size,
-        cache.kv_heads,
+        kv_heads,
         parts.head_size,
         parts.head_size**-0.5 if scaling is None else scaling,
         options["sliding_window"],
@@ -146,7 +147,7 @@ def _even_biases(fused: FusedForward) -> bool:
 
 
 @torch.no_grad()
-def _find_angles(module: "PreTrainedModel", length: int) -> dict[nn.Module, Angles] | None:
+def _find_angles(module: "PreTrainedModel", length: int, size: int) -> dict[nn.Module, Angles] | None:
     """The rotation in each layer, as the model's own module computes it; one table for each kind of layer."""
     decoder = cast(Any, module).get_decoder()
     rotary = getattr(decoder, "rotary_emb", None)
@@ -161,7 +162,6 @@ def _find_angles(module: "PreTrainedModel", length: int) -> dict[nn.Module, Angl
     for kind in set(kinds or [None]):
         cosines, sines = rotary(like, positions) if kind is None else rotary(like, positions, kind)
         tables[kind] = (cosines[0].contiguous(), sines[0].contiguous())
-    size = CacheShape.of(module).head_dim
     if any(cosines.shape != (length, size) for cosines, _ in tables.values()):
         return None
     return {layer.self_attn: tables[kinds[at] if kinds else None] for at, layer in enumerate(decoder.layers)}

@@ -15,7 +15,9 @@ import torch
 from treadle.config.model import ModelConfig
 from treadle.errors import ConfigError, Mistake
 from treadle.model.attention import NAME, PackedPlan, register
-from treadle.model.causal import hidden_states, load_model_config, prepare_module, without_progress_bar
+from treadle.model.causal import hidden_states, prepare_module
+from treadle.model.load import load_model_config, without_progress_bar
+from treadle.model.rope import rope_threshold
 from treadle.model.tokenizer import resolve_model_path
 from treadle.reward.failure import Fault, ScoreFailure, is_out_of_memory
 
@@ -43,6 +45,9 @@ class Network:
         except ConfigError as error:
             mistakes = [Mistake("path", item.problem, self._path, fix=FIX) for item in error.mistakes]
             raise ConfigError(mistakes) from error
+        if rope_threshold(config) is not None:
+            problem = "has rope whose frequencies depend on the length of each text (LongRoPE or dynamic NTK)"
+            raise ConfigError([Mistake("path", problem, self._path, fix=FIX)])
         usual = "bfloat16" if place.type == "cuda" else "float32"
         dtype = getattr(torch, usual if self._dtype == "auto" else self._dtype)
         module: Any = _load_weights(self._path, str(directory), config, dtype)

@@ -1,0 +1,211 @@
+"""Models compute what their authors wrote, in the policy and in the embedded engine, or are refused by name."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.small_models import make_config
+from tests.tiny import tiny
+from treadle.config import ModelConfig, RolloutConfig
+from treadle.engine.native.engine import NativeEngine
+from treadle.engine.native.proof import prove
+from treadle.errors import ConfigError, MisuseError
+from treadle.model import causal, proof
+from treadle.model.causal import prepare_module, recomputing
+from treadle.model.fused import find_fused
+from treadle.model.load import load_causal_model, load_model_config
+from treadle.model.proof import Probe, digest, prove_policy
+from treadle.model.rope import fix_rope, longest_sequence
+from treadle.model.shrink import build_small, shrink
+
+CPU = torch.device("cpu")
+CLOSE = 5e-5
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setattr(proof, "CACHE", tmp_path / "proofs")
+    return tmp_path / "proofs"
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["llama", "gemma3_text", "phi3-longrope", "llama-dynamic", "qwen2_moe-window", "phimoe-window", "opt", "jetmoe"],
+)
+def test_policy_and_engine_compute_what_the_authors_wrote(name: str) -> None:
+    found = prove(make_config(name))
+    assert found.problem is None
+    assert found.policy.logprobs is not None and found.policy.logprobs < CLOSE
+    assert found.policy.gradients is not None and found.policy.gradients < CLOSE
+    assert found.engine is not None and found.engine.logprobs is not None and found.engine.logprobs < CLOSE
+
+
+@pytest.mark.parametrize("name", ["deepseek_v2", "deepseek_v3", "glm4_moe_lite", "minicpm3", "gpt_oss"])
+def test_latent_attention_and_sinks_run_in_the_engine_too(name: str) -> None:
+    found = prove(make_config(name))
+    assert found.problem is None and found.engine is not None
+    assert found.engine.logprobs is not None and found.engine.logprobs < CLOSE
+
+
+@pytest.mark.parametrize(
+    ("name", "problem"),
+    [
+        ("recurrent_gemma", "nats from RecurrentGemmaForCausalLM's own forward"),
+        ("bert", "nats from BertLMHeadModel's own forward"),
+        ("minimax", "MiniMaxConfig has layers of kind linear_attention"),
+        ("phimoe-longrope", "nats from PhimoeForCausalLM's own forward"),
+        ("qwen3_next", "has layers of kind linear_attention"),
+        ("bloom", "BloomForCausalLM does not let its attention be replaced"),
+        ("nemotron", "the model does not hand keyword arguments on to NemotronAttention"),
+        ("doge", "DogeAttention builds an attention mask of its own"),
+    ],
+)
+def test_what_would_be_computed_otherwise_is_refused_by_name(name: str, problem: str) -> None:
+    assert problem in str(prove(make_config(name)).problem)
+
+
+@pytest.mark.parametrize("name", ["diffllama", "gemma4_text", "mimo_v2_flash"])
+def test_the_engine_may_refuse_what_the_policy_trains(name: str) -> None:
+    found = prove(make_config(name))
+    assert found.policy.problem is None and found.policy.logprobs is not None and found.policy.logprobs < CLOSE
+    assert "does not fit the embedded engine" in str(found.problem)
+
+
+@pytest.mark.parametrize("name", ["phi3-longrope", "llama-dynamic"])
+def test_rope_that_every_forward_chooses_anew_is_found(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(causal, "fix_rope", lambda *_: None)
+    assert "nats from" in str(prove_policy(make_config(name)).problem)
+
+
+def test_dropout_under_recomputation_is_found_and_gone(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = make_config("opt")
+    assert config.dropout > 0
+    module = prepare_module(build_small(shrink(config)))
+    with recomputing(module, True):
+        assert not any(getattr(part, "dropout", 0.0) for part in module.modules())
+    monkeypatch.setattr(causal, "_drops", lambda name: name == "attention_dropout")
+    assert "nats from OPTForCausalLM" in str(prove_policy(config).problem)
+
+
+@pytest.mark.parametrize("name", ["qwen2_moe-window", "phimoe-window"])
+def test_a_window_that_is_left_out_is_found(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("treadle.model.attention._find_window", lambda module: None)
+    assert "nats from" in str(prove_policy(make_config(name)).problem)
+
+
+def test_layers_that_scale_their_queries_far_out_are_not_fused(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = shrink(make_config("ministral3"))
+    config.rope_parameters["original_max_position_embeddings"] = 16384
+    module = prepare_module(build_small(config))
+    assert find_fused(module, plain=True) == []
+    monkeypatch.setattr("treadle.model.anatomy.position_thresholds", lambda config: ())
+    assert find_fused(module, plain=True), "without a look beyond the threshold nobody would see it"
+
+
+def test_fused_layers_that_differ_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert prove_policy(make_config("ministral3")).problem is None
+    monkeypatch.setattr("treadle.model.anatomy.position_thresholds", lambda config: ())
+    monkeypatch.setattr(proof, "CACHE", Path("/dev/null/nowhere"))
+    monkeypatch.setattr("treadle.model.fused._agrees", lambda *_: True)
+    assert "fused layers are up to" in str(prove_policy(make_config("ministral3")).problem)
+
+
+def test_frequencies_are_fixed_by_the_runs_longest_sequence() -> None:
+    def frequencies(longest: int) -> torch.Tensor:
+        module = build_small(shrink(make_config("phi3-longrope")))
+        fix_rope(module, longest)
+        fix_rope(module, 1)  # the first choice stands
+        found: torch.Tensor = module.model.rotary_emb.inv_freq
+        return found
+
+    short, long = frequencies(24), frequencies(25)
+    assert not torch.equal(short, long)
+    assert torch.equal(short, frequencies(2)) and torch.equal(long, frequencies(56))
+    with pytest.raises(MisuseError, match="longrope rope: the run's longest sequence must be given"):
+        prepare_module(build_small(shrink(make_config("phi3-longrope"))))
+
+
+def test_rope_is_fixed_where_weights_have_no_memory_yet() -> None:
+    with torch.device("meta"):
+        module = type(tiny())(shrink(make_config("llama-dynamic")))
+    assert prepare_module(module, 56).model.rotary_emb.inv_freq.device.type == "meta"
+
+
+@pytest.mark.parametrize("longest", [4096, 4097])
+def test_both_sides_of_a_threshold_are_proven_each_by_itself(longest: int, cache: Path) -> None:
+    config = make_config("phi3-longrope")
+    assert Probe(config, longest).longest == (24 if longest == 4096 else 56)
+    assert prove(config, longest=longest).problem is None
+    assert digest("policy", config, 4096) != digest("policy", config, 4097)
+    assert digest("policy", config, 4097) == digest("policy", config, 9000)
+
+
+def test_a_known_config_is_not_proven_again(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = prove(make_config("llama"))
+    monkeypatch.setattr(proof, "Probe", None)
+    assert prove(make_config("llama")) == found
+    assert len(list(cache.iterdir())) == 2
+    for file in cache.iterdir():
+        file.write_text("{")
+    assert prove(make_config("llama")).problem is not None, "nothing is believed of a damaged file"
+
+
+def save(directory: Path, name: str) -> ModelConfig:
+    build_small(shrink(make_config(name))).save_pretrained(directory)
+    return ModelConfig(path=str(directory))
+
+
+def test_loading_refuses_by_name_unless_told_otherwise(tmp_path: Path) -> None:
+    model = save(tmp_path, "recurrent_gemma")
+    with pytest.raises(ConfigError, match=r"model\.path.*RecurrentGemmaForCausalLM's own forward(.|\n)*model\.prove"):
+        load_causal_model(model, dtype=torch.float32, device=CPU, longest=16)
+    unproven = ModelConfig(path=model.path, prove=False)
+    load_causal_model(unproven, dtype=torch.float32, device=CPU, longest=16)
+
+
+async def start(model: Any, **keys: Any) -> None:
+    engine = await NativeEngine.create(RolloutConfig(prompt_length=16, response_length=16), model, **keys)
+    await engine.close()
+
+
+def test_an_engine_refuses_a_module_that_it_would_compute_otherwise() -> None:
+    import asyncio
+
+    module = build_small(shrink(make_config("gemma4_text")))
+    with pytest.raises(ConfigError, match=r"rollout\.name.*Gemma4ForCausalLM does not fit the embedded engine"):
+        asyncio.run(start(module))
+
+
+def test_sequences_longer_than_the_model_are_refused(tmp_path: Path) -> None:
+    tiny(max_position_embeddings=128).save_pretrained(tmp_path)
+    model = ModelConfig(path=str(tmp_path))
+    load_causal_model(model, dtype=torch.float32, device=CPU, longest=128)
+    with pytest.raises(ConfigError, match=r"rollout\.max_model_len.*129 tokens, but LlamaConfig is made for 128"):
+        load_causal_model(model, dtype=torch.float32, device=CPU, longest=129)
+    longer = ModelConfig(path=str(tmp_path), override_config={"max_position_embeddings": 256})
+    load_causal_model(longer, dtype=torch.float32, device=CPU, longest=129)
+
+
+@pytest.mark.parametrize(
+    ("rope", "longest"),
+    [
+        ({"rope_type": "default"}, 1000),
+        ({"rope_type": "linear", "factor": 4.0}, 4000),
+        ({"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 500}, 2000),
+        ({"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}, 1000),
+    ],
+)
+def test_scaled_rope_says_how_long_sequences_may_be(rope: dict[str, Any], longest: int) -> None:
+    config = make_config("llama")
+    config.max_position_embeddings = 1000
+    config.rope_parameters = {"rope_theta": 1e4, "original_max_position_embeddings": 1000} | rope
+    assert longest_sequence(config) == longest
+
+
+def test_an_adapter_is_told_from_a_model(tmp_path: Path) -> None:
+    (tmp_path / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": "Qwen/Qwen3-8B"}))
+    with pytest.raises(ConfigError, match=r"is a PEFT adapter of Qwen/Qwen3-8B, not a model(.|\n)*merge"):
+        load_model_config(ModelConfig(path=str(tmp_path)))
