@@ -38,6 +38,24 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "deepseek_v2": ("deepseek_v2", {"num_experts_per_tok": 6, "n_routed_experts": 64, "n_group": 1, "topk_group": 1}),
+    "lfm2": ("lfm2", {"full_attn_idxs": [2, 5, 8, 10, 12, 14]}),
+    "hunyuan_v1_dense": ("hunyuan_v1_dense", {"head_dim": 128}),
+    "hunyuan_v1_moe": ("hunyuan_v1_moe", {"head_dim": 128}),
+    "ministral": ("ministral", {"head_dim": 128}),
+    "dots1": ("dots1", {"n_routed_experts": 128, "n_shared_experts": 2, "num_experts_per_tok": 6}),
+    "bert-decoder": ("bert", {"is_decoder": True}),
+    "llama-yarn": (
+        "llama",
+        {
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "factor": 4.0,
+                "rope_theta": 1e4,
+                "original_max_position_embeddings": 2048,
+            },
+            "max_position_embeddings": 8192,
+        },
+    ),
     "nemotron": ("nemotron", {"head_dim": 128, "num_key_value_heads": 8}),
 }
 

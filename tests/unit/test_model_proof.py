@@ -1,15 +1,22 @@
 """Models compute what their authors wrote, in the policy and in the embedded engine, or are refused by name."""
 
+import asyncio
 import json
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from tests.configs import training_config
 from tests.small_models import make_config
 from tests.tiny import tiny
+from treadle.cluster.local import _runtime
+from treadle.cluster.networks import Networks
 from treadle.config import ModelConfig, RolloutConfig
+from treadle.config.actor import ActorConfig
+from treadle.config.algorithm import RolloutCorrectionConfig
 from treadle.engine.native.engine import NativeEngine
 from treadle.engine.native.proof import prove
 from treadle.errors import ConfigError, MisuseError
@@ -20,6 +27,9 @@ from treadle.model.load import load_causal_model, load_model_config
 from treadle.model.proof import Probe, digest, prove_policy
 from treadle.model.rope import fix_rope, longest_sequence
 from treadle.model.shrink import build_small, shrink
+from treadle.policy.single import Sampling, SinglePolicy
+from treadle.trainer.step import StepParts
+from treadle.types import Completion, Request, SamplingParams
 
 CPU = torch.device("cpu")
 CLOSE = 5e-5
@@ -172,8 +182,6 @@ async def start(model: Any, **keys: Any) -> None:
 
 
 def test_an_engine_refuses_a_module_that_it_would_compute_otherwise() -> None:
-    import asyncio
-
     module = build_small(shrink(make_config("gemma4_text")))
     with pytest.raises(ConfigError, match=r"rollout\.name.*Gemma4ForCausalLM does not fit the embedded engine"):
         asyncio.run(start(module))
@@ -209,3 +217,68 @@ def test_an_adapter_is_told_from_a_model(tmp_path: Path) -> None:
     (tmp_path / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": "Qwen/Qwen3-8B"}))
     with pytest.raises(ConfigError, match=r"is a PEFT adapter of Qwen/Qwen3-8B, not a model(.|\n)*merge"):
         load_model_config(ModelConfig(path=str(tmp_path)))
+
+
+@pytest.mark.parametrize(("asked", "shared"), [("auto", True), ("bfloat16", True), ("float32", False)])
+def test_an_engine_computes_in_the_dtype_that_was_asked_for(asked: str, shared: bool, tmp_path: Path) -> None:
+    tiny().save_pretrained(tmp_path)
+    words = (f"model.path={tmp_path}", f"rollout.dtype={asked}", "rollout.prompt_length=16")
+    config = training_config(*words, "rollout.response_length=16", "actor.dtype=bf16")
+    policy = SinglePolicy.create(
+        model=config.model,
+        actor=config.actor,
+        rollout_correction=config.algorithm.rollout_correction,
+        sampling=Sampling.of(config.rollout),
+        total_steps=1,
+        device=CPU,
+    )
+    step = StepParts(policy, config.actor, config.algorithm, config.trainer, None, None)
+
+    async def start_beside() -> torch.nn.Module:
+        (engine,) = await _runtime(config, Networks(step), None).rollout.engines()
+        await engine.close()
+        module: torch.nn.Module = engine._module
+        return module
+
+    module = asyncio.run(start_beside())
+    assert (module is policy.module) is shared
+    assert {weight.dtype for weight in module.parameters()} == {torch.bfloat16 if shared else torch.float32}
+
+
+def test_dynamic_ntk_beyond_its_trained_length_is_refused_beside_vllm(tmp_path: Path) -> None:
+    model = save(tmp_path, "llama-dynamic")  # trained for 24 tokens, stretched to 96
+
+    def create(longest: int, engine: str) -> None:
+        SinglePolicy.create(
+            model=model,
+            actor=ActorConfig(),
+            rollout_correction=RolloutCorrectionConfig(),
+            sampling=Sampling(1.0, 8, longest, engine),
+            total_steps=1,
+            device=CPU,
+        )
+
+    create(24, "vllm")
+    create(40, "native")
+    with pytest.raises(ConfigError, match=r"rollout\.name.*vLLM computes dynamic NTK rope beyond 24 tokens otherwise"):
+        create(40, "vllm")
+
+
+@pytest.mark.parametrize("name", ["deepseek_v3", "gpt_oss", "phi3-longrope"])
+def test_an_engine_of_such_models_samples_with_the_logprobs_of_a_plain_forward(name: str) -> None:
+    module = build_small(shrink(make_config(name)))
+    reference = deepcopy(module)
+    prompt = tuple(range(5, 30))
+
+    async def sample() -> Completion:
+        engine = await NativeEngine.create(RolloutConfig(prompt_length=30, response_length=20), module, prove=False)
+        done = await engine.generate(Request("task", 0, prompt, SamplingParams(20, seed=3), 0))
+        await engine.close()
+        return done
+
+    done = asyncio.run(sample())
+    ids = torch.tensor([[*prompt, *done.ids]])
+    with torch.no_grad():  # 45 tokens: the module itself chooses the factors that the engine's 50 do
+        table = reference(ids, use_cache=False).logits[0].log_softmax(-1)
+    expected = [table[at - 1, ids[0, at]].item() for at in range(len(prompt), ids.shape[1])]
+    assert list(done.logprobs) == pytest.approx(expected, abs=CLOSE)
