@@ -23,7 +23,7 @@ from treadle.config import ConfigWarning, TrainConfig, loads
 from treadle.config.actor import POLICY_LOSSES, Aggregation
 from treadle.config.algorithm import GROUP_ESTIMATORS, OTHER_ESTIMATORS
 from treadle.errors import ConfigError
-from treadle.model.causal import load_causal_model
+from treadle.model.load import load_causal_model
 from treadle.policy.critic import SingleCritic
 from treadle.policy.network import Network
 from treadle.policy.optimizer import Optimizer
