@@ -30,6 +30,10 @@ class TrainingState:
     """Validation success by step."""
     tokens_per_s: float = 0.0
     seconds: Mapping[str, float] = field(default_factory=dict)
+    failed: dict[str, int] = field(default_factory=dict)
+    """Trajectories that failed so far, by boundary."""
+    truncated: float = 0.0
+    """The share of the last batch that a limit ended."""
 
 
 class TrainingView:
@@ -72,6 +76,11 @@ class TrainingView:
         state.seconds = {
             name.removeprefix("seconds/"): value for name, value in metrics.items() if name.startswith("seconds/")
         }
+        state.truncated = metrics.get("rollout/truncated", 0.0)
+        for name, count in metrics.items():
+            if name.startswith("failed/"):
+                boundary = name.removeprefix("failed/")
+                state.failed[boundary] = state.failed.get(boundary, 0) + int(count)
         if self._live is None:
             say(describe(state), file=self._stream)
 
@@ -97,6 +106,8 @@ class TrainingView:
             table.add_row("success", "  ".join(f"{success:.2f} (step {step})" for step, success in shown))
         if state.seconds:
             table.add_row("rollout", f"{state.tokens_per_s:,.0f} tokens/s")
+            if trouble := describe_trouble(state):
+                table.add_row("", cell(trouble, style="red" if state.failed else ""))
             table.add_row("seconds", "  ".join(f"{name} {value:.2f}" for name, value in state.seconds.items()))
         return table
 
@@ -112,7 +123,18 @@ def draw_curve(values: list[float], width: int = CURVE_WIDTH) -> str:
 def describe(state: TrainingState) -> str:
     """A step in one line."""
     seconds = ", ".join(f"{name} {value:.2f} s" for name, value in state.seconds.items())
+    trouble = describe_trouble(state)
     return (
         f"step {state.step}/{state.total_steps}: reward {state.rewards[-1]:.3f}, "
-        f"{state.tokens_per_s:,.0f} tokens/s, {seconds}"
+        f"{f'{trouble}, ' if trouble else ''}{state.tokens_per_s:,.0f} tokens/s, {seconds}"
     )
+
+
+def describe_trouble(state: TrainingState) -> str:
+    """What failed so far, by boundary, and the share of the last batch that limits ended; empty where neither."""
+    parts = [f"{sum(state.failed.values())} failed ({_counts(state.failed)})"] if state.failed else []
+    return ", ".join([*parts, f"{state.truncated:.0%} truncated"] if state.truncated else parts)
+
+
+def _counts(failed: Mapping[str, int]) -> str:
+    return ", ".join(f"{boundary} {count}" for boundary, count in sorted(failed.items()))

@@ -8,6 +8,7 @@ import time
 from collections.abc import Mapping, Sequence
 
 from treadle.config.logging import LoggingConfig
+from treadle.observe.batch_metrics import describe_batch
 from treadle.observe.spans import Spans, add_up
 from treadle.trainer.evaluate import Validation
 from treadle.trainer.flow import Taken
@@ -58,7 +59,8 @@ class Books:
             positions=list(taken.positions),
             baselines=None if baselines is None else list(baselines),
         )
-        metrics = {**report.metrics, **self._noted, **self._measure(step, taken.groups), **_prompts(taken)}
+        drawn = {**describe_batch(taken.groups), **self._measure(step, taken.groups), **_prompts(taken)}
+        metrics = {**report.metrics, **self._noted, **drawn}
         self._noted = {}
         self._log(step, metrics)
         self._view.on_step(step, metrics)
