@@ -175,3 +175,12 @@ def test_every_example_passes(run, path, monkeypatch):
     monkeypatch.chdir(EXAMPLES.parent)
     status, _, err = run("check", str(path))
     assert status == 0, err
+
+
+def test_the_model_is_proven_and_its_length_is_a_limit(here, run):
+    status, out, _ = run("check", "my.yaml")
+    assert status == 0 and "of a small llama against its own forward, in nats: policy" in out
+    status, _, err = run("check", "my.yaml", "rollout.response_length=2000")
+    assert status == 2 and "LlamaConfig is made for 1,024" in err
+    status, out, _ = run("check", "my.yaml", "model.prove=false")
+    assert status == 0 and "model.prove is off" in out

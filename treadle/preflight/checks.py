@@ -208,13 +208,24 @@ def _check_room(config: Config, parameters: int, report: PreflightReport, *, tho
 
 def _prove_model(config: Config, directory: Path, report: PreflightReport) -> None:
     """The proof that a run makes as it loads the model."""
-    from transformers import AutoConfig
+    from treadle.engine.native.proof import prove
+    from treadle.model.load import check_length, load_model_config
 
-    try:
-        AutoConfig.from_pretrained(str(directory), trust_remote_code=config.model.trust_remote_code)
-    except (OSError, ValueError, KeyError) as error:
-        problem = f"its config.json cannot be read: {str(error).splitlines()[0]}"
-        raise ConfigError([Mistake("model.path", problem, config.model.path, config.model.origin("path"))]) from error
+    model, longest, native = config.model, config.rollout.sequence_length(), config.rollout.name == "native"
+    found = load_model_config(model, directory)
+    check_length(found, longest)
+    if not native and not isinstance(config, TrainConfig):
+        return
+    if not model.prove:
+        report.warnings.append("model.prove is off: nothing shows that the model is computed as its authors wrote it")
+        return
+    proof = prove(found, longest=longest, engine=native)
+    if proof.problem is not None:
+        fix = "see docs/models.md; model.prove=false runs it unproven"
+        raise ConfigError([Mistake("model.path", proof.problem, model.path, model.origin("path"), fix)])
+    findings = {"policy": proof.policy, "engine": proof.engine}
+    told = [f"{name} {part.logprobs:.0e}" for name, part in findings.items() if part and part.logprobs is not None]
+    report.note("proof", f"logprobs of a small {proof.family} against its own forward, in nats: {', '.join(told)}")
 
 
 def _check_surroundings(config: Config, environment: Mapping[str, str], report: PreflightReport) -> None:
