@@ -14,8 +14,8 @@ check: $(INSTALLED)  ## format, lint, types, import ranks and unit tests: about 
 	$(BIN)/mypy
 	$(BIN)/pytest tests/unit tests/golden -n auto
 
-test: check  ## everything above, then contract and integration tests with real processes
-	$(BIN)/pytest tests/contract tests/integration -n auto
+test: check  ## everything above, then contract, integration and attack tests with real processes
+	$(BIN)/pytest tests/contract tests/integration tests/attacks -n auto
 
 test-cluster: $(CLUSTER_INSTALLED)  ## what needs vLLM and Ray, both real, in an environment of their own
 	$(CLUSTER)/bin/pytest tests/contract/test_vllm_engine.py tests/contract/test_weight_engines.py tests/integration/test_*vllm*.py

@@ -294,6 +294,20 @@ class Timing:
 
 
 @dataclass(frozen=True, slots=True)
+class Provenance:
+    """What a trajectory and its score were made from, as digests: all four equal, and so is the result."""
+
+    sampling: str = ""
+    """Of what decides the tokens of every task: weights, sampling parameters, tools, agent loops, engine."""
+    prompt: str = ""
+    """Of what the task adds to that: its messages, tools and arguments."""
+    scoring: str = ""
+    """Of the reward functions and models: their source and their settings."""
+    row: str = ""
+    """Of the whole task, as a reward function sees it."""
+
+
+@dataclass(frozen=True, slots=True)
 class Trajectory:
     """The finished record of a session. The first row is the main one; forks add rows that share the reward."""
 
@@ -309,6 +323,8 @@ class Trajectory:
     data_source: str = ""
     extra: Mapping[str, Any] = NOTHING
     """What the loop wants to be known about this trajectory."""
+    provenance: Provenance = Provenance()
+    """Empty where nobody said what it was made from; such a trajectory is never reused."""
 
     @property
     def num_sampled(self) -> int:

@@ -1,6 +1,8 @@
+import errno
 import json
 import logging
 import random
+import stat
 from pathlib import Path
 
 import pytest
@@ -195,6 +197,56 @@ def test_a_checkpoint_of_another_model_is_refused(directory: Path, policy: Singl
 def test_saves_are_due_by_frequency(directory: Path, tmp_path: Path) -> None:
     assert [step for step in range(1, 7) if store(tmp_path, directory, save_freq=3).is_due(step)] == [3, 6]
     assert not store(tmp_path, directory).is_due(3)
+
+
+def test_saves_are_due_by_time_too_ten_minutes_by_default(
+    directory: Path, policy: SinglePolicy, tmp_path: Path
+) -> None:
+    now, model = [0.0], ModelConfig(path=str(directory))
+    timed = Checkpoints(tmp_path, checkpoint=CheckpointConfig(), model=model, clock=lambda: now[0])
+    now[0] = 599.0
+    assert not timed.is_due(1)
+    now[0] = 600.0
+    assert timed.is_due(2)
+    timed.save(policy, None, 2, {})
+    assert not timed.is_due(3)
+    never = Checkpoints(
+        tmp_path, checkpoint=CheckpointConfig(save_every_s=None), model=model, clock=lambda: now.pop() if now else 1e9
+    )
+    assert not never.is_due(3)
+
+
+def test_two_checkpoints_of_one_step_count_once(directory: Path, policy: SinglePolicy, tmp_path: Path) -> None:
+    checkpoints = store(tmp_path, directory, keep_last=2)
+    for step in (1, 2, 3, 3):
+        checkpoints.save(policy, None, step, {})
+    assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == ["0002-step-2", "0004-step-3"]
+
+
+def test_a_disk_that_takes_no_more_is_a_sentence_and_leaves_earlier_checkpoints(
+    directory: Path, policy: SinglePolicy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checkpoints = store(tmp_path, directory)
+    checkpoints.save(policy, None, 1, {})
+    for error in (
+        OSError(errno.ENOSPC, "No space left on device"),
+        RuntimeError("write: No space left on device (28)"),
+    ):
+
+        def fail(directory: Path, error: Exception = error) -> None:
+            raise error
+
+        monkeypatch.setattr(policy, "save", fail)
+        with pytest.raises(RunError, match=r"0002-step-2 cannot be saved: no space left on the disk .* MB free"):
+            checkpoints.save(policy, None, 2, {})
+    assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["0001-step-1"]
+
+
+def test_nobody_else_may_read_a_checkpoint(directory: Path, policy: SinglePolicy, tmp_path: Path) -> None:
+    saved = store(tmp_path, directory).save(policy, None, 1, {})
+    folders = {stat.S_IMODE(path.stat().st_mode) for path in (saved.parent, saved, *saved.rglob("*")) if path.is_dir()}
+    files = {stat.S_IMODE(path.stat().st_mode) for path in saved.rglob("*") if path.is_file()}
+    assert (folders, files) == ({0o700}, {0o600})
 
 
 def test_an_export_loads_elsewhere_and_never_overwrites(directory: Path, policy: SinglePolicy, tmp_path: Path) -> None:

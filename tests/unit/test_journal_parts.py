@@ -112,7 +112,7 @@ def test_both_lookups_by_task_use_an_index(tmp_path: Path) -> None:
     connection = sqlite3.connect(tmp_path / "journal.sqlite")
     for query in (
         "SELECT * FROM trajectories WHERE uid = 'a' ORDER BY sample, id",
-        "SELECT * FROM parts WHERE uid = 'a' ORDER BY sample, number",
+        "SELECT * FROM parts WHERE uid = 'a' ORDER BY sample, row, number",
     ):
         plan = " ".join(row[-1] for row in connection.execute(f"EXPLAIN QUERY PLAN {query}"))
         assert "USING INDEX" in plan and "SCAN" not in plan and "TEMP B-TREE" not in plan
@@ -124,7 +124,7 @@ def test_an_older_journal_is_refused(tmp_path: Path) -> None:
     with sqlite3.connect(tmp_path / "journal.sqlite") as connection:
         connection.execute("PRAGMA user_version = 1")
     connection.close()
-    with pytest.raises(RunError, match=r"an older treadle \(journal version 1, this one knows 2\)"):
+    with pytest.raises(RunError, match=r"an older treadle \(journal version 1, this one knows 3\)"):
         Journal.open(tmp_path, max_mb=16)
 
 

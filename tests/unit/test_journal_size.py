@@ -120,12 +120,32 @@ def test_a_journal_opened_with_a_smaller_size_shrinks(tmp_path: Path) -> None:
         assert len(list(reader.headlines())) == 401
 
 
-def test_headlines_that_alone_need_more_are_kept_and_reported_once(tmp_path: Path) -> None:
+def test_headlines_are_bounded_too_the_oldest_go_and_it_is_said(tmp_path: Path) -> None:
     outcome = Outcome.failed(EngineFailure("x" * 1000))
-    fill(tmp_path, (Trajectory(f"task-{number}", 0, (), outcome) for number in range(1500)), max_mb=1)
+    trajectories = (Trajectory(f"task-{number}", 0, (), outcome) for number in range(4000))  # about 5 MB of headlines
+    largest = fill(tmp_path, trajectories, max_mb=1)
+    assert largest <= 1 * MB
     with JournalReader.open(tmp_path) as reader:
-        assert reader.counts().trajectories == 1500
-        assert len(reader.events(kind="over_size")) == 1
+        kept = [headline.uid for headline in reader.headlines()]
+        assert kept == [f"task-{number}" for number in range(4000 - len(kept), 4000)] and len(kept) > 100
+        dropped = sum(event.fields["count"] for event in reader.events(kind="dropped_headlines"))
+        assert dropped == 4000 - len(kept)
+
+
+def test_events_and_metrics_are_bounded_and_what_a_resume_needs_stays(tmp_path: Path) -> None:
+    with Journal.open(tmp_path, max_mb=1) as journal:
+        journal.add_event("resume", step=0, version=0)
+        for number in range(4000):
+            journal.add_event("spans", step=number, spans="x" * 600)
+            journal.add_metrics(number, {"loss": 0.5})
+            if number % 100 == 99:
+                journal.flush_blocking()
+        journal.flush_blocking()
+        assert size_of(tmp_path) <= 1 * MB
+    with JournalReader.open(tmp_path) as reader:
+        assert len(reader.events(kind="resume")) == 1
+        assert reader.events(kind="spans", limit=10_000)[-1].fields["step"] == 3999
+        assert sum(event.fields["count"] for event in reader.events(kind="dropped_events")) > 1000
 
 
 def test_the_write_ahead_log_stays_small_beside_a_slow_reader(tmp_path: Path) -> None:

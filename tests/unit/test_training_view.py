@@ -1,6 +1,7 @@
 """What a person sees of a training run."""
 
 import io
+import threading
 
 from treadle.observe.spans import Spans, add_up
 from treadle.observe.training import TrainingView, draw_curve
@@ -17,6 +18,23 @@ def test_without_a_terminal_every_step_is_one_line():
         "validation after step 0: success 0.500",
         "step 1/10: reward 0.250, 1,234 tokens/s, rollout 1.50 s, train 0.50 s",
     ]
+
+
+def test_without_a_terminal_a_run_that_says_nothing_is_seen_to_live():
+    class Heard(io.StringIO):
+        heard = threading.Event()
+
+        def write(self, text: str) -> int:
+            written = super().write(text)
+            if "no news" in self.getvalue():
+                self.heard.set()
+            return written
+
+    stream = Heard()
+    with TrainingView(10, stream=stream, heartbeat_s=0.01) as view:
+        view.watch(lambda: "rollout")
+        assert stream.heard.wait(30)
+    assert stream.getvalue().startswith("after step 0 of 10: rollout, no news for ")
 
 
 def test_on_a_terminal_the_view_is_drawn_with_curve_success_and_seconds():

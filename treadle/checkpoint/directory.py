@@ -12,17 +12,20 @@ from pathlib import Path
 
 DRAFT = ".draft-"
 TRASH = ".trash-"
+_DIRECTORY_MODE = 0o700
+_FILE_MODE = 0o600
 
 
 @contextmanager
 def appearing(target: Path) -> Iterator[Path]:
     """A draft to write into, which becomes `target` when the block ends well. `target` must not exist."""
-    target.parent.mkdir(parents=True, exist_ok=True)
+    target.parent.mkdir(mode=_DIRECTORY_MODE, parents=True, exist_ok=True)
     draft = target.with_name(DRAFT + target.name)
     shutil.rmtree(draft, ignore_errors=True)
-    draft.mkdir()
+    draft.mkdir(mode=_DIRECTORY_MODE)
     try:
         yield draft
+        close_to_others(draft)
         flush_tree(draft)
         draft.rename(target)
     except BaseException:
@@ -44,6 +47,14 @@ def sweep(parent: Path) -> None:
     """Delete what a crash left of drafts and deletions."""
     for left in [*parent.glob(f"{DRAFT}*"), *parent.glob(f"{TRASH}*")]:
         shutil.rmtree(left)
+
+
+def close_to_others(directory: Path) -> None:
+    """Let nobody but the user read what is below: weights may be worth as much as what they were trained on."""
+    for folder, _, files in os.walk(directory):
+        os.chmod(folder, _DIRECTORY_MODE)
+        for name in files:
+            os.chmod(Path(folder, name), _FILE_MODE)
 
 
 def flush_tree(directory: Path) -> None:

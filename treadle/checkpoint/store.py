@@ -1,4 +1,4 @@
-"""The checkpoints of a run: saved in turn, the last k kept, the newest whole one found again.
+"""The checkpoints of a run: saved in turn, those of the last k steps kept, the newest whole one found again.
 
 run_dir/checkpoints/
   0003-step-120/     the third save, after training step 120: a Hugging Face directory, and `training/` inside it
@@ -8,10 +8,14 @@ Owns names, order and retention. Knows a policy only as something that saves its
 Invariant: what `latest` returns was written to its end and is, byte for byte, what was written.
 """
 
+import errno
 import json
 import logging
 import re
-from collections.abc import Mapping
+import shutil
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -57,10 +61,19 @@ def latest(run_dir: Path) -> Path | None:
 class Checkpoints:
     """The checkpoints of one run, for the process that trains it."""
 
-    def __init__(self, run_dir: Path, *, checkpoint: CheckpointConfig, model: ModelConfig) -> None:
+    def __init__(
+        self,
+        run_dir: Path,
+        *,
+        checkpoint: CheckpointConfig,
+        model: ModelConfig,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self._run_dir = run_dir
         self._checkpoint = checkpoint
         self._model = model
+        self._clock = clock
+        self._saved_at = clock()
 
     def save(
         self,
@@ -75,7 +88,7 @@ class Checkpoints:
         sweep(folder)
         last = max((_order(path) for path in _saved(self._run_dir)), default=0)
         target = folder / f"{last + 1:04d}-step-{step}"
-        with appearing(target) as draft:
+        with _disk_errors(target), appearing(target) as draft:
             policy.save(draft)
             if critic is not None:
                 critic.save(draft)
@@ -85,6 +98,7 @@ class Checkpoints:
             progress = {"step": step, "version": policy.version, "state": dict(state)}
             (draft / PROGRESS).write_text(json.dumps(progress), encoding="utf-8")
             write_manifest(draft)
+        self._saved_at = self._clock()
         self._prune()
         return target
 
@@ -121,19 +135,25 @@ class Checkpoints:
         return progress
 
     def is_due(self, step: int) -> bool:
-        """Whether `checkpoint.save_freq` asks for a save after this step."""
-        save_freq = self._checkpoint.save_freq
-        return save_freq > 0 and step % save_freq == 0
+        """Whether `checkpoint.save_freq` or `checkpoint.save_every_s` asks for a save after this step."""
+        save_freq, save_every_s = self._checkpoint.save_freq, self._checkpoint.save_every_s
+        if save_freq > 0 and step % save_freq == 0:
+            return True
+        return save_every_s is not None and self._clock() - self._saved_at >= save_every_s
 
     def _prune(self) -> None:
-        """Keep the last k whole checkpoints. One that is not whole is no longer anybody's, and goes with them."""
+        """Keep the newest whole checkpoint of each of the last k steps saved. One that is not whole goes with them."""
         keep_last = self._checkpoint.keep_last
         if keep_last is None:
             return
         saved = _saved(self._run_dir)
-        whole = [path for path in saved if _looks_whole(path)]
-        for path in saved[: saved.index(whole[-keep_last:][0])]:
-            remove(path)
+        kept: dict[int, Path] = {}
+        for path in reversed(saved):
+            if len(kept) < keep_last and _looks_whole(path):
+                kept.setdefault(_step(path), path)
+        for path in saved[:-1]:
+            if path not in kept.values():
+                remove(path)
 
 
 def _saved(run_dir: Path) -> list[Path]:
@@ -147,6 +167,37 @@ def _order(path: Path) -> int:
     found = _NAME.fullmatch(path.name)
     assert found is not None, f"{path} is no checkpoint"
     return int(found[1])
+
+
+def _step(path: Path) -> int:
+    found = _NAME.fullmatch(path.name)
+    assert found is not None, f"{path} is no checkpoint"
+    return int(found[2])
+
+
+@contextmanager
+def _disk_errors(target: Path) -> Iterator[None]:
+    """A save that the disk does not take is a RunError in a sentence, whichever library met it."""
+    try:
+        yield
+    except RunError:
+        raise
+    except Exception as error:
+        full = "No space left" in str(error) or (isinstance(error, OSError) and error.errno == errno.ENOSPC)
+        if not full and not isinstance(error, OSError):
+            raise
+        reason = getattr(error, "strerror", None) or str(error).splitlines()[0]
+        if full:
+            reason = f"no space left on the disk ({_free_mb(target):,} MB free)"
+        raise RunError(
+            f"the checkpoint {target} cannot be saved: {reason}. Earlier checkpoints are whole: "
+            f"{'free some space' if full else 'see the cause'} and start again to go on from the newest"
+        ) from error
+
+
+def _free_mb(target: Path) -> int:
+    place = next((parent for parent in target.parents if parent.is_dir()), None)
+    return shutil.disk_usage(place).free >> 20 if place else 0
 
 
 def _looks_whole(path: Path) -> bool:

@@ -1,5 +1,6 @@
 """The command's entry: its groups, and how errors leave the program."""
 
+import atexit
 import os
 import signal
 import sys
@@ -63,8 +64,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
         sys.exit(_run(parsed.run, parsed))
     leave = _refuse_silent_exit()
     _count_interrupts()
+    _end_in_order_on_signals()
     status = _run(parsed.run, parsed)
-    if any(thread.daemon and thread.name.startswith("treadle-") for thread in threading.enumerate()):
+    if status == STATUS_INTERRUPTED:
+        atexit._run_exitfuncs()
+    if status == STATUS_INTERRUPTED or any(
+        thread.daemon and thread.name.startswith("treadle-") for thread in threading.enumerate()
+    ):
         # Code that did not end when it was asked to is still in some library: Python's own end would abort in there.
         _flush()
         leave(status)
@@ -107,6 +113,18 @@ def _flush() -> None:
     for stream in (sys.stdout, sys.stderr):
         with suppress(OSError, ValueError, AttributeError):
             stream.flush()
+
+
+def _end_in_order_on_signals() -> None:
+    """SIGTERM and SIGHUP are Ctrl-C by another name, unless somebody (nohup, a caller of ours) decided otherwise."""
+    if threading.current_thread() is threading.main_thread():
+        for number in (signal.SIGTERM, signal.SIGHUP):
+            if signal.getsignal(number) is signal.SIG_DFL:
+                signal.signal(number, _interrupt)
+
+
+def _interrupt(number: int, frame: FrameType | None) -> None:
+    raise KeyboardInterrupt(signal.Signals(number).name)
 
 
 def _run(run: object, parsed: object) -> int:

@@ -27,11 +27,13 @@ def register(commands: Commands) -> None:
       treadle rollout my.yaml --validation rollout.val_kwargs.n=8
       treadle rollout my.yaml rollout.name=openai rollout.openai.base_url=http://localhost:8000/v1
 
-    Everything is kept in logging.run_dir. Ctrl-C keeps what is done; the same command goes on from there.
+    Everything is kept in logging.run_dir. Ctrl-C keeps what is done; the same command goes on from there. What the
+    directory holds of another model, sampling or prompt is never reported: --fresh sets it aside and begins anew.
     """
     command = add_command(commands, "rollout", rollout, examples)
     add_words(command)
     command.add_argument("--validation", action="store_true", help="roll out data.val_files, sampled as val_kwargs say")
+    command.add_argument("--fresh", action="store_true", help="rename the run directory to RUN.1, .2, … and begin anew")
     command.add_argument("--json", action="store_true", help="print the summary as JSON")
 
 
@@ -49,6 +51,7 @@ def rollout(arguments: Arguments) -> int:
         result = run_rollout(
             config,
             validation=arguments.validation,
+            fresh=arguments.fresh,
             command=sys.argv,
             parts=replace(parts, api_keys=read_keys(config)),
             progress=_show_progress,

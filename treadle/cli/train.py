@@ -25,10 +25,13 @@ def register(commands: Commands) -> None:
       treadle train calculator trainer.total_training_steps=20 rollout.n=4
       treadle train my.yaml logging.logger=[console,tensorboard]
 
-    Everything is kept in logging.run_dir. Ctrl-C saves; the same command goes on from there.
+    Everything is kept in logging.run_dir. Ctrl-C, SIGTERM and SIGHUP save; the same command goes on from there. A
+    directory whose run had another model, other tasks or other settings is refused with what changed.
     """
     command = add_command(commands, "train", train, examples)
     add_words(command)
+    command.add_argument("--fresh", action="store_true", help="rename the run directory to RUN.1, .2, … and begin anew")
+    command.add_argument("--allow-changes", action="store_true", help="go on with settings that changed since")
 
 
 def train(arguments: Arguments) -> int:
@@ -46,25 +49,28 @@ def train(arguments: Arguments) -> int:
         raise ConfigError([Mistake("trainer", "this config has no trainer section: it is a rollout", fix=fix)])
     require_preflight(config)
     warn(describe_plan(config, make_plan(config, find_machines(config.cluster))))
-    result = _train(config)
+    result = _train(config, arguments)
     _print_result(result)
     return STATUS_INTERRUPTED if result.interrupted else 0
 
 
-def _train(config: "TrainConfig") -> "TrainingResult":
+def _train(config: "TrainConfig", arguments: Arguments) -> "TrainingResult":
     from treadle.cluster.training import train as train_here
     from treadle.data.tasks import load_training_tasks
     from treadle.observe.training import TrainingView
     from treadle.trainer.terms import total_steps
 
     with TrainingView(total_steps(config, load_training_tasks(config.data))) as view:
-        return asyncio.run(train_here(config, view, sys.argv, read_keys(config)))
+        changes = {"fresh": arguments.fresh, "allow_changes": arguments.allow_changes}
+        return asyncio.run(train_here(config, view, sys.argv, read_keys(config), **changes))
 
 
 def _print_result(result: "TrainingResult") -> None:
     if len(result.validations) > 1:
         _print_comparison(result)
-    say(f"\n{result.steps} steps; everything is in {result.run_dir}")
+    say(f"\n{result.steps} steps, {result.trained} of them now; everything is in {result.run_dir}")
+    if not result.trained and not result.interrupted and result.steps:
+        say("nothing was trained: the run was done already (trainer.total_training_steps makes it longer)")
     for note in result.notes:
         say(f"note: {note}")
     if result.interrupted:

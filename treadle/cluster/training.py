@@ -5,33 +5,37 @@ Owns the order of starting and closing, and what Ctrl-C means. Knows no schedule
 
 import asyncio
 import logging
-import signal
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from types import TracebackType
 from typing import Any
 
 from treadle.checkpoint.store import Checkpoints
 from treadle.cluster import local
 from treadle.cluster.machine import missing_packages
 from treadle.cluster.runtime import Runtime
+from treadle.cluster.signals import StopSignals
 from treadle.config import TrainConfig, to_yaml
 from treadle.config.rules import check_rules
+from treadle.config.secrets import hide_in_words, hide_secret
 from treadle.config.show import flatten
 from treadle.config.trainer import OnWeightUpdate
 from treadle.data.renderer import Renderer
 from treadle.data.tasks import TaskSource, load_training_tasks, load_validation_tasks
 from treadle.engine.protocol import WeightUpdate
 from treadle.errors import ConfigError, RunError
-from treadle.journal import Journal
+from treadle.journal import Journal, logging_to, set_aside
 from treadle.model.tokenizer import resolve_model_path
 from treadle.observe.trackers import Trackers
 from treadle.rollout import AgentLoopManager
 from treadle.rollout import Parts as RolloutParts
 from treadle.rollout.dispatch import first_error
 from treadle.rollout.prompts import survey_prompts
+from treadle.rollout.provenance import RunInputs
+from treadle.trainer.config_changes import check_changes, config_items, record_config
 from treadle.trainer.evaluate import Validation
 from treadle.trainer.lineage import Lineage
 from treadle.trainer.parts import Parts, Validator, View, train_in_thread
@@ -57,16 +61,50 @@ class TrainingResult:
     validations: tuple[Validation, ...]
     notes: tuple[str, ...] = ()
     """What a reader should not miss: rewards that taught nothing, batches larger than the data."""
+    trained: int = 0
+    """Those of `steps` that this start did."""
 
 
 async def train(
-    config: TrainConfig, view: View, command: Sequence[str] = (), api_keys: Mapping[str, str] = NOTHING
+    config: TrainConfig,
+    view: View,
+    command: Sequence[str] = (),
+    api_keys: Mapping[str, str] = NOTHING,
+    *,
+    fresh: bool = False,
+    allow_changes: bool = False,
 ) -> TrainingResult:
-    """Train as the config says. Ctrl-C ends it in order and saves; the same call goes on from there."""
+    """Train as the config says. Ctrl-C, SIGTERM and SIGHUP end it in order and save; the same call goes on from there.
+
+    A run directory whose run had another model, other tasks or other settings is refused with what changed: `fresh`
+    sets it aside, `allow_changes` goes on with other settings.
+    """
     check(config)
-    async with _assembled(config, view, command, api_keys) as run:
-        loop = asyncio.get_running_loop()
-        loop.add_signal_handler(signal.SIGINT, run.request_stop)
+    run_dir = Path(config.logging.directory())
+    if fresh:
+        set_aside(run_dir)
+    with StopSignals(config.checkpoint.grace_s) as signals:
+        try:
+            return await _train_here(config, run_dir, _Request(view, command, api_keys, allow_changes), signals)
+        except asyncio.CancelledError:
+            if signals.received is None:
+                raise
+            raise KeyboardInterrupt(signals.received) from None
+
+
+@dataclass(frozen=True, slots=True)
+class _Request:
+    """What a caller of `train` gives beside the config."""
+
+    view: View
+    command: Sequence[str]
+    api_keys: Mapping[str, str]
+    allow_changes: bool
+
+
+async def _train_here(config: TrainConfig, run_dir: Path, request: _Request, signals: StopSignals) -> TrainingResult:
+    async with _assembled(config, run_dir, request, signals) as run:
+        signals.stop_with(run.request_stop)
         interrupted = False
         try:
             await SCHEDULES[config.trainer.mode](run)
@@ -74,10 +112,9 @@ async def train(
             interrupted = True
             await run.save_interrupted()
         finally:
-            await _draw_timeline(run, Path(config.logging.directory()))
-            loop.remove_signal_handler(signal.SIGINT)
+            await _draw_timeline(run, run_dir)
         validations = tuple(sorted(run.validations, key=lambda found: found.step))
-        return TrainingResult(Path(config.logging.directory()), run.step, interrupted, validations, run.notes)
+        return TrainingResult(run_dir, run.step, interrupted, validations, run.notes, run.trained)
 
 
 async def _draw_timeline(run: Run, run_dir: Path) -> None:
@@ -107,26 +144,37 @@ def _runtime(config: TrainConfig, tasks: TaskSource) -> AbstractAsyncContextMana
 
 
 @asynccontextmanager
-async def _assembled(
-    config: TrainConfig, view: View, command: Sequence[str], api_keys: Mapping[str, str]
-) -> AsyncIterator[Run]:
+async def _assembled(config: TrainConfig, run_dir: Path, request: _Request, signals: StopSignals) -> AsyncIterator[Run]:
     """Every part, started; closed again in the opposite order."""
-    run_dir, logging = Path(config.logging.directory()), config.logging
+    logging, view, api_keys = config.logging, request.view, request.api_keys
     tasks = load_training_tasks(config.data)
     validation_tasks = tuple(load_validation_tasks(config.data)) if config.data.val_files else ()
     resolve_model_path(config.model.path, origin=config.model.origin("path"))  # before there is a run directory
     await _look_at_prompts(config, tasks, validation_tasks)
+    inputs = RunInputs.of(config.rollout, config.model, config.reward)
+    items = config_items(config, inputs, tasks)
+    changed = check_changes(run_dir, config, items, allow=request.allow_changes)
     async with AsyncExitStack() as parts:
-        resolved = to_yaml(config, origins=True)
-        journal = Journal.open(run_dir, max_mb=logging.journal_max_mb, config_yaml=resolved, command=command)
+        resolved, words = to_yaml(config, origins=True, secrets=False), hide_in_words(request.command)
+        journal = Journal.open(run_dir, max_mb=logging.journal_max_mb, config_yaml=resolved, command=words)
         await parts.enter_async_context(journal)
-        trackers = Trackers.start(logging, run_dir, flatten(config))
+        parts.enter_context(logging_to(run_dir))
+        parts.push(_log_end)
+        log.info("started: %s", " ".join(words))
+        signals.journal = journal
+        record_config(journal, items, changed)
+        for change in changed:
+            log.warning("changed since the last start: %s", change)
+        shown = {name: hide_secret(name, value) for name, value in flatten(config).items()}
+        trackers = Trackers.start(logging, run_dir, shown)
         parts.callback(trackers.close)
         scored = config.reward.gives_scores()
-        lineage = Lineage.read(run_dir, settings=settings_digest(config), scored=scored, bounds=config.reward.bounds)
+        settings, bounds = settings_digest(config, inputs), config.reward.bounds
+        lineage = Lineage.read(run_dir, settings=settings, scored=scored, bounds=bounds)
         parts.callback(lineage.close)
         runtime = await parts.enter_async_context(_runtime(config, tasks))
-        start = partial(_start_rollout, config, journal if logging.journal else None, api_keys, parts)
+        brought = RolloutParts(journal=journal if logging.journal else None, api_keys=api_keys, inputs=inputs)
+        start = partial(_start_rollout, config, brought, parts)
         wanted = [runtime.rollout]
         if runtime.validation and validation_tasks:
             wanted.append(runtime.validation)
@@ -147,6 +195,7 @@ async def _assembled(
                 trackers=trackers,
                 view=view,
                 lineage=lineage,
+                inputs=inputs,
                 train=partial(_train, runtime),
                 validator=next((Validator(own, partial(runtime.push, own)) for own in validation), None),
                 watch=runtime.watch,
@@ -177,18 +226,20 @@ async def _push(runtime: Runtime, receiver: Receiver, version: int) -> PushRepor
 
 
 async def _start_rollout(
-    config: TrainConfig,
-    journal: Journal | None,
-    api_keys: Mapping[str, str],
-    parts: AsyncExitStack,
-    supplied: RolloutParts,
+    config: TrainConfig, brought: RolloutParts, parts: AsyncExitStack, supplied: RolloutParts
 ) -> AgentLoopManager:
     """A rollout around what the runtime supplies; `parts` closes it."""
-    brought = replace(supplied, journal=journal, api_keys=api_keys)
-    rollout = await AgentLoopManager.create(
-        rollout=config.rollout, model=config.model, reward=config.reward, parts=brought
-    )
+    own = replace(supplied, journal=brought.journal, api_keys=brought.api_keys, inputs=brought.inputs)
+    rollout = await AgentLoopManager.create(rollout=config.rollout, model=config.model, reward=config.reward, parts=own)
     return await parts.enter_async_context(rollout)
+
+
+def _log_end(kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    """The last line of a run's log: how it ended, with the whole traceback, of which people see a sentence."""
+    if error is None:
+        log.info("ended")
+    else:
+        log.info("ended by %s", type(error).__name__, exc_info=error)
 
 
 class _Receiver:

@@ -23,6 +23,8 @@ from treadle.config.syntax import read_scalar
 from treadle.config.value import FrozenDict, check, choices
 from treadle.errors import ConfigError, Mistake, nearest
 
+_EXPERIMENT = ("logging", "experiment_name")
+
 
 class LegacyKeyWarning(UserWarning):
     """A config uses another framework's spelling of a key; the message names ours."""
@@ -40,7 +42,16 @@ def load(files: Sequence[str | FilePath] | str | FilePath = (), overrides: Itera
     mistakes: list[Mistake] = []
     names = [files] if isinstance(files, str | FilePath) else files
     layers = [read_config(name, mistakes) for name in names]
-    return build([*layers, *_read_overrides(overrides, mistakes)], mistakes)
+    layers += _read_overrides(overrides, mistakes)
+    named = any(_EXPERIMENT in layer for layer in layers)
+    return build([*([] if named else _named_after(names)), *layers], mistakes)
+
+
+def _named_after(files: Sequence[str | FilePath]) -> list[Layer]:
+    """A default that comes before every file: the experiment is called what its files are called."""
+    name = "+".join(FilePath(file).stem for file in files)
+    origin = Origin(Source.DEFAULT, f"the name of {', '.join(map(str, files))}")
+    return [{_EXPERIMENT: Leaf(name, origin)}] if name else []
 
 
 def loads(text: str, name: str = "text", overrides: Iterable[str] = ()) -> Config:

@@ -8,8 +8,10 @@ from typing import Any
 
 import yaml
 
+from treadle.config.origin import Source
 from treadle.config.outline import TARGET, public_name, section_in_map, usual_class
 from treadle.config.reference import escape
+from treadle.config.secrets import hide_secret
 from treadle.config.section import Section, types_of
 from treadle.config.syntax import Loader, read_scalar
 
@@ -35,29 +37,30 @@ _Dumper.add_representer(tuple, lambda dumper, value: dumper.represent_sequence("
 _Dumper.add_multi_representer(dict, lambda dumper, value: dumper.represent_dict(dict(value).items()))
 
 
-def to_yaml(config: Section, *, origins: bool = False) -> str:
-    """Every value, in an order a reader expects; loading it again gives an equal config."""
-    return "\n".join(_lines(config, "", origins)) + "\n"
+def to_yaml(config: Section, *, origins: bool = False, secrets: bool = True) -> str:
+    """Every value, in an order a reader expects; loading it again gives an equal config. `secrets` may be left out."""
+    return "\n".join(_lines(config, "", origins, secrets)) + "\n"
 
 
-def _lines(section: Section, indent: str, origins: bool) -> Iterator[str]:
+def _lines(section: Section, indent: str, origins: bool, secrets: bool) -> Iterator[str]:
     for name, value in section.values().items():
         if isinstance(value, Section):
             yield f"{indent}{name}:"
-            yield from _section_lines(value, usual_class(type(section), name), f"{indent}  ", origins)
+            yield from _section_lines(value, usual_class(type(section), name), f"{indent}  ", origins, secrets)
         elif section_in_map(types_of(type(section))[name]) and value:
             yield f"{indent}{name}:"
             for inner, below in value.items():
                 yield f"{indent}  {as_yaml(inner)}:"
-                yield from _section_lines(below, usual_class(type(section), name), f"{indent}    ", origins)
+                yield from _section_lines(below, usual_class(type(section), name), f"{indent}    ", origins, secrets)
         else:
+            value = value if secrets else hide_secret(name, value)
             yield f"{indent}{name}: {as_yaml(value)}{_note(section, name) if origins else ''}"
 
 
-def _section_lines(section: Section, usual: type[Section], indent: str, origins: bool) -> Iterator[str]:
+def _section_lines(section: Section, usual: type[Section], indent: str, origins: bool, secrets: bool) -> Iterator[str]:
     if type(section) is not usual:
         yield f"{indent}{TARGET}: {public_name(type(section))}{_note(section, TARGET) if origins else ''}"
-    yield from _lines(section, indent, origins)
+    yield from _lines(section, indent, origins, secrets)
 
 
 def _note(section: Section, name: str) -> str:
@@ -124,9 +127,20 @@ class Difference:
         return f"{self.key}: {left} → {right}"
 
 
+_NAME = "logging.experiment_name"
+
+
+def _is_named_by_its_file(config: Section) -> bool:
+    """Whether nobody named the experiment: two files then differ in it by their own names alone."""
+    logging = config.values().get("logging")
+    return isinstance(logging, Section) and logging.origin("experiment_name").source is Source.DEFAULT
+
+
 def diff(left: Section, right: Section) -> list[Difference]:
     """The keys whose resolved values differ, in the order of the left config."""
     before, after = flatten(left), flatten(right)
+    if all(_is_named_by_its_file(config) for config in (left, right)):
+        before.pop(_NAME), after.pop(_NAME)
     keys = [*before, *(key for key in after if key not in before)]
     pairs = ((key, before.get(key, ABSENT), after.get(key, ABSENT)) for key in keys)
     return [Difference(key, old, new) for key, old, new in pairs if old != new]

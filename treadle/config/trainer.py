@@ -67,8 +67,19 @@ class TrainerConfig(Section):
 class CheckpointConfig(Section):
     """What is saved, how often, and where a run picks up."""
 
-    save_freq: int = key(-1, "save every this many steps; -1 for at the end and on interruption only", ge=-1)
-    keep_last: int | None = key(2, "checkpoints to keep; null for all", ge=1)
+    save_freq: int = key(-1, "save every this many steps; -1 for by time, at the end and on interruption only", ge=-1)
+    save_every_s: float | None = key(
+        600.0,
+        "save after the first step that ends this many seconds after the last save, also beside save_freq; "
+        "null for never by time",
+        gt=0,
+    )
+    keep_last: int | None = key(2, "steps whose checkpoints are kept; null for all", ge=1)
+    grace_s: float = key(
+        25.0,
+        "after SIGTERM or SIGHUP: seconds in which the step under way must end and be saved, else the run ends without",
+        gt=0,
+    )
     resume_mode: Literal["auto", "disable", "resume_path"] = key(
         "auto", "continue the newest checkpoint of the run directory, start afresh, or continue resume_from_path"
     )

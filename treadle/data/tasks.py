@@ -58,6 +58,11 @@ class TaskSource:
         """Tasks in one epoch."""
         return len(self._tasks)
 
+    @property
+    def tasks(self) -> Sequence[Task]:
+        """Every task, in the order of the files; the source stays where it is."""
+        return self._tasks
+
     def __iter__(self) -> Iterator[Task]:
         """What is left of the current epoch."""
         epoch = self._epoch

@@ -1,14 +1,16 @@
 """A trajectory as columns, and back.
 
 Owns the form of every stored record. Knows nothing of connections, threads or files.
-Invariant: ids, mask, versions and logprobs come back bit for bit. Logprobs take four bytes each where every value is
-a float32, as engines give them, and eight otherwise; the length of the blob says which.
+Invariant: ids, mask, versions and logprobs come back bit for bit, or the digest of their row shows that they do not.
+Logprobs take four bytes each where every value is a float32, as engines give them, and eight otherwise; the length of
+the blob says which.
 """
 
 import math
 import struct
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
+from hashlib import blake2b
 from typing import Any
 
 from treadle.errors import Boundary
@@ -20,6 +22,7 @@ from treadle.types import (
     Message,
     Outcome,
     Part,
+    Provenance,
     Row,
     Score,
     Status,
@@ -36,6 +39,36 @@ from treadle.types import (
 Value = str | bytes | float | int | None
 Values = tuple[Value, ...]
 Mask = bytes
+
+
+_SEAL_BYTES = 8
+
+
+def seal(values: Iterable[Value]) -> bytes:
+    """A digest of stored values: what SQLite gives back has the same, unless a bit of it has changed."""
+    digest = blake2b(digest_size=_SEAL_BYTES)
+    for value in values:
+        if isinstance(value, str):
+            kind, content = b"t", value.encode()
+        elif isinstance(value, bytes):
+            kind, content = b"b", value
+        elif value is None or value != value:  # SQLite keeps a NaN as NULL
+            kind, content = b"n", b""
+        else:
+            kind, content = b"f", struct.pack("<d", float(value) + 0.0)  # a whole number loses the sign of zero there
+        digest.update(kind + struct.pack("<q", len(content)))
+        digest.update(content)
+    return digest.digest()
+
+
+def sealed(values: Values) -> Values:
+    """`values` with their digest after them."""
+    return (*values, seal(values))
+
+
+def is_intact(stored: Sequence[Value]) -> bool:
+    """Whether stored values are as they were written; the last is their digest."""
+    return seal(stored[:-1]) == stored[-1]
 
 
 def pack_ints(values: Sequence[int]) -> bytes:
@@ -156,17 +189,22 @@ def part_values(start: int, written_at: float, part: Part) -> Values:
     answer: dict[str, Any] = {"stop": said.stop, "text": said.text, "replica": said.replica}
     if said.calls:
         answer["calls"] = [_call_fields(call) for call in said.calls]
-    return (
-        *(label(part.uid), part.sample, part.row, part.number, start, written_at, part.asked, part.digest),
-        *(pack_ints(said.ids), pack_floats(said.logprobs), pack_ints(said.versions)),
-        *(_pack_optional(said.processed_logprobs), encode(answer)),
+    return sealed(
+        (
+            *(label(part.uid), part.sample, part.row, part.number, start, written_at, part.asked, part.digest),
+            *(pack_ints(said.ids), pack_floats(said.logprobs), pack_ints(said.versions)),
+            *(_pack_optional(said.processed_logprobs), encode(answer)),
+        )
     )
 
 
 def read_part(uid: str, stored: Sequence[Any]) -> PartEntry:
     """The columns of `parts`, in their order; `uid` as it was asked for."""
     sample, row, number, start, written_at, asked, digest = stored[1:8]
-    ids, logprobs, versions, processed, answer = stored[8:]
+    if not is_intact(stored):
+        nothing = Completion((), (), (), StopReason.ABORT)
+        return PartEntry(start, written_at, Part(uid, sample, number, asked, digest, nothing, row), is_intact=False)
+    ids, logprobs, versions, processed, answer = stored[8:13]
     ids_T = unpack_ints(ids)
     completion = _read_answer(ids_T, unpack_floats(logprobs, len(ids_T)), unpack_ints(versions), **decode(answer))
     completion = replace(completion, processed_logprobs=_unpack_optional(processed, len(ids_T)))
@@ -187,12 +225,12 @@ def _read_answer(
 
 
 def headline_values(
-    start: int, written_at: float, id: int, prompt: int, trajectory: Trajectory, masks: Sequence[Mask]
+    start: int, written_at: float, id: int, prompt: int, trajectory: Trajectory, masks: Sequence[Mask], body: bytes
 ) -> Values:
-    """The columns of `trajectories`."""
+    """The columns of `trajectories`; `body` is the digest of what is stored elsewhere."""
     outcome, timing, reward, rows = trajectory.outcome, trajectory.timing, trajectory.reward, trajectory.rows
     boundary = None if outcome.boundary is None else outcome.boundary.value
-    return (
+    values: Values = (
         *(id, start, written_at, label(trajectory.uid), trajectory.sample, trajectory.attempt, prompt),
         # `.value`: SQLite's binding is slow for anything but plain strings.
         *(label(trajectory.data_source), outcome.status.value, outcome.reason.value, boundary, label(outcome.detail)),
@@ -200,7 +238,18 @@ def headline_values(
         *(len(rows), sum(len(row.turns) for row in rows), len(rows[0].prompt_ids) if rows else 0),
         *(sum(map(len, masks)), sum(mask.count(1) for mask in masks)),
         *(timing.started_at, timing.total_s, timing.generate_s, timing.tool_s, timing.score_s),
+        *(_provenance_text(trajectory.provenance), body),
     )
+    return sealed(values)
+
+
+def _provenance_text(provenance: Provenance) -> str | None:
+    parts = (provenance.sampling, provenance.prompt, provenance.scoring, provenance.row)
+    return " ".join(parts) if all(parts[:2]) else None
+
+
+def _read_provenance(text: str | None) -> Provenance:
+    return Provenance() if text is None else Provenance(*text.split(" "))
 
 
 def read_headline(stored: Sequence[Any], has_body: bool) -> Headline:
@@ -208,6 +257,10 @@ def read_headline(stored: Sequence[Any], has_body: bool) -> Headline:
     id, start, written_at, uid, sample, attempt, _, data_source = stored[:8]
     status, reason, boundary, detail, reward, parts = stored[8:14]
     num_rows, num_turns, prompt_tokens, response_tokens, num_sampled = stored[14:19]
+    intact = is_intact(stored)
+    if not intact:  # nothing of it is believed, not even how it ended
+        status, reason, boundary, detail = Status.FAILED, StopReason.FAILURE, None, "the record is damaged"
+        reward = parts = None
     return Headline(
         id=id,
         start=start,
@@ -218,7 +271,9 @@ def read_headline(stored: Sequence[Any], has_body: bool) -> Headline:
         outcome=Outcome(Status(status), StopReason(reason), Boundary(boundary) if boundary else None, detail),
         # SQLite keeps a NaN as NULL; the parts say that there was a reward at all.
         reward=None if parts is None else Score(math.nan if reward is None else reward, decode(parts)),
-        timing=Timing(*stored[19:]),
+        timing=Timing(*stored[19:24]),
+        provenance=_read_provenance(stored[24] if intact else None),
+        is_intact=intact,
         data_source=data_source,
         num_rows=num_rows,
         num_turns=num_turns,
@@ -263,7 +318,7 @@ def task_values(task: Task) -> Values:
         "environment_kwargs": task.environment_kwargs,
         "extra": task.extra,
     }
-    return label(task.uid), label(task.data_source), encode(fields)
+    return sealed((label(task.uid), label(task.data_source), encode(fields)))
 
 
 def read_task(uid: str, data_source: str, text: str) -> Task:

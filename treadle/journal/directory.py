@@ -18,6 +18,9 @@ from typing import Any
 from treadle.errors import RunError
 from treadle.journal.record import RunStatus
 
+DIRECTORY_MODE = 0o700
+"""Of what a run makes: trajectories may hold what only its user should read. Files are 0600."""
+
 RUN_FILE = "run.json"
 CONFIG_FILE = "config.yaml"
 _PACKAGES = ("treadle", "torch", "transformers", "vllm", "ray", "openai", "mcp")
@@ -34,6 +37,8 @@ class Start:
     versions: dict[str, str]
     status: RunStatus = RunStatus.RUNNING
     ended_at: float | None = None
+    cause: str | None = None
+    """Why it ended, where it did not finish."""
 
 
 class RunFile:
@@ -47,7 +52,9 @@ class RunFile:
     def open(cls, run_dir: Path, command: Sequence[str], now: float) -> "RunFile":
         """List this start. Earlier ones that still read as running died without a word: nobody else holds the lock."""
         earlier = tuple(
-            replace(start, status=RunStatus.CRASHED) if start.status is RunStatus.RUNNING else start
+            replace(start, status=RunStatus.CRASHED, cause="it died without a word")
+            if start.status is RunStatus.RUNNING
+            else start
             for start in read_starts(run_dir)
         )
         start = Start(now, tuple(command), os.getpid(), socket.gethostname(), _versions())
@@ -59,13 +66,24 @@ class RunFile:
     def num_starts(self) -> int:
         return len(self._starts)
 
-    def end(self, status: RunStatus, now: float) -> None:
-        """Say how this start ended."""
-        self._starts = (*self._starts[:-1], replace(self._starts[-1], status=status, ended_at=now))
+    def note(self, status: RunStatus, cause: str | None) -> None:
+        """Say how this start is about to end, in case that it is killed on the way."""
+        self._starts = (*self._starts[:-1], replace(self._starts[-1], status=status, cause=cause))
+        self._write()
+
+    def end(self, status: RunStatus, now: float, cause: str | None = None) -> None:
+        """Say how this start ended, and why."""
+        last = replace(self._starts[-1], status=status, ended_at=now, cause=cause)
+        self._starts = (*self._starts[:-1], last)
         self._write()
 
     def _write(self) -> None:
-        content = {"status": self._starts[-1].status, "starts": [asdict(start) for start in self._starts]}
+        last = self._starts[-1]
+        content = {
+            "status": last.status,
+            "cause": last.cause,
+            "starts": [asdict(start) for start in self._starts],
+        }
         replace_text(self._path, json.dumps(content, indent=2) + "\n")
 
 
@@ -97,7 +115,7 @@ def write_config(run_dir: Path, text: str, num_starts: int) -> None:
 def replace_text(path: Path, text: str) -> None:
     """Write a file so that a reader, or a crash, meets the old text or the new."""
     draft = path.with_name(f"{path.name}.tmp")
-    with draft.open("w", encoding="utf-8") as file:
+    with os.fdopen(os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w", encoding="utf-8") as file:
         file.write(text)
         file.flush()
         os.fsync(file.fileno())

@@ -7,6 +7,7 @@ fraction of a second, never part of a record. (A power cut may take the last sec
 
 import asyncio
 import atexit
+import logging
 import os
 import threading
 import time
@@ -19,15 +20,18 @@ from typing import Any, Self
 
 from treadle.errors import DeadlineError, MisuseError, RunError
 from treadle.journal import schema
-from treadle.journal.directory import RunFile, write_config
+from treadle.journal.directory import DIRECTORY_MODE, RunFile, write_config
 from treadle.journal.lock import RunLock
-from treadle.journal.record import Ended, Measurement, Note, Parts, Record, RunStatus, Stamped
+from treadle.journal.record import Ended, Measurement, Note, Parts, Record, Rewound, RunStatus, Stamped
 from treadle.journal.store import Store
 from treadle.journal.writer import Writer
 from treadle.types import Part, Task, Trajectory
 
+log = logging.getLogger(__name__)
+
 _EXIT_TIMEOUT_S = 10.0
 _MAX_WAITERS = 4
+_MAX_CAUSE = 2000
 _open_journals: set["Journal"] = set()
 _parents_journals: set["Journal"] = set()
 _closing = threading.Lock()
@@ -43,6 +47,7 @@ class Journal:
         self._writer = writer
         self._refusal = ""
         self._closed = False
+        self._interruption: str | None = None
         # Of its own: tools that never return may hold every thread of the loop's.
         self._waiters = ThreadPoolExecutor(_MAX_WAITERS, "treadle-journal-wait")
         _open_journals.add(self)
@@ -55,7 +60,7 @@ class Journal:
         now = time.time()
         try:
             with ExitStack() as undo:
-                run_dir.mkdir(parents=True, exist_ok=True)
+                run_dir.mkdir(mode=DIRECTORY_MODE, parents=True, exist_ok=True)
                 lock = RunLock.take(run_dir, now)
                 undo.callback(lock.release)
                 store = Store.open(run_dir, max_mb << 20)
@@ -93,6 +98,18 @@ class Journal:
     def drop_parts(self, uid: str, sample: int) -> None:
         """Delete the parts of a session that has ended: of those added so far, none is left."""
         self._put(Ended(uid, sample))
+
+    def rewind(self, step: int) -> None:
+        """The run goes on after `step`: take away the metrics of later steps, which are measured anew."""
+        self._put(Rewound(step))
+
+    def interrupt(self, cause: str) -> None:
+        """Say in `run.json`, at once, that this start is being interrupted; `close` then says no other."""
+        self._interruption = cause
+        try:
+            self._run_file.note(RunStatus.INTERRUPTED, cause)
+        except OSError as error:
+            log.warning("%s", _cannot_write(self.run_dir, error))
 
     def _put(self, record: Record) -> None:
         self._check()
@@ -136,28 +153,36 @@ class Journal:
         if self._writer.error is not None:
             raise RunError(*self._writer.error.args) from self._writer.error
 
-    async def close(self, status: RunStatus = RunStatus.FINISHED, timeout_s: float = 30.0) -> None:
+    async def close(
+        self, status: RunStatus = RunStatus.FINISHED, cause: str | None = None, timeout_s: float = 30.0
+    ) -> None:
         """Write what is left, say how the run ended, and let go of the directory. A second call does nothing."""
         if not self._closed:
-            await self._in_thread(self.close_blocking, status, timeout_s)
+            await self._in_thread(self.close_blocking, status, cause, timeout_s)
 
-    def close_blocking(self, status: RunStatus = RunStatus.FINISHED, timeout_s: float = 30.0) -> None:
+    def close_blocking(
+        self, status: RunStatus = RunStatus.FINISHED, cause: str | None = None, timeout_s: float = 30.0
+    ) -> None:
         """`close`, for a thread that may block."""
         if not self._closed:
             self._refusal = f"the journal of {self.run_dir} is closed"
             self._writer.stop()
             self._wait(self._writer.ended, timeout_s, "its last records")
-            self._let_go(status)
+            self._let_go(status, cause)
 
-    def _let_go(self, status: RunStatus) -> None:
+    def _let_go(self, status: RunStatus, cause: str | None) -> None:
         with _closing:
             if self._closed:  # by another caller, while this one waited
                 return
             self._closed = True
             _open_journals.discard(self)
         error = self._writer.error
+        if error is not None:
+            status, cause = RunStatus.FAILED, str(error)
+        elif status is not RunStatus.FAILED and self._interruption is not None:
+            status, cause = RunStatus.INTERRUPTED, self._interruption
         try:
-            self._run_file.end(RunStatus.FAILED if error else status, time.time())
+            self._run_file.end(status, time.time(), cause)
         except OSError as full:
             error = error or _cannot_write(self.run_dir, full)
         self._lock.release()
@@ -189,7 +214,7 @@ class Journal:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self.close_blocking(_status_of(kind))
+        self.close_blocking(*_ending(error))
 
     async def __aenter__(self) -> Self:
         return self
@@ -197,13 +222,33 @@ class Journal:
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        await self.close(_status_of(kind))
+        await self.close(*_ending(error))
 
 
-def _status_of(kind: type[BaseException] | None) -> RunStatus:
-    if kind is None:
-        return RunStatus.FINISHED
-    return RunStatus.INTERRUPTED if issubclass(kind, KeyboardInterrupt | asyncio.CancelledError) else RunStatus.FAILED
+def set_aside(run_dir: Path) -> Path | None:
+    """Rename a run directory that holds anything to the first free `run_dir.N`; refused while a run is in it."""
+    if not run_dir.is_dir() or not any(run_dir.iterdir()):
+        return None
+    lock = RunLock.take(run_dir, time.time())
+    try:
+        number = 1
+        while (target := run_dir.with_name(f"{run_dir.name}.{number}")).exists():
+            number += 1
+        run_dir.rename(target)
+    except OSError as error:
+        raise RunError(f"cannot rename {run_dir}: {error.strerror or error}") from error
+    finally:
+        lock.release()
+    return target
+
+
+def _ending(error: BaseException | None) -> tuple[RunStatus, str | None]:
+    """How a run ended, as the error says that left it, and the cause in one line."""
+    if error is None:
+        return RunStatus.FINISHED, None
+    cause = " ".join(f"{type(error).__name__}: {error}".split()).removesuffix(":")
+    interrupted = isinstance(error, KeyboardInterrupt | asyncio.CancelledError)
+    return RunStatus.INTERRUPTED if interrupted else RunStatus.FAILED, cause[:_MAX_CAUSE]
 
 
 def _cannot_write(run_dir: Path, error: OSError) -> RunError:
@@ -213,7 +258,7 @@ def _cannot_write(run_dir: Path, error: OSError) -> RunError:
 def _close_all() -> None:
     """A journal that nobody closed: its last records are written before the process ends."""
     for journal in tuple(_open_journals):
-        journal.close_blocking(RunStatus.INTERRUPTED, _EXIT_TIMEOUT_S)
+        journal.close_blocking(RunStatus.INTERRUPTED, "the process ended first", _EXIT_TIMEOUT_S)
 
 
 def _disown_all() -> None:

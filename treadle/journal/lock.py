@@ -48,7 +48,7 @@ class RunLock:
     def take(cls, run_dir: Path, now: float) -> "RunLock":
         """Hold the directory, or raise RunError that names who does."""
         path = run_dir / FILE_NAME
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
             _hold(descriptor, path)
             _sign(descriptor, Owner(os.getpid(), socket.gethostname(), now))

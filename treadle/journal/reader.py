@@ -2,23 +2,33 @@
 
 Owns a read-only connection. Never writes, and never holds a snapshot between two answers, so that it cannot keep the
 writer's log from being folded back into the file.
-Invariant: every trajectory it gives is whole, or says that its body was dropped.
+Invariant: every trajectory it gives is whole, or says that its body was dropped, or that it is not as it was written.
 """
 
 import sqlite3
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from itertools import chain
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from treadle.errors import Boundary
+from treadle.errors import Boundary, RunError
 from treadle.journal import schema
-from treadle.journal.codec import read_extra, read_headline, read_messages, read_part, read_row, read_task
+from treadle.journal.codec import (
+    is_intact,
+    read_extra,
+    read_headline,
+    read_messages,
+    read_part,
+    read_row,
+    read_task,
+    seal,
+)
 from treadle.journal.record import Counts, Entry, Event, Filter, Headline, Metrics, PartEntry, SessionTime
 from treadle.journal.text import decode, label
-from treadle.types import Row, Status, StopReason, Task, Trajectory
+from treadle.types import Status, StopReason, Task, Trajectory
 
 _PAGE = 64
 _MANY = 10_000
@@ -32,15 +42,21 @@ _LATEST = (
 EVERYTHING = Filter()
 
 
+class DamagedRecord(RunError):
+    """A record of a journal that is not as it was written."""
+
+
 class JournalReader:
     """Answers questions about a run, live or over."""
 
-    def __init__(self, connection: sqlite3.Connection) -> None:
+    def __init__(self, connection: sqlite3.Connection, path: Path) -> None:
         self._connection = connection
+        self._path = path
 
     @classmethod
     def open(cls, run_dir: Path) -> "JournalReader":
-        return cls(schema.connect_reader(run_dir / schema.FILE_NAME))
+        path = run_dir / schema.FILE_NAME
+        return cls(schema.connect_reader(path), path)
 
     def headlines(self, wanted: Filter = EVERYTHING, *, after: int = 0) -> Iterator[Headline]:
         """How each trajectory ended, in the order they were written; `after` an id, for those that came since."""
@@ -61,10 +77,10 @@ class JournalReader:
     def session_times(self) -> Iterator[SessionTime]:
         """When each session was open, failed attempts included, in the order they were written."""
         after = 0
-        while found := self._connection.execute(
+        while found := self._execute(
             "SELECT id, uid, start, started_at, total_s FROM trajectories WHERE id > ? ORDER BY id LIMIT ?",
             (after, _MANY),
-        ).fetchall():
+        ):
             for _, uid, start, began, total_s in found:
                 yield SessionTime(uid, start, began, began + total_s)
             after = found[-1][0]
@@ -72,43 +88,44 @@ class JournalReader:
     def trajectory(self, uid: str, sample: int, attempt: int | None = None) -> Entry | None:
         """One trajectory: the latest of this (uid, sample), or the latest with this attempt number."""
         with self._snapshot():
-            found = self._connection.execute(
+            found = self._execute(
                 f"SELECT {_HEADLINE}, {_HAS_BODY} FROM trajectories t "
                 "WHERE uid = ? AND sample = ? AND (? IS NULL OR attempt = ?) ORDER BY id DESC LIMIT 1",
                 (label(uid), sample, attempt, attempt),
-            ).fetchone()
-            return None if found is None else self._entry(read_headline(found[:-1], bool(found[-1])))
+            )
+            return self._entry(read_headline(found[0][:-1], bool(found[0][-1]))) if found else None
 
     def attempts(self, uid: str) -> tuple[Entry, ...]:
         """Every attempt at a task: sample by sample, in the order they were written."""
         with self._snapshot():
-            found = self._connection.execute(
+            found = self._execute(
                 f"SELECT {_HEADLINE}, {_HAS_BODY} FROM trajectories t WHERE uid = ? ORDER BY sample, id", (label(uid),)
             )
-            return tuple(self._entry(read_headline(stored[:-1], bool(stored[-1]))) for stored in found.fetchall())
+            return tuple(self._entry(read_headline(stored[:-1], bool(stored[-1]))) for stored in found)
 
     def parts(self, uid: str) -> tuple[PartEntry, ...]:
         """What is left of sessions that had not ended: sample by sample, row by row, in the order of their requests."""
-        found = self._connection.execute(
-            f"SELECT {_PART} FROM parts WHERE uid = ? ORDER BY sample, row, number", (label(uid),)
-        )
-        return tuple(read_part(uid, stored) for stored in found.fetchall())
+        found = self._execute(f"SELECT {_PART} FROM parts WHERE uid = ? ORDER BY sample, row, number", (label(uid),))
+        return tuple(read_part(uid, stored) for stored in found)
 
     def task(self, uid: str) -> Task | None:
         """A task as it was given."""
-        found = self._connection.execute("SELECT uid, data_source, task FROM tasks WHERE uid = ?", (label(uid),))
-        stored = found.fetchone()
-        return None if stored is None else read_task(*stored)
+        found = self._execute("SELECT uid, data_source, task, digest FROM tasks WHERE uid = ?", (label(uid),))
+        if not found:
+            return None
+        if not is_intact(found[0]):
+            raise DamagedRecord(f"the task {uid!r} in {self._path} is not as it was written")
+        return read_task(*found[0][:-1])
 
     def finished(self) -> set[tuple[str, int]]:
         """The (uid, sample) that need not be run again: whose latest attempt neither failed nor was aborted."""
-        found = self._connection.execute(
+        found = self._execute(
             # SQLite takes the other columns from the row that holds the maximum.
             "SELECT uid, sample, status, reason, max(id) FROM trajectories GROUP BY uid, sample"
         )
         return {
             (uid, sample)
-            for uid, sample, status, reason, _ in found.fetchall()
+            for uid, sample, status, reason, _ in found
             if status != Status.FAILED and reason != StopReason.ABORT
         }
 
@@ -128,19 +145,19 @@ class JournalReader:
 
     def events(self, after: int = 0, kind: str | None = None, limit: int = 1000) -> tuple[Event, ...]:
         """At most `limit` events that came after event `after`, oldest first."""
-        found = self._connection.execute(
-            "SELECT id, time, kind, fields, start FROM events "
+        found = self._execute(
+            "SELECT id, start, time, kind, fields, digest FROM events "
             "WHERE id > ? AND (? IS NULL OR kind = ?) ORDER BY id LIMIT ?",
             (after, kind, kind, limit),
         )
-        return tuple(Event(id, time, kind, decode(text), start) for id, time, kind, text, start in found.fetchall())
+        return tuple(_event(*stored) for stored in found)
 
     def metrics(self, after: int = 0, limit: int = 1000) -> tuple[Metrics, ...]:
         """At most `limit` measurements that came after measurement `after`, oldest first."""
-        found = self._connection.execute(
+        found = self._execute(
             "SELECT id, time, step, items FROM metrics WHERE id > ? ORDER BY id LIMIT ?", (after, limit)
         )
-        return tuple(Metrics(id, time, step, decode(items)) for id, time, step, items in found.fetchall())
+        return tuple(Metrics(id, time, step, decode(items)) for id, time, step, items in found)
 
     def close(self) -> None:
         self._connection.close()
@@ -156,20 +173,21 @@ class JournalReader:
     @contextmanager
     def _snapshot(self) -> Iterator[None]:
         """Several questions about the same moment."""
-        self._connection.execute("BEGIN")
+        self._execute("BEGIN")
         try:
             yield
         finally:
-            self._connection.execute("COMMIT")
+            if self._connection.in_transaction:
+                self._execute("COMMIT")
 
     def _page(self, wanted: Filter, after: int) -> list[Headline]:
         condition, values = _where(wanted)
-        found = self._connection.execute(
+        found = self._execute(
             f"SELECT {_HEADLINE}, {_HAS_BODY} FROM trajectories t "
             f"WHERE t.id > ?{condition} ORDER BY t.id LIMIT {_PAGE}",
             (after, *values),
         )
-        return [read_headline(stored[:-1], bool(stored[-1])) for stored in found.fetchall()]
+        return [read_headline(stored[:-1], bool(stored[-1])) for stored in found]
 
     def _entry(self, headline: Headline) -> Entry:
         bare = Trajectory(
@@ -181,38 +199,55 @@ class JournalReader:
             timing=headline.timing,
             attempt=headline.attempt,
             data_source=headline.data_source,
+            provenance=headline.provenance,
         )
-        return Entry(headline, self._with_body(bare, headline.id) if headline.has_body else bare)
+        return self._with_body(bare, headline) if headline.has_body else Entry(headline, bare)
 
-    def _with_body(self, bare: Trajectory, id: int) -> Trajectory:
-        prompt_ids, opening, messages, extra, score_extra = self._connection.execute(
-            "SELECT p.ids, p.messages, x.messages, x.extra, x.score_extra FROM trajectories t "
+    def _with_body(self, bare: Trajectory, headline: Headline) -> Entry:
+        found = self._execute(
+            "SELECT p.ids, p.messages, x.messages, x.extra, x.score_extra, t.body_digest FROM trajectories t "
             "JOIN prompts p ON p.id = t.prompt JOIN texts x ON x.trajectory = t.id WHERE t.id = ?",
-            (id,),
-        ).fetchone()
+            (headline.id,),
+        )
+        rows = self._execute(
+            "SELECT prompt_ids, ids, mask, logprobs, versions, processed_logprobs, turns FROM rows "
+            "WHERE trajectory = ? ORDER BY position",
+            (headline.id,),
+        )
+        if not found:
+            return Entry(replace(headline, is_intact=False), bare)
+        prompt_ids, opening, messages, extra, score_extra, digest = found[0]
+        body = (prompt_ids, opening, *chain.from_iterable(rows), messages, extra, score_extra)
+        if not headline.is_intact or seal(body) != digest:
+            return Entry(replace(headline, is_intact=False), bare)
+        read = [read_row(prompt_ids if own is None else own, *rest) for own, *rest in rows]
         reward = bare.reward and replace(bare.reward, extra=read_extra(score_extra))
-        return replace(
+        whole = replace(
             bare,
-            rows=self._rows(id, prompt_ids),
+            rows=tuple(read),
             reward=reward,
             messages=read_messages(opening, messages),
             extra=read_extra(extra),
         )
-
-    def _rows(self, id: int, prompt_ids: bytes) -> tuple[Row, ...]:
-        found = self._connection.execute(
-            "SELECT prompt_ids, ids, mask, logprobs, versions, processed_logprobs, turns FROM rows "
-            "WHERE trajectory = ? ORDER BY position",
-            (id,),
-        )
-        return tuple(read_row(prompt_ids if own is None else own, *rest) for own, *rest in found.fetchall())
+        return Entry(headline, whole)
 
     def _tally(self, column: str) -> dict[str, int]:
-        found = self._connection.execute(f"SELECT {column}, count(*) FROM trajectories t WHERE {_LATEST} GROUP BY 1")
-        return dict(found.fetchall())
+        found = self._execute(f"SELECT {column}, count(*) FROM trajectories t WHERE {_LATEST} GROUP BY 1")
+        return dict(found)
 
     def _count(self, condition: str) -> int:
-        return int(self._connection.execute(f"SELECT count(*) FROM trajectories t WHERE {condition}").fetchone()[0])
+        return int(self._execute(f"SELECT count(*) FROM trajectories t WHERE {condition}")[0][0])
+
+    def _execute(self, query: str, values: Sequence[Any] = ()) -> list[Any]:
+        try:
+            return self._connection.execute(query, values).fetchall()
+        except sqlite3.Error as error:
+            raise RunError(f"cannot read the journal {self._path}: {error}{schema.what_is_left(self._path)}") from error
+
+
+def _event(id: int, start: int, time: float, kind: str, text: str, digest: bytes) -> Event:
+    intact = is_intact((start, time, kind, text, digest))
+    return Event(id, time, kind, decode(text) if intact else {}, start, intact)
 
 
 def _where(wanted: Filter) -> tuple[str, Sequence[Any]]:

@@ -10,7 +10,7 @@ from enum import StrEnum
 from typing import Any, NamedTuple
 
 from treadle.errors import Boundary
-from treadle.types import Outcome, Part, Score, Status, StopReason, Task, Timing, Trajectory
+from treadle.types import Outcome, Part, Provenance, Score, Status, StopReason, Task, Timing, Trajectory
 
 
 class RunStatus(StrEnum):
@@ -50,7 +50,13 @@ class Ended(NamedTuple):
     sample: int
 
 
-Record = Trajectory | Task | Note | Measurement | Parts | Ended
+class Rewound(NamedTuple):
+    """A run that goes on after `step`: what was measured later is measured anew."""
+
+    step: int
+
+
+Record = Trajectory | Task | Note | Measurement | Parts | Ended | Rewound
 
 
 class Stamped(NamedTuple):
@@ -70,6 +76,8 @@ class Event:
     fields: Mapping[str, Any]
     start: int
     """By which start of the run, counted from 1."""
+    is_intact: bool = True
+    """False where its row is not as it was written."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,6 +113,9 @@ class Headline:
     num_sampled: int
     has_body: bool
     """False once the tokens and messages were dropped to keep the journal within its size."""
+    provenance: Provenance
+    is_intact: bool
+    """False where a row of it, or of its body where that was read, is not as it was written."""
 
 
 class SessionTime(NamedTuple):
@@ -133,6 +144,8 @@ class PartEntry:
     """Which start of the run wrote it, counted from 1."""
     written_at: float
     part: Part
+    is_intact: bool = True
+    """False where its row is not as it was written."""
 
 
 @dataclass(frozen=True, slots=True)

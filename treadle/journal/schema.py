@@ -12,10 +12,14 @@ Invariant: a connection from here is to a journal of exactly this version, or it
     events        what happened, in order
     metrics       what was measured, by step
 
+Every row of tasks, trajectories, parts, events and metrics ends in a `digest` of the row, as `codec.seal` computes it;
+that of a trajectory covers its prompt, rows and texts through `body_digest`.
 `start` counts the times the journal was opened to be written: it tells what came before a resume from what came after
 it, whatever the clocks of two machines say.
 """
 
+import os
+import re
 import sqlite3
 from dataclasses import dataclass
 from functools import cached_property
@@ -30,6 +34,7 @@ _PAGE_BYTES = 16384  # holds a short trajectory whole; 4096 would spill nearly e
 _CHECKPOINT_BYTES = 8 << 20
 _MIN_CHECKPOINT_BYTES = 1 << 20  # each checkpoint waits for the disk
 _BUSY_TIMEOUT_S = 10.0
+_CHECKPOINT = re.compile(r"\d+-step-\d+")
 
 
 @dataclass(frozen=True)
@@ -50,7 +55,7 @@ class Table:
         return f"{self.verb} INTO {self.name} ({','.join(self.columns)}) VALUES {','.join([row] * num_rows)}"
 
 
-TASKS = Table("tasks", ("uid", "data_source", "task"), verb="INSERT OR REPLACE")
+TASKS = Table("tasks", ("uid", "data_source", "task", "digest"), verb="INSERT OR REPLACE")
 PROMPTS = Table("prompts", ("id", "uid", "ids", "messages"))
 TRAJECTORIES = Table(
     "trajectories",
@@ -59,6 +64,7 @@ TRAJECTORIES = Table(
         *("status", "reason", "boundary", "detail", "reward", "parts"),
         *("num_rows", "num_turns", "prompt_tokens", "response_tokens", "num_sampled"),
         *("started_at", "total_s", "generate_s", "tool_s", "score_s"),
+        *("provenance", "body_digest", "digest"),
     ),
 )
 ROWS = Table(
@@ -70,15 +76,15 @@ PARTS = Table(
     "parts",
     (
         *("uid", "sample", "row", "number", "start", "written_at", "asked", "digest"),
-        *("ids", "logprobs", "versions", "processed_logprobs", "answer"),
+        *("ids", "logprobs", "versions", "processed_logprobs", "answer", "checksum"),
     ),
     verb="INSERT OR REPLACE",
 )
-EVENTS = Table("events", ("start", "time", "kind", "fields"))
-METRICS = Table("metrics", ("time", "step", "items"))
+EVENTS = Table("events", ("start", "time", "kind", "fields", "digest"))
+METRICS = Table("metrics", ("time", "step", "items", "digest"))
 
 _DDL = """
-CREATE TABLE tasks (uid TEXT PRIMARY KEY, data_source TEXT NOT NULL, task TEXT NOT NULL);
+CREATE TABLE tasks (uid TEXT PRIMARY KEY, data_source TEXT NOT NULL, task TEXT NOT NULL, digest BLOB NOT NULL);
 CREATE TABLE prompts (id INTEGER PRIMARY KEY, uid TEXT NOT NULL, ids BLOB NOT NULL, messages TEXT NOT NULL);
 CREATE INDEX prompts_by_uid ON prompts (uid);
 CREATE TABLE trajectories (
@@ -89,7 +95,8 @@ CREATE TABLE trajectories (
     reward REAL, parts TEXT,
     num_rows INTEGER NOT NULL, num_turns INTEGER NOT NULL,
     prompt_tokens INTEGER NOT NULL, response_tokens INTEGER NOT NULL, num_sampled INTEGER NOT NULL,
-    started_at REAL, total_s REAL, generate_s REAL, tool_s REAL, score_s REAL
+    started_at REAL, total_s REAL, generate_s REAL, tool_s REAL, score_s REAL,
+    provenance TEXT, body_digest BLOB NOT NULL, digest BLOB NOT NULL
 );
 CREATE INDEX trajectories_by_sample ON trajectories (uid, sample);
 CREATE TABLE rows (
@@ -103,19 +110,23 @@ CREATE TABLE parts (
     id INTEGER PRIMARY KEY, uid TEXT NOT NULL, sample INTEGER NOT NULL, row INTEGER NOT NULL, number INTEGER NOT NULL,
     start INTEGER NOT NULL, written_at REAL NOT NULL, asked INTEGER NOT NULL, digest INTEGER NOT NULL,
     ids BLOB NOT NULL, logprobs BLOB NOT NULL, versions BLOB NOT NULL, processed_logprobs BLOB,
-    answer TEXT NOT NULL
+    answer TEXT NOT NULL, checksum BLOB NOT NULL
 );
 CREATE UNIQUE INDEX parts_by_session ON parts (uid, sample, row, number);
 CREATE TABLE events (
-    id INTEGER PRIMARY KEY, start INTEGER NOT NULL, time REAL NOT NULL, kind TEXT NOT NULL, fields TEXT NOT NULL
+    id INTEGER PRIMARY KEY, start INTEGER NOT NULL, time REAL NOT NULL, kind TEXT NOT NULL, fields TEXT NOT NULL,
+    digest BLOB NOT NULL
 );
-CREATE TABLE metrics (id INTEGER PRIMARY KEY, time REAL NOT NULL, step INTEGER NOT NULL, items TEXT NOT NULL);
+CREATE TABLE metrics (
+    id INTEGER PRIMARY KEY, time REAL NOT NULL, step INTEGER NOT NULL, items TEXT NOT NULL, digest BLOB NOT NULL
+);
 """
 
 
 def connect_writer(path: Path, *, max_bytes: int) -> sqlite3.Connection:
     """The one writing connection; makes the tables if the file is new. Used by one thread at a time."""
     try:
+        os.close(os.open(path, os.O_CREAT | os.O_CLOEXEC, 0o600))  # SQLite's further files have the same mode
         connection = sqlite3.connect(
             path, timeout=_BUSY_TIMEOUT_S, isolation_level=None, check_same_thread=False, cached_statements=256
         )
@@ -125,11 +136,24 @@ def connect_writer(path: Path, *, max_bytes: int) -> sqlite3.Connection:
         _prepare(connection, path, max_bytes)
     except sqlite3.Error as error:
         connection.close()
-        raise RunError(f"cannot use {path} as a journal: {error}") from error
+        raise RunError(f"cannot use {path} as a journal: {error}{what_is_left(path)}") from error
     except RunError:
         connection.close()
         raise
     return connection
+
+
+def what_is_left(path: Path) -> str:
+    """What can be done where the journal at `path` is damaged: how to go on from the newest checkpoint beside it."""
+    folder = path.parent / "checkpoints"
+    saved = [entry for entry in folder.iterdir() if _CHECKPOINT.fullmatch(entry.name)] if folder.is_dir() else []
+    if not saved:
+        return "; choose another logging.run_dir, or give --fresh, which sets this one aside"
+    newest = max(saved, key=lambda entry: int(entry.name.split("-")[0]))
+    return (
+        f"; its checkpoints do not need it: go on from the newest with another logging.run_dir, "
+        f"checkpoint.resume_mode=resume_path and checkpoint.resume_from_path={newest}"
+    )
 
 
 def _prepare(connection: sqlite3.Connection, path: Path, max_bytes: int) -> None:
@@ -162,7 +186,7 @@ def connect_reader(path: Path) -> sqlite3.Connection:
                 raise
             connection = _attach(path, "mode=ro&immutable=1")
     except sqlite3.Error as error:
-        raise RunError(f"cannot read the journal {path}: {error}") from error
+        raise RunError(f"cannot read the journal {path}: {error}{what_is_left(path)}") from error
     return connection
 
 

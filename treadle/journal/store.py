@@ -14,12 +14,22 @@ from pathlib import Path
 
 from treadle.errors import RunError
 from treadle.journal import schema
-from treadle.journal.codec import Values, headline_values, pack_ints, part_values, row_values, task_values, text_values
+from treadle.journal.codec import (
+    Values,
+    headline_values,
+    pack_ints,
+    part_values,
+    row_values,
+    seal,
+    sealed,
+    task_values,
+    text_values,
+)
 from treadle.journal.metricsfile import MetricsFile
-from treadle.journal.record import Ended, Measurement, Note, Parts, Record, Stamped
+from treadle.journal.record import Ended, Measurement, Note, Parts, Record, Rewound, Stamped
 from treadle.journal.retention import Retention
 from treadle.journal.schema import Table
-from treadle.journal.text import encode, label
+from treadle.journal.text import decode, encode, label
 from treadle.types import Message, Task, Trajectory
 
 _MAX_PROMPTS = 512
@@ -37,6 +47,8 @@ class Prompt:
     id: int
     ids: bytes
     opening: tuple[Message, ...]
+    text: str
+    """The opening as it is stored."""
 
     def begins(self, ids: bytes, messages: tuple[Message, ...]) -> bool:
         return self.ids == ids and self.opening == messages[: len(self.opening)]
@@ -51,6 +63,8 @@ class Pages:
     ended: set[Session] = field(default_factory=set)
     """Sessions whose parts in the journal are deleted, before those in `parts` are inserted."""
     lines: list[str] = field(default_factory=list)
+    rewound: int | None = None
+    """The step after which everything measured so far is undone."""
     num_bytes: int = 0
 
     def add(self, table: Table, values: Values) -> None:
@@ -60,6 +74,14 @@ class Pages:
     def add_part(self, session: Session, values: Values, num_tokens: int) -> None:
         self.num_bytes += _BYTES_PER_ROW + 12 * num_tokens + len(str(values[-1]))
         self.parts.setdefault(session, []).append(values)
+
+    def rewind(self, step: int) -> None:
+        """Undo what was measured after `step`, in this batch too."""
+        kept = [values for values in self.rows.pop(schema.METRICS, []) if int(values[1] or 0) <= step]
+        if kept:
+            self.rows[schema.METRICS] = kept
+        self.lines = [line for line in self.lines if decode(line)["step"] <= step]
+        self.rewound = step if self.rewound is None else min(step, self.rewound)
 
     def end(self, session: Session) -> None:
         self.parts.pop(session, None)
@@ -92,7 +114,8 @@ class Store:
             try:
                 store = cls(connection, metrics, max_bytes)
             except sqlite3.Error as error:
-                raise RunError(f"cannot use {path} as a journal: {error}") from error
+                problem = f"cannot use {path} as a journal: {error}{schema.what_is_left(path)}"
+                raise RunError(problem) from error
             undo.pop_all()
         return store
 
@@ -103,6 +126,9 @@ class Store:
             self._lay_out(pages, stamped.time, stamped.record)
         self._connection.execute("BEGIN")
         try:
+            if pages.rewound is not None:
+                self._connection.execute("DELETE FROM metrics WHERE step > ?", (pages.rewound,))
+                self._metrics.rewind(pages.rewound)
             for table, rows in pages.rows.items():
                 self._insert(table, rows)
             self._connection.executemany("DELETE FROM parts WHERE uid = ? AND sample = ?", pages.ended)
@@ -127,9 +153,9 @@ class Store:
             case Task():
                 pages.add(schema.TASKS, task_values(record))
             case Note():
-                pages.add(schema.EVENTS, (self._start, time, label(record.kind), encode(record.fields)))
+                pages.add(schema.EVENTS, sealed((self._start, time, label(record.kind), encode(record.fields))))
             case Measurement():
-                pages.add(schema.METRICS, (time, record.step, encode(record.values)))
+                pages.add(schema.METRICS, sealed((time, record.step, encode(record.values))))
                 pages.lines.append(encode({**record.values, "step": record.step, "time": time}))
             case Parts(parts):
                 for part in parts:
@@ -137,18 +163,23 @@ class Store:
                     pages.add_part(session, part_values(self._start, time, part), len(part.completion.ids))
             case Ended(uid, sample):
                 pages.end((label(uid), sample))
+            case Rewound(step):
+                pages.rewind(step)
 
     def _lay_out_trajectory(self, pages: Pages, time: float, trajectory: Trajectory) -> None:
         id = self._next_trajectory
         self._next_trajectory += 1
         masks = [bytes(row.mask) for row in trajectory.rows]
         prompt = self._prompt(pages, trajectory)
-        pages.add(schema.TRAJECTORIES, headline_values(self._start, time, id, prompt.id, trajectory, masks))
-        for position, (row, mask) in enumerate(zip(trajectory.rows, masks, strict=True)):
-            values = row_values(id, position, row, mask)
+        rows = [
+            row_values(id, at, row, mask) for at, (row, mask) in enumerate(zip(trajectory.rows, masks, strict=True))
+        ]
+        text = text_values(id, len(prompt.opening), trajectory)
+        body = seal((prompt.ids, prompt.text, *chain.from_iterable(values[2:] for values in rows), *text[1:]))
+        pages.add(schema.TRAJECTORIES, headline_values(self._start, time, id, prompt.id, trajectory, masks, body))
+        for mask, values in zip(masks, rows, strict=True):
             pages.add(schema.ROWS, values)
             pages.num_bytes += 13 * len(mask) + len(str(values[-1]))
-        text = text_values(id, len(prompt.opening), trajectory)
         pages.add(schema.TEXTS, text)
         pages.num_bytes += len(str(text[1]))
 
@@ -158,9 +189,10 @@ class Store:
         known = self._prompts.get(trajectory.uid)
         if known is not None and known.begins(ids, trajectory.messages):
             return known
-        prompt = Prompt(self._next_prompt, ids, _opening(trajectory.messages))
+        opening = _opening(trajectory.messages)
+        prompt = Prompt(self._next_prompt, ids, opening, encode(opening))
         self._next_prompt += 1
-        pages.add(schema.PROMPTS, (prompt.id, label(trajectory.uid), ids, encode(prompt.opening)))
+        pages.add(schema.PROMPTS, (prompt.id, label(trajectory.uid), ids, prompt.text))
         pages.num_bytes += len(ids)
         if len(self._prompts) >= _MAX_PROMPTS:
             del self._prompts[next(iter(self._prompts))]

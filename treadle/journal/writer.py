@@ -13,6 +13,7 @@ nobody waits for it.
 """
 
 import errno
+import os
 import sqlite3
 import threading
 from collections import Counter, deque
@@ -28,6 +29,7 @@ MAX_PENDING = 4096
 _BATCH = 256
 _BATCH_S = 0.2
 _OVERRUN = 4
+_GONE = "the run directory was deleted, moved or unmounted while the run wrote to it"
 
 Mark = Future[None]
 
@@ -50,6 +52,7 @@ class Writer:
         self._num_written = 0
         self.error: RunError | None = None
         self.ended: Mark = Future()
+        self._file = _identify(path)
         self._thread = threading.Thread(target=self._run, name="treadle-journal", daemon=True)
 
     def start(self) -> None:
@@ -129,11 +132,17 @@ class Writer:
         self._told.extend(marks)
         if self._in_hand:
             self._store.write(self._in_hand)
+        self._check_file()  # after the write: what is deleted or unmounted still takes it
         self._num_written += len(self._in_hand)
         self._in_hand = []
         while self._told:
             self._told.popleft().set_result(None)
         self._make_room()
+
+    def _check_file(self) -> None:
+        """Raise where the journal is no longer at its path: a file without a name takes writes, and keeps nothing."""
+        if _identify(self._path) != self._file:
+            raise FileNotFoundError(errno.ENOENT, _GONE)
 
     def _make_room(self) -> None:
         while self._room and len(self._queue) <= self._max_pending // 2:
@@ -152,6 +161,8 @@ class Writer:
         kinds = Counter(type(thing.record).__name__ for thing in unwritten)
         lost = ", ".join(f"{count} × {kind}" for kind, count in kinds.items()) or "nothing"
         fix = "free some space" if _disk_is_full(cause) else "see the cause"
+        if _identify(self._path) != self._file:
+            return f"the journal {self._path} is gone: {_GONE}. What it held went with it"
         return (
             f"the journal {self._path} cannot be written: {cause}. Lost: {lost}. "
             f"The {self._num_written} records before are safe and readable; {fix} and start again to continue"
@@ -165,6 +176,15 @@ class Writer:
                     thing = waiting.popleft()
                     if isinstance(thing, Future):
                         thing.set_exception(self.error or MisuseError(f"the journal {self._path} is closed"))
+
+
+def _identify(path: Path) -> tuple[int, int] | None:
+    """Which file is at a path, if one is."""
+    try:
+        found = os.stat(path)
+    except OSError:
+        return None
+    return found.st_dev, found.st_ino
 
 
 def _disk_is_full(cause: BaseException) -> bool:

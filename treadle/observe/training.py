@@ -1,10 +1,14 @@
-"""A view of a training run: live on a terminal, one plain line a step anywhere else.
+"""A view of a training run: live on a terminal; anywhere else one plain line a step, and one a minute between them.
 
 Owns what a person sees while a run trains. Told of steps, phases and validations; changes nothing.
 """
 
+import logging
 import sys
+import threading
+import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self, TextIO
@@ -14,6 +18,10 @@ from treadle.terminal import cell, make_console, say
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
+log = logging.getLogger(__name__)
+
+HEARTBEAT_S = 60.0
+_EXIT_TIMEOUT_S = 2.0
 BARS = "▁▂▃▄▅▆▇█"
 CURVE_WIDTH = 60
 
@@ -39,11 +47,17 @@ class TrainingState:
 class TrainingView:
     """Shows a run while its `with` block runs."""
 
-    def __init__(self, total_steps: int, stream: TextIO | None = None) -> None:
+    def __init__(self, total_steps: int, stream: TextIO | None = None, heartbeat_s: float = HEARTBEAT_S) -> None:
         self._state = TrainingState(total_steps)
         self._phase: Callable[[], str] = str
         self._stream = stream or sys.stderr
         self._live: Any = None
+        self._heartbeat_s = heartbeat_s
+        self._said = threading.Event()
+        """Set with each line."""
+        self._over = False
+        self._line_at = time.monotonic()
+        self._thread = threading.Thread(target=self._beat, name="treadle-heartbeat", daemon=True)
 
     def __enter__(self) -> Self:
         if self._stream.isatty():
@@ -51,6 +65,8 @@ class TrainingView:
 
             self._live = Live(console=make_console(self._stream), get_renderable=self._draw, refresh_per_second=4)
             self._live.start()
+        else:
+            self._thread.start()
         return self
 
     def __exit__(
@@ -58,6 +74,29 @@ class TrainingView:
     ) -> None:
         if self._live is not None:
             self._live.stop()
+        self._over = True
+        self._said.set()
+        if self._thread.is_alive():
+            self._thread.join(_EXIT_TIMEOUT_S)
+
+    def _beat(self) -> None:
+        """Say what the run is doing whenever it said nothing for a while."""
+        while not self._over:
+            if self._said.wait(self._heartbeat_s):
+                self._said.clear()
+            else:
+                state, silent_s = self._state, time.monotonic() - self._line_at
+                phase = self._phase() or state.phase
+                line = f"after step {state.step} of {state.total_steps}: {phase}, no news for {silent_s:.0f} s"
+                with suppress(OSError, ValueError):  # the stream is gone, and with it the reader
+                    say(line, file=self._stream)
+
+    def _say(self, line: str) -> None:
+        log.info("%s", line)
+        if self._live is None:
+            say(line, file=self._stream)
+            self._line_at = time.monotonic()
+            self._said.set()
 
     def watch(self, phase: Callable[[], str]) -> None:
         """Show what the run is doing, as `phase` tells; empty between phases."""
@@ -81,14 +120,12 @@ class TrainingView:
             if name.startswith("failed/"):
                 boundary = name.removeprefix("failed/")
                 state.failed[boundary] = state.failed.get(boundary, 0) + int(count)
-        if self._live is None:
-            say(describe(state), file=self._stream)
+        self._say(describe(state))
 
     def on_validation(self, step: int, success: float) -> None:
         """A validation has ended."""
         self._state.successes.append((step, success))
-        if self._live is None:
-            say(f"validation after step {step}: success {success:.3f}", file=self._stream)
+        self._say(f"validation after step {step}: success {success:.3f}")
 
     def _draw(self) -> "RenderableType":
         from rich.progress_bar import ProgressBar

@@ -23,7 +23,7 @@ from treadle.rollout.budget import FailureBudget
 from treadle.rollout.feed import Feed
 from treadle.rollout.recall import NO_PAST, Past, draws_anew
 from treadle.rollout.worker import Dropped, Job
-from treadle.types import Batch, Group, Outcome, SamplingParams, Score, Task, Trajectory
+from treadle.types import Batch, Group, Outcome, Provenance, SamplingParams, Score, Task, Trajectory
 
 RETRIED = frozenset({Boundary.ENGINE, Boundary.TOOL, Boundary.ENVIRONMENT, Boundary.LOOP})
 """Failures that another attempt may escape. A prompt stays as it is, and a scorer has retries of its own."""
@@ -55,6 +55,13 @@ class Observer(Protocol):
 
 T = TypeVar("T")
 
+Unscored = Callable[[str, int], Trajectory | None]
+"""Finds the trajectory of a uid and a sample, if there is one."""
+
+
+def no_trajectory(uid: str, sample: int) -> Trajectory | None:
+    return None
+
 
 @dataclass(frozen=True, slots=True)
 class Order:
@@ -63,6 +70,10 @@ class Order:
     sampling: SamplingParams
     n: int
     done: Container[tuple[str, int]] = ()
+    unscored: Unscored = no_trajectory
+    """Samples whose tokens there are already, and that need a score."""
+    stamp: Callable[[Task], Provenance] | None = None
+    """Says what the trajectories of a task are made from."""
 
 
 class Dispatcher:
@@ -152,6 +163,10 @@ class Dispatcher:
     async def _group(self, task: Task, order: Order, past: Past = NO_PAST) -> Group | Dropped:
         """The samples of one task. With too few survivors, those that failed are drawn once more."""
         finished = {trajectory.sample: trajectory for trajectory in past.finished}
+        if self._scorer is not None:
+            unscored = {sample: known for sample, known in finished.items() if known.reward is None}
+            order = replace(order, unscored=lambda uid, sample: unscored.pop(sample, None))
+            finished = {sample: known for sample, known in finished.items() if sample not in unscored}
         missing = [sample for sample in self._missing(task, order) if sample not in finished]
         redraws = Counter(past.redraws)
         results = await _side_by_side([self._sample(task, sample, order, redraws, past.attempt) for sample in missing])
@@ -176,7 +191,8 @@ class Dispatcher:
         last = attempt + self._rollout.failures.session_retries
         async with self._places:
             self._tell("start")
-            result = await self._attempt(task, sample, order, redraws, attempt)
+            known = order.unscored(task.uid, sample)
+            result = await self._attempt(task, sample, order, redraws, attempt, known)
             while isinstance(result, Trajectory) and result.outcome.boundary in RETRIED and attempt < last:
                 self._tell("retry", result)
                 attempt += 1
@@ -189,11 +205,20 @@ class Dispatcher:
         return result
 
     async def _attempt(
-        self, task: Task, sample: int, order: Order, redraws: Counter[int], attempt: int
+        self,
+        task: Task,
+        sample: int,
+        order: Order,
+        redraws: Counter[int],
+        attempt: int,
+        known: Trajectory | None = None,
     ) -> Trajectory | Dropped:
-        result = await self._run(Job(task, sample, order.sampling, attempt, redraws[sample]))
+        """One attempt, scored and recorded; with `known`, whose tokens there are, only scored and recorded."""
+        result = known or await self._run(Job(task, sample, order.sampling, attempt, redraws[sample]))
         if isinstance(result, Dropped):
             return result
+        if order.stamp is not None:
+            result = replace(result, provenance=order.stamp(task))
         if result.outcome.ok and self._scorer is not None:
             result = await self._scored(task, result, self._scorer)
         redraws[sample] += draws_anew(result.outcome)

@@ -17,6 +17,7 @@ from treadle.config import ModelConfig, RewardConfig, RolloutConfig
 from treadle.config.trainer import OnWeightUpdate
 from treadle.engine.protocol import WeightUpdate
 from treadle.errors import MisuseError
+from treadle.rollout.dispatch import Unscored, no_trajectory
 from treadle.rollout.feed import Feed
 from treadle.rollout.recall import NO_PAST, Past
 from treadle.rollout.service import Kind, Parts, RolloutService
@@ -99,20 +100,26 @@ class AgentLoopManager:
         return self._thread.run_blocking(self._service.generate(tasks, kind, seed), "generate_sequences")
 
     def stream(
-        self, tasks: Sequence[Task], *, kind: Kind = Kind.TRAINING, done: Container[tuple[str, int]] = ()
+        self,
+        tasks: Sequence[Task],
+        *,
+        kind: Kind = Kind.TRAINING,
+        done: Container[tuple[str, int]] = (),
+        unscored: Unscored = no_trajectory,
     ) -> AsyncIterator[Trajectory | Dropped]:
-        """Trajectories as each one ends. `done` names samples, by uid and number, that are not drawn again.
+        """Trajectories as each one ends. `done` names samples, by uid and number, that are not drawn again; those that
+        `unscored` finds are scored as they are.
 
         A stream that nobody iterates does nothing; closing the manager then raises.
         """
-        return self._stream(self._expect("stream"), tasks, kind, done)
+        return self._stream(self._expect("stream"), tasks, kind, done, unscored)
 
     async def _stream(
-        self, call: int, tasks: Sequence[Task], kind: Kind, done: Container[tuple[str, int]]
+        self, call: int, tasks: Sequence[Task], kind: Kind, done: Container[tuple[str, int]], unscored: Unscored
     ) -> AsyncIterator[Trajectory | Dropped]:
         self._unawaited.pop(call, None)
         feed = await self._thread.run(_new_feed())
-        work = self._thread.submit(self._service.stream(tasks, kind, done, feed))
+        work = self._thread.submit(self._service.stream(tasks, kind, done, feed, unscored))
         try:
             while ready := await self._thread.run(feed.take()):
                 for trajectory in ready:
@@ -122,17 +129,22 @@ class AgentLoopManager:
             work.cancel()
 
     def stream_blocking(
-        self, tasks: Sequence[Task], *, kind: Kind = Kind.TRAINING, done: Container[tuple[str, int]] = ()
+        self,
+        tasks: Sequence[Task],
+        *,
+        kind: Kind = Kind.TRAINING,
+        done: Container[tuple[str, int]] = (),
+        unscored: Unscored = no_trajectory,
     ) -> Iterator[Trajectory | Dropped]:
         """The same, for code that does not await."""
-        return self._stream_blocking(self._expect("stream_blocking"), tasks, kind, done)
+        return self._stream_blocking(self._expect("stream_blocking"), tasks, kind, done, unscored)
 
     def _stream_blocking(
-        self, call: int, tasks: Sequence[Task], kind: Kind, done: Container[tuple[str, int]]
+        self, call: int, tasks: Sequence[Task], kind: Kind, done: Container[tuple[str, int]], unscored: Unscored
     ) -> Iterator[Trajectory | Dropped]:
         self._unawaited.pop(call, None)
         feed = self._thread.run_blocking(_new_feed(), "stream")
-        work = self._thread.submit(self._service.stream(tasks, kind, done, feed))
+        work = self._thread.submit(self._service.stream(tasks, kind, done, feed, unscored))
         try:
             while ready := self._thread.run_blocking(feed.take(), "stream"):
                 yield from ready

@@ -2,7 +2,7 @@
 
 Owns the run directory and the order of things. Reads `model`, `data`, `rollout`, `reward` and `logging`; a trainer
 section in the same file is not looked at. A run that was interrupted goes on where it stopped: finished samples are in
-the journal and are not drawn again.
+the journal and are not drawn again, as long as they were made from what is asked for now (`reuse`).
 """
 
 import asyncio
@@ -10,20 +10,27 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
+from logging import getLogger
 from pathlib import Path
 
 from treadle.config import Config, to_yaml
+from treadle.config.secrets import hide_in_words
 from treadle.data.renderer import Renderer
 from treadle.data.tasks import load_training_tasks, load_validation_tasks
 from treadle.errors import RunError
-from treadle.journal import Headline, Journal, JournalReader, RunStatus
+from treadle.journal import Journal, JournalReader, logging_to, set_aside
 from treadle.observe import Finished, Summary, Tally, summarize
+from treadle.rollout.dispatch import no_trajectory
 from treadle.rollout.manager import CONFIGURED, AgentLoopManager
 from treadle.rollout.prompts import survey_prompts
+from treadle.rollout.provenance import RunInputs
+from treadle.rollout.reuse import Kept, find_kept, record_inputs
 from treadle.rollout.service import Kind, Parts
 from treadle.rollout.worker import Dropped
 from treadle.terminal import warn
-from treadle.types import Task
+from treadle.types import Task, Trajectory
+
+log = getLogger(__name__)
 
 Progress = Callable[[Tally, int], AbstractContextManager[object]]
 """Shows a tally while it grows towards a total."""
@@ -47,6 +54,7 @@ def run_rollout(
     config: Config,
     *,
     validation: bool = False,
+    fresh: bool = False,
     command: Sequence[str] = (),
     parts: Parts = CONFIGURED,
     progress: Progress = hide_progress,
@@ -54,41 +62,60 @@ def run_rollout(
     """Roll out every task of the training files, or of the validation files, and keep everything in the run directory.
 
     `parts` replace or add to what the config would build. Ctrl-C ends it in order: what is finished is kept, and the
-    same call goes on from there.
+    same call goes on from there. Trajectories of another model, sampling or prompt are never taken for the result: a
+    directory that holds some is refused with what changed, unless `fresh` sets it aside. Where only the reward changed,
+    they are scored again.
     """
     tasks = list(load_validation_tasks(config.data) if validation else load_training_tasks(config.data))
     renderer = Renderer.create(config.model)  # a mistake in model or tasks leaves no run directory behind
     survey = asyncio.run(survey_prompts(tasks, config.rollout, renderer))
     if note := survey.note(config.rollout):
         warn(f"note: {note}")
-    with _open_journal(config, command) as journal:
-        run = _Run(config, tasks, journal, validation, replace(parts, renderer=renderer, journal=journal))
-        run.recall()
+    cut = 0 if config.rollout.overlong_prompts == "drop" else len(survey.overlong)
+    if not config.logging.journal:
+        run = _Run(config, tasks, None, validation, Kept(), replace(parts, renderer=renderer))
         with progress(run.tally, run.total):
             interrupted = run.roll_out()
-        if interrupted and journal is not None:
-            journal.close_blocking(RunStatus.INTERRUPTED)
-    cut = 0 if config.rollout.overlong_prompts == "drop" else len(survey.overlong)
-    return Result(run.summary(num_cut=cut), interrupted, journal.run_dir if journal else None)
+        return Result(run.summary(num_cut=cut), interrupted, None)
+    run_dir = Path(config.logging.directory("validation" if validation else "rollout"))
+    if fresh:
+        set_aside(run_dir)
+    inputs = RunInputs.of(config.rollout, config.model, config.reward)
+    kept = find_kept(run_dir, config, inputs, tasks, validation=validation)
+    with _open_journal(config, run_dir, command) as journal:
+        record_inputs(journal, inputs, validation=validation)
+        brought = replace(parts, renderer=renderer, journal=journal, inputs=inputs)
+        run = _Run(config, tasks, journal, validation, kept, brought)
+        with progress(run.tally, run.total):
+            interrupted = run.roll_out()
+    return Result(run.summary(num_cut=cut), interrupted, run_dir)
 
 
 @contextmanager
-def _open_journal(config: Config, command: Sequence[str]) -> Iterator[Journal | None]:
-    logging = config.logging
-    if not logging.journal:
-        yield None
-        return
-    resolved = to_yaml(config, origins=True)
-    run_dir = Path(logging.directory())
-    with Journal.open(run_dir, max_mb=logging.journal_max_mb, config_yaml=resolved, command=command) as journal:
-        yield journal
+def _open_journal(config: Config, run_dir: Path, command: Sequence[str]) -> Iterator[Journal]:
+    resolved, words = to_yaml(config, origins=True, secrets=False), hide_in_words(command)
+    max_mb = config.logging.journal_max_mb
+    with Journal.open(run_dir, max_mb=max_mb, config_yaml=resolved, command=words) as journal, logging_to(run_dir):
+        log.info("started: %s", " ".join(words))
+        try:
+            yield journal
+        except Exception as error:
+            log.info("ended by %s", type(error).__name__, exc_info=error)
+            raise
+        log.info("ended")
 
 
 class _Run:
     """One start of a run: what earlier starts finished, and what this one adds."""
 
     def __init__(
-        self, config: Config, tasks: Sequence[Task], journal: Journal | None, validation: bool, parts: Parts
+        self,
+        config: Config,
+        tasks: Sequence[Task],
+        journal: Journal | None,
+        validation: bool,
+        kept: Kept,
+        parts: Parts,
     ) -> None:
         rollout = config.rollout
         self._config = config
@@ -97,27 +124,20 @@ class _Run:
         self._validation = validation
         self._parts = parts
         self._n = rollout.val_kwargs.n if validation else rollout.n
-        self._finished: list[Finished] = []
+        self._finished: list[Finished] = [*kept.finished]
+        self._unscored = kept.unscored
         self._dropped: set[str] = set()
         self._began = time.monotonic()
         self.tally = Tally()
+        for headline in kept.finished:
+            self.tally.recall(headline)
+        if journal is not None:
+            for task in tasks:
+                journal.add_task(task)
 
     @property
     def total(self) -> int:
         return sum(task.n or self._n for task in self._tasks)
-
-    def recall(self) -> None:
-        """Take over what earlier starts of this run finished."""
-        if self._journal is None:
-            return
-        wanted = {(task.uid, sample) for task in self._tasks for sample in range(task.n or self._n)}
-        with JournalReader.open(self._journal.run_dir) as reader:
-            kept = [line for line in reader.headlines() if _belongs(line, wanted)]
-        for headline in kept:
-            self.tally.recall(headline)
-        self._finished += kept
-        for task in self._tasks:
-            self._journal.add_task(task)
 
     def roll_out(self) -> bool:
         """Draw what is missing; whether it was interrupted."""
@@ -132,7 +152,8 @@ class _Run:
                 rollout=config.rollout, model=config.model, reward=config.reward, parts=parts
             ) as manager:
                 self._began = time.monotonic()
-                for result in manager.stream_blocking(self._tasks, kind=kind, done=done):
+                find = self._find_unscored()
+                for result in manager.stream_blocking(self._tasks, kind=kind, done=done, unscored=find):
                     if isinstance(result, Dropped):
                         self._dropped.add(result.uid)
                     else:
@@ -151,13 +172,24 @@ class _Run:
             uid, sample = missing[0]
             raise RunError(f"{len(missing)} of {len(wanted)} trajectories are missing, such as {uid}/{sample}")
 
+    def _find_unscored(self) -> Callable[[str, int], Trajectory | None]:
+        """Reads tokens that are to be scored again, one trajectory at a time."""
+        journal, wanted = self._journal, self._unscored
+        if journal is None or not wanted:
+            return no_trajectory
+        reader = JournalReader.open(journal.run_dir)
+
+        def find(uid: str, sample: int) -> Trajectory | None:
+            entry = reader.trajectory(uid, sample) if (uid, sample) in wanted else None
+            if entry is None or not (entry.headline.is_intact and entry.headline.has_body):
+                return None
+            return replace(entry.trajectory, reward=None)
+
+        return find
+
     def summary(self, num_cut: int) -> Summary:
         threshold, wall_s = self._config.reward.success_threshold, time.monotonic() - self._began
         dropped = len(self._dropped)
         return summarize(
             self._finished, success_threshold=threshold, wall_s=wall_s, num_dropped=dropped, num_cut=num_cut
         )
-
-
-def _belongs(headline: Headline, wanted: set[tuple[str, int]]) -> bool:
-    return headline.outcome.ok and (headline.uid, headline.sample) in wanted

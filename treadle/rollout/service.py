@@ -22,10 +22,20 @@ from treadle.journal import Journal
 from treadle.observe import StallReport, StallWatch, Wait
 from treadle.reward.scorer import Scorer
 from treadle.reward.surroundings import Surroundings
-from treadle.rollout.dispatch import Dispatcher, Observer, Order, Scoring, Worker, first_error
+from treadle.rollout.dispatch import (
+    Dispatcher,
+    Observer,
+    Order,
+    Scoring,
+    Unscored,
+    Worker,
+    first_error,
+    no_trajectory,
+)
 from treadle.rollout.engines import start_engines
 from treadle.rollout.feed import Feed
 from treadle.rollout.process import ProcessWorker, num_processes
+from treadle.rollout.provenance import RunInputs
 from treadle.rollout.recall import Past, Recall
 from treadle.rollout.services import Generator
 from treadle.rollout.template_check import check_template
@@ -94,6 +104,8 @@ class Parts:
     on_stall: Callable[[StallReport], None] = print_stall
     api_keys: Mapping[str, str] = NOTHING
     """Keys of endpoints, by the environment variable that the config names for each."""
+    inputs: RunInputs | None = None
+    """What trajectories are made from, which is then recorded with each."""
     gpus: Mapping[str, Sequence[Gpu]] = NOTHING
     """Those of reward models, by the name of each."""
 
@@ -111,8 +123,10 @@ class RolloutService:
         watch: StallWatch,
         attendant: Attendant | None,
         journal: Journal | None,
+        inputs: RunInputs | None,
         parts: AsyncExitStack,
     ) -> None:
+        self._inputs = inputs
         self._rollout = rollout
         self._renderer = renderer
         self.router = router
@@ -157,7 +171,7 @@ class RolloutService:
             report = partial(_report_stall, parts)
             watch = StallWatch(rollout.limits.stall_report_s, lambda: _waits(workers, router, dispatcher), report)
             journal, closing = parts.journal, started.pop_all()
-            return cls(rollout, renderer, router, recall, dispatcher, watch, attendant, journal, closing)
+            return cls(rollout, renderer, router, recall, dispatcher, watch, attendant, journal, parts.inputs, closing)
 
     async def generate(self, tasks: Sequence[Task], kind: Kind, seed: int | None = None) -> Batch:
         """Sample every task."""
@@ -170,10 +184,12 @@ class RolloutService:
         kind: Kind,
         done: Container[tuple[str, int]],
         feed: Feed[Trajectory | Dropped],
+        unscored: Unscored = no_trajectory,
     ) -> None:
-        """Sample every task into `feed`."""
+        """Sample every task into `feed`; those that `unscored` finds are scored, and not sampled again."""
         async with self._watched():
-            await self._dispatcher.stream(tasks, self._order(kind, done), feed)
+            order = replace(self._order(kind, done), unscored=unscored)
+            await self._dispatcher.stream(tasks, order, feed)
 
     async def group(self, task: Task, kind: Kind, past: Past) -> Group | Dropped:
         """Sample one task. Stalls are reported, and the journal's death noticed, by whoever runs `watch`."""
@@ -271,7 +287,9 @@ class RolloutService:
             stop_token_ids=() if rollout.ignore_eos else self._renderer.stop_token_ids,
             seed=rollout.seed if seed is None else seed,
         )
-        return Order(sampling, 1 if kind is Kind.GREEDY else source.n, done)
+        n, inputs = 1 if kind is Kind.GREEDY else source.n, self._inputs
+        stamp = None if inputs is None else partial(inputs.stamp, validation=kind is Kind.VALIDATION)
+        return Order(sampling, n, done, stamp=stamp)
 
 
 async def _start_engines(

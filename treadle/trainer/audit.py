@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from treadle.errors import RunError
-from treadle.journal import Event, JournalReader
+from treadle.journal import Event, Filter, JournalReader
 
-_KINDS = frozenset({"admit", "stale", "remove", "step", "checkpoint", "resume"})
+_KINDS = frozenset({"admit", "stale", "remove", "step", "checkpoint", "resume", "dropped_events"})
 
 
 class _Place(StrEnum):
@@ -132,7 +132,14 @@ def audit(run_dir: Path) -> Audit:
     books = _Books()
     with JournalReader.open(run_dir) as reader:
         for event in _events(reader):
-            _book(books, event)
+            if not event.is_intact:
+                books.problems.append(f"event {event.id} ({event.kind}) of the journal is not as it was written")
+            elif event.kind == "dropped_events":
+                lost = event.fields["count"]
+                books.problems.append(f"the record is not complete: logging.journal_max_mb let {lost} events go")
+            else:
+                _book(books, event)
+        books.problems += _find_damage(reader)
     if not books.counts["starts"]:
         raise RunError(f"{run_dir} is no training run: its journal has no start of one")
     _find_gaps(books)
@@ -153,8 +160,16 @@ def audit(run_dir: Path) -> Audit:
 def _events(reader: JournalReader) -> Iterator[Event]:
     last = 0
     while found := reader.events(after=last):
-        yield from (event for event in found if event.kind in _KINDS)
+        yield from (event for event in found if event.kind in _KINDS or not event.is_intact)
         last = found[-1].id
+
+
+def _find_damage(reader: JournalReader) -> Iterator[str]:
+    """Trajectories whose rows are not as they were written, tokens and messages included."""
+    for entry in reader.trajectories(Filter(superseded=True)):
+        if not entry.headline.is_intact:
+            name = f"{entry.headline.uid}/{entry.headline.sample}, attempt {entry.headline.attempt}"
+            yield f"trajectory {name} is not as it was written"
 
 
 def _book(books: _Books, event: Event) -> None:
@@ -227,5 +242,12 @@ def _expect(books: _Books, position: int, expected: _Place | None, what: str) ->
 
 
 def _find_gaps(books: _Books) -> None:
-    missing = set(range(books.first.position, books.admitted)) - set(books.places)
-    books.problems += [f"task {position} was skipped" for position in sorted(missing)]
+    """Positions that nobody admitted; as ranges, since one wrong position may leave a gap of any size."""
+    expected = books.first.position
+    known = (position for position in books.places if books.first.position <= position < books.admitted)
+    for position in (*sorted(known), books.admitted):
+        if position == expected + 1:
+            books.problems.append(f"task {expected} was skipped")
+        elif position > expected:
+            books.problems.append(f"tasks {expected} to {position - 1} were skipped")
+        expected = position + 1

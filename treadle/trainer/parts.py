@@ -14,6 +14,7 @@ from treadle.data.tasks import TaskSource
 from treadle.errors import Failure, RunError
 from treadle.journal import Journal
 from treadle.observe.trackers import Trackers
+from treadle.rollout.provenance import RunInputs
 from treadle.trainer.evaluate import Rollout
 from treadle.trainer.lineage import Lineage
 from treadle.trainer.step import StepParts, StepReport, train_step
@@ -63,6 +64,8 @@ class Parts:
     """What earlier starts of this run left."""
     train: Train
     """One step; `train_in_thread` but where time is simulated."""
+    inputs: RunInputs | None = None
+    """What this start's trajectories are made from."""
     validator: Validator | None = None
     """None: validation shares the rollout, and training waits for it."""
     watch: Callable[[], Awaitable[None]] | None = None

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from treadle.algorithm.kl import KLControl
 from treadle.errors import RunError
-from treadle.journal import Event, JournalReader
+from treadle.journal import DamagedRecord, Event, JournalReader
 from treadle.model.checksum import checksum
 from treadle.trainer.lineage import RESUME
 from treadle.trainer.step import StepParts, train_step
@@ -66,7 +66,10 @@ def _surviving(reader: JournalReader) -> tuple[dict[int, Event], dict[int, str]]
 def _events(reader: JournalReader) -> Iterator[Event]:
     last = 0
     while found := reader.events(after=last):
-        yield from found
+        for event in found:
+            if not event.is_intact:
+                raise DamagedRecord(f"event {event.id} ({event.kind}) of the journal is not as it was written")
+            yield event
         last = found[-1].id
 
 
@@ -88,4 +91,6 @@ def _trajectory(reader: JournalReader, uid: str, sample: int, attempt: int, run_
             f"{run_dir} no longer has the tokens of {uid}/{sample}: logging.journal_max_mb let them go, so the run "
             "cannot be replayed"
         )
+    if not entry.headline.is_intact:
+        raise DamagedRecord(f"trajectory {uid}/{sample} in {run_dir} is not as it was written: it cannot be replayed")
     return entry.trajectory

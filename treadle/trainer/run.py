@@ -64,6 +64,11 @@ class Run:
         return self._standing.step
 
     @property
+    def trained(self) -> int:
+        """Steps that this start did."""
+        return self._standing.step - self._standing.began
+
+    @property
     def version(self) -> int:
         """The policy's."""
         return self._parts.version

@@ -17,7 +17,7 @@ from treadle.config import TrainConfig
 from treadle.data.tasks import SourceState
 from treadle.rollout.recall import Past
 from treadle.trainer.flow import Flow
-from treadle.trainer.lineage import RESUME
+from treadle.trainer.lineage import RESUME, SAVED, UNKNOWN_PROVENANCE
 from treadle.trainer.parts import Parts
 from treadle.trainer.terms import settings_digest
 from treadle.types import Task
@@ -34,7 +34,11 @@ class Standing:
         self._flow = flow
         self._restored = 0
         """The version that this start began with."""
+        self._saved: int | None = None
+        """The step of the newest checkpoint in the run directory, as far as this start knows."""
         self.step = 0
+        self.began = 0
+        """The step that this start went on from."""
         self.control: KLControl | None = None
 
     async def restore(self) -> bool:
@@ -45,6 +49,9 @@ class Standing:
         state: Mapping[str, Any] = {} if progress is None else progress.state
         if progress is not None:
             self._resume(progress)
+        elif self._config.checkpoint.resume_mode == "auto":
+            parts.lineage.refuse_lost_checkpoints()
+        parts.journal.rewind(self.step)
         self._restored = parts.version
         self._flow.restore(self.step, tuple(state.get("open", ())), self._past)
         if aside := parts.lineage.newly_set_aside:
@@ -54,11 +61,13 @@ class Standing:
                 len(aside),
                 aside[0],
             )
-        parts.journal.add_event(RESUME, **self.describe(), settings=settings_digest(self._config))
+        parts.journal.add_event(RESUME, **self.describe(), settings=settings_digest(self._config, parts.inputs))
         return progress is not None
 
     async def save(self) -> None:
-        """A checkpoint of what is done."""
+        """A checkpoint of what is done, unless there is one already."""
+        if self._saved == self.step:
+            return
         parts, where = self._parts, self.describe()
         coefficient = None if self.control is None else self.control.coefficient
         state = {"tasks": asdict(self._flow.frontier()), "open": where["open"], "kl_coefficient": coefficient}
@@ -68,6 +77,9 @@ class Standing:
         await asyncio.to_thread(
             parts.checkpoints.save, step.policy, step.critic, self.step, state, reference=step.reference
         )
+        self._saved = self.step
+        parts.journal.add_event(SAVED, step=self.step)
+        log.info("saved a checkpoint after step %d", self.step)
 
     def describe(self) -> dict[str, Any]:
         """The step, the policy, the next new task, and the tasks that are under way."""
@@ -76,7 +88,10 @@ class Standing:
 
     def _resume(self, progress: Progress) -> None:
         state: Any = progress.state
-        self.step = progress.step
+        self.step = self.began = progress.step
+        if self._config.checkpoint.resume_mode == "auto":
+            self._saved = progress.step
+        log.info("going on after step %d", progress.step)
         self._parts.tasks.restore(SourceState(**state["tasks"]))
         if state["kl_coefficient"] is not None:
             start = KLControl.start(self._config.algorithm.kl_ctrl)
@@ -86,4 +101,6 @@ class Standing:
     def _past(self, task: Task, oldest: int) -> Past:
         """What earlier starts left of a task, as far as this run still has the weights, and tokens are young enough."""
         n = task.n or self._config.rollout.n
-        return self._parts.lineage.past(task.uid, n, version=self._restored, oldest=oldest)
+        inputs = self._parts.inputs
+        made_from = UNKNOWN_PROVENANCE if inputs is None else inputs.stamp(task, validation=False)
+        return self._parts.lineage.past(task.uid, n, version=self._restored, oldest=oldest, made_from=made_from)

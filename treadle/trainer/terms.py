@@ -5,14 +5,11 @@ Owns the arithmetic between config sections that the trainer needs and `config/p
 
 import time
 from dataclasses import dataclass
-from hashlib import sha256
 from math import ceil
 
 from treadle.config import TrainConfig
-from treadle.config.show import flatten
 from treadle.data.tasks import TaskSource
-
-_SAMPLING = ("model.", "rollout.", "reward.")
+from treadle.rollout.provenance import RunInputs, digest_of
 
 
 def total_steps(config: TrainConfig, tasks: TaskSource) -> int:
@@ -27,11 +24,11 @@ def lag_of(config: TrainConfig) -> int:
     return {"sync": 0, "one_step_off": 1, "fully_async": config.trainer.max_staleness}[config.trainer.mode]
 
 
-def settings_digest(config: TrainConfig) -> str:
-    """Stands for everything that decides what is sampled and scored: what other settings left is not taken over."""
-    leaves = (f"{name}={value}" for name, value in flatten(config).items() if name.startswith(_SAMPLING))
-    fresh = f"{time.time()}" if config.checkpoint.resume_mode == "disable" else ""
-    return sha256("\n".join([*sorted(leaves), fresh]).encode()).hexdigest()[:16]
+def settings_digest(config: TrainConfig, inputs: RunInputs | None = None) -> str:
+    """Stands for everything that decides what is sampled: what other settings left is not taken over."""
+    inputs = inputs or RunInputs.of(config.rollout, config.model, config.reward)
+    fresh = f"-{time.time()}" if config.checkpoint.resume_mode == "disable" else ""
+    return digest_of(inputs.training) + fresh
 
 
 @dataclass(frozen=True, slots=True)

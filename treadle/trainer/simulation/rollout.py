@@ -146,5 +146,7 @@ def start_rollout(
     watch = StallWatch(rollout.limits.stall_report_s, tuple, lambda report: None)
     renderer = cast(Renderer, _NoText())
     return TimedRollout(
-        RolloutService(rollout, renderer, router, Recall(router, None), dispatcher, watch, None, None, AsyncExitStack())
+        RolloutService(
+            rollout, renderer, router, Recall(router, None), dispatcher, watch, None, None, None, AsyncExitStack()
+        )
     )

@@ -15,8 +15,8 @@ from treadle.journal import Journal
 from treadle.policy.batch import TrainBatch
 from treadle.policy.protocol import Critic, Policy, Reference
 from treadle.rollout.recall import NO_PAST, Past
-from treadle.trainer.lineage import Lineage
-from treadle.types import Row
+from treadle.trainer.lineage import UNKNOWN_PROVENANCE, Lineage
+from treadle.types import Provenance, Row
 
 
 class CountingPolicy:
@@ -90,5 +90,7 @@ class NoLineage(Lineage):
     def __init__(self) -> None:
         """There is no journal to read."""
 
-    def past(self, uid: str, n: int, *, version: int, oldest: int) -> Past:
+    def refuse_lost_checkpoints(self) -> None: ...
+
+    def past(self, uid: str, n: int, *, version: int, oldest: int, made_from: Provenance = UNKNOWN_PROVENANCE) -> Past:
         return NO_PAST
