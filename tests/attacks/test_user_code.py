@@ -71,7 +71,7 @@ def _calls(*deeds: str):
     return script
 
 
-@pytest.mark.parametrize("deeds", [("cancel_task",), ("cancelled",), ("interrupt",), ("cancel_task", "interrupt")])
+@pytest.mark.parametrize("deeds", [*((deed,) for deed in DEEDS), ("cancel_task", "interrupt")])
 def test_a_tool_can_fail_its_own_trajectory_and_nothing_else(deeds):
     tools = (f"{HOSTILE}:hostile_tool", f"{HOSTILE}:harmless")
     config = rollout(default_agent_loop="tool_agent", tools=tools, failures=ONCE, tool_retries=0, max_parallel_calls=1)
@@ -88,12 +88,6 @@ def test_a_single_call_that_cancels_its_task_is_the_tools_failure():
 
     config = rollout(default_agent_loop="tool_agent", tools=(f"{HOSTILE}:hostile_tool",), failures=ONCE)
     check_one_failed(run(config, script), "tool", "cancelled its own task", "hostile.py:")
-
-
-def test_sys_exit_in_a_tool_is_read_by_the_model_as_any_error_is():
-    tools = (f"{HOSTILE}:hostile_tool", f"{HOSTILE}:harmless")
-    batch = run(rollout(default_agent_loop="tool_agent", tools=tools, failures=ONCE), _calls("exit"))
-    assert all(trajectory.outcome.ok for trajectory in batch.trajectories)
 
 
 @pytest.mark.parametrize("deed", PLAIN)

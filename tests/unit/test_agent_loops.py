@@ -1,11 +1,14 @@
 """The built-in loops, and loops of one's own by name or import path."""
 
 import asyncio
+import contextlib
 
 import pytest
 
+from tests import virtual_time
 from tests.rollouts import CALL, FINAL, engine, renderer, rollout, say, task, texts
-from treadle.config import AgentLoopConfig, LimitsConfig, ModelConfig
+from treadle.config import AgentLoopConfig, LimitsConfig, ModelConfig, RolloutConfig
+from treadle.engine.scripted import ScriptedEngine
 from treadle.errors import ConfigError
 from treadle.rollout.agent_loop import AgentLoopBase
 from treadle.rollout.environment import Reply
@@ -16,10 +19,11 @@ from treadle.types import SamplingParams, Status, StopReason, ToolStatus, Trajec
 TOOLS = {"default_agent_loop": "tool_agent", "tools": ("tests.rollouts:add",)}
 
 
-def attempt(config, script, item=None) -> Trajectory:
+def attempt(config, script, item=None, run=asyncio.run) -> Trajectory:
     async def main():
+        made = script if isinstance(script, ScriptedEngine) else engine(script)
         worker = await AgentLoopWorker.create(
-            rollout=config, model=ModelConfig(path="unused"), engine=engine(script), renderer=renderer()
+            rollout=config, model=ModelConfig(path="unused"), engine=made, renderer=renderer()
         )
         try:
             sampling = SamplingParams(config.response_length, stop_token_ids=renderer().stop_token_ids)
@@ -27,7 +31,7 @@ def attempt(config, script, item=None) -> Trajectory:
         finally:
             await worker.close()
 
-    return asyncio.run(main())
+    return run(main())
 
 
 def test_single_turn_is_one_prompt_and_one_answer():
@@ -183,27 +187,75 @@ def test_an_environment_answers_scores_turns_and_is_always_closed():
     assert Guess.closed == 2
 
 
-def test_a_session_past_its_deadline_is_truncated_and_keeps_its_tokens():
-    class Slow(AgentLoopBase):
-        async def run(self, session: Session) -> None:
-            await session.generate()
-            await asyncio.sleep(60)
+class Turns(AgentLoopBase):
+    """Turns without end, and seconds of the loop's own before and after each of them."""
 
-    globals()["Slow"] = Slow
-    config = rollout(default_agent_loop=f"{__name__}:Slow", limits=LimitsConfig(session_timeout_s=0.05))
-    trajectory = attempt(config, say(FINAL))
+    def __init__(self, rollout: RolloutConfig, before_s: float = 0.0, after_s: float = 0.0) -> None:
+        super().__init__(rollout)
+        self.before_s, self.after_s = before_s, after_s
+
+    async def run(self, session: Session) -> None:
+        while not session.done:
+            await asyncio.sleep(self.before_s)
+            await session.generate()
+            await asyncio.sleep(self.after_s)
+            await session.observe("go on")
+
+
+def turns(engine_s: float, **kwargs: float) -> Trajectory:
+    """What a minute of such turns comes to; an answer takes `engine_s`. No clock but a virtual one."""
+    loops = {"turns": AgentLoopConfig(path=f"{__name__}:Turns", kwargs=kwargs)}
+    config = rollout(default_agent_loop="turns", loops=loops, limits=LimitsConfig(session_timeout_s=60))
+    return attempt(config, engine(say("x"), latency_s=engine_s), run=virtual_time.run)
+
+
+def test_a_session_past_its_deadline_is_truncated_and_keeps_its_tokens():
+    trajectory = turns(engine_s=7.0, after_s=3.0)
     assert (trajectory.outcome.status, trajectory.outcome.reason) == (Status.TRUNCATED, StopReason.DEADLINE)
-    assert trajectory.num_sampled > 0
+    assert trajectory.num_turns == 6 and trajectory.num_sampled > 0
+
+
+@pytest.mark.parametrize("kwargs", [{"after_s": 3600.0}, {"after_s": 7.0}, {"before_s": 3600.0}])
+def test_a_deadline_that_passed_in_the_loops_own_code_is_the_loops_failure(kwargs):
+    outcome = turns(engine_s=3.0, **kwargs).outcome
+    assert outcome.boundary == "loop"
+    assert "the loop's own code took" in outcome.detail and "session_timeout_s = 60" in outcome.detail
+    assert "test_agent_loops.py:" in outcome.detail
+
+
+def test_a_loop_that_does_not_say_that_it_was_cut_off_has_failed_too():
+    class Swallows(AgentLoopBase):
+        async def run(self, session: Session) -> None:
+            with contextlib.suppress(asyncio.CancelledError):
+                await asyncio.sleep(3600)
+
+    globals()["Swallows"] = Swallows
+    config = rollout(default_agent_loop=f"{__name__}:Swallows", limits=LimitsConfig(session_timeout_s=60))
+    assert attempt(config, say(FINAL), run=virtual_time.run).outcome.boundary == "loop"
 
 
 def test_a_deadline_before_the_first_token_is_the_engines_failure():
-    class Stuck(AgentLoopBase):
-        async def run(self, session: Session) -> None:
-            await asyncio.sleep(60)
+    assert turns(engine_s=3600.0).outcome.boundary == "engine"
 
-    globals()["Stuck"] = Stuck
-    config = rollout(default_agent_loop=f"{__name__}:Stuck", limits=LimitsConfig(session_timeout_s=0.05))
-    assert attempt(config, say(FINAL)).outcome.boundary == "engine"
+
+def test_a_draft_that_waits_for_the_engine_is_not_the_loops_doing():
+    class Drafts(AgentLoopBase):
+        async def run(self, session: Session) -> None:
+            first, second = (session.fork(session.messages) for _ in range(2))
+            await first.generate()
+            await asyncio.gather(second.generate(), asyncio.sleep(1))
+
+    globals()["Drafts"] = Drafts
+    config = rollout(default_agent_loop=f"{__name__}:Drafts", limits=LimitsConfig(session_timeout_s=60))
+    made = engine(say("x"))
+    answer = made.generate
+
+    async def late(request):
+        await asyncio.sleep(3600 if request.row == 2 else 0)
+        return await answer(request)
+
+    made.generate = late
+    assert attempt(config, made, run=virtual_time.run).outcome.boundary == "engine"
 
 
 @pytest.mark.parametrize("choice", ["error", "drop", "truncate_left", "truncate_right", "truncate_middle"])

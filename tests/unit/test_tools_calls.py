@@ -167,7 +167,7 @@ def test_arguments_nested_beyond_the_stack_are_invalid() -> None:
 
 @pytest.mark.parametrize(
     "error",
-    [ValueError("no such city"), KeyError("x"), FileNotFoundError("a.txt"), PermissionError("b"), SystemExit(2)],
+    [ValueError("no such city"), KeyError("x"), FileNotFoundError("a.txt"), PermissionError("b")],
 )
 def test_an_error_of_the_tools_own_logic_is_read_by_the_model(error: BaseException) -> None:
     async def awaited() -> str:

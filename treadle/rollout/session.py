@@ -329,6 +329,11 @@ class SessionRecord:
     def messages(self) -> tuple[Message, ...]:
         return tuple(self.ledger.spoken)
 
+    @property
+    def generates(self) -> bool:
+        """Whether a row waits for an engine."""
+        return any(row.generating for row in self._session._rows)
+
     def rows(self) -> tuple[Row, ...]:
         """The rows as they stand; a fork that never sampled teaches nothing and is left out."""
         rows = [row.close() for row in self._session._rows]

@@ -159,15 +159,16 @@ class AgentLoopWorker:
 
     async def _run_loop(self, loop: AgentLoopBase, session: Session, opened: "Opened") -> None:
         """Until the loop has ended, or its deadline has ended it; a failure where the model has no part in that."""
-        limit = self._rollout.limits.session_timeout_s
+        limit, at = self._rollout.limits.session_timeout_s, ""
         try:
             async with asyncio.timeout(limit) as deadline:
                 await loop.run(session)
-        except TimeoutError:
+        except TimeoutError as error:
             if not deadline.expired():
                 raise
+            at = place(error.__cause__ or error)
         if deadline.expired():
-            opened.blame_deadline(limit)
+            opened.blame_deadline(limit, at)
             session.end(StopReason.DEADLINE)
 
     def _prompt(self, opened: "Opened") -> tuple[int, ...] | Dropped:
@@ -214,12 +215,15 @@ class Opened:
         stage = self.record.ledger.stage if self.record else "start"
         return STAGES.get(stage, LoopFailure)(detail)
 
-    def blame_deadline(self, limit_s: float) -> None:
-        """Raise where the session's time went into one wait that the model has no part in."""
+    def blame_deadline(self, limit_s: float, at: str) -> None:
+        """Raise where the session's time went into something that the model has no part in; `at`: where it was."""
         assert self.record is not None
         ledger = self.record.ledger
         waited_s = asyncio.get_running_loop().time() - ledger.since
         limit = f"rollout.limits.session_timeout_s = {limit_s:g}"
+        own_s = limit_s - ledger.generate_s - ledger.tool_s - ledger.environment_s
+        if ledger.stage in ("start", "loop") and not self.record.generates and 2 * own_s > limit_s:
+            raise LoopFailure(f"the loop's own code took {own_s:.3g} s of {limit}{at}")
         if not ledger.sampled:
             raise EngineFailure(f"no token within {limit}")
         if ledger.stage == "generate" and 2 * waited_s > limit_s:

@@ -4,15 +4,15 @@ This module draws the border between what a model may read and what it must not.
 
 The model reads (status in brackets):
 - what the tool returned (ok), or whatever status the tool put into a `ToolResult` of its own;
-- an exception of the tool's own logic (error): ValueError, KeyError, ZeroDivisionError, SystemExit, anything not named
-  below;
+- an exception of the tool's own logic (error): ValueError, KeyError, ZeroDivisionError, any Exception not named below;
 - an OSError about the thing that was asked for (error): file not found, exists, is or is not a directory, permission;
 - that the tool gave no answer within `tool_timeout_s` (timeout): a model may well have asked for too much.
 
 The model never reads, and the call is tried again `tool_retries` times, then fails the trajectory as `ToolFailure`:
 - `ToolFailure`, raised by the tool or by what runs it: a dead MCP server, a stateful tool that cannot be set up;
 - every other OSError: connections, DNS, a TimeoutError of the tool's own transport, a full disk;
-- transport errors of httpx, MemoryError, KeyboardInterrupt, and a cancellation that came from inside the tool;
+- transport errors of httpx, MemoryError, and every BaseException that is no Exception: `sys.exit()`, KeyboardInterrupt,
+  a cancellation that came from inside the tool;
 - the exceptions that the tool's author names: `@tool(infrastructure=(ClientError,))`.
 
 A failure of another boundary (an engine a tool asks, for example) passes through untouched. The deadline holds for each
@@ -58,7 +58,7 @@ async def perform(spec: ToolSpec, invoke: Invoke, arguments: dict[str, Any], pol
         except BaseException as error:
             if is_from_outside(error):
                 raise
-            if isinstance(error, Exception | SystemExit) and not is_infrastructure(error, spec):
+            if isinstance(error, Exception) and not is_infrastructure(error, spec):
                 return ToolResult(_words(error), ToolStatus.ERROR)
             fault = error
     attempts = "1 attempt" if not policy.retries else f"{policy.retries + 1} attempts"
