@@ -47,6 +47,7 @@ class FakeEndpoint:
         self.token_ids = False
         self.message: dict[str, Any] = {}
         self.finish: str | None = None
+        self.encoding = "utf-8"
         self.chats: list[dict[str, Any]] = []
         self.headers: list[dict[str, str]] = []
         self.times: list[float] = []
@@ -144,7 +145,7 @@ class _Handler(BaseHTTPRequestHandler):
     def _send(self, reply: Reply) -> None:
         if not self._wait(reply.delay_s):
             return
-        body = reply.body.encode()
+        body = reply.body.encode(self.server.endpoint.encoding)
         self.send_response(reply.status)
         for name, value in {**reply.headers, "content-length": str(len(body))}.items():
             self.send_header(name, value)

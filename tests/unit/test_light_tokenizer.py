@@ -262,3 +262,11 @@ def test_both_tokenizers_make_the_same_renderer() -> None:
         messages = [{"role": "tool", "content": text}]
         assert first.observation(messages) == second.observation(messages)
         assert first.prompt([QUESTION, *messages]) == second.prompt([QUESTION, *messages])
+
+
+def test_a_model_that_knows_its_tools_has_prompts_without_them() -> None:
+    tool = {"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}}
+    told = Renderer.create(ModelConfig(path="treadle/tiny-calculator"))
+    knows = Renderer.create(ModelConfig(path="treadle/tiny-calculator", describe_tools=False))
+    assert knows.prompt([QUESTION], [tool]) == told.prompt([QUESTION])
+    assert len(told.prompt([QUESTION], [tool])) > len(told.prompt([QUESTION]))

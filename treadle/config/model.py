@@ -13,6 +13,9 @@ class ModelConfig(Section):
     allow_special_tokens: bool = key(
         False, "special tokens that the messages of a prompt spell out become special tokens; for data you trust"
     )
+    describe_tools: bool = key(
+        True, "write tools into the prompt where the chat template ignores them; false for a model that knows its tools"
+    )
     trust_remote_code: bool = key(False, "run Python code that ships inside the model directory")
     override_config: Options = key({}, "values that replace those of the model's own config.json")
     prove: bool = key(

@@ -2,6 +2,8 @@
 
 A value that is nothing but a reference takes the target's value and type; inside a longer string it takes its text.
 `$${…}` is not a reference: it stands for the text `${…}`.
+Invariant: all that references bring into a config is at most `MAX_EXPANDED` characters and values, however they are
+nested: a few lines that double each other would otherwise take all memory.
 """
 
 import re
@@ -15,6 +17,9 @@ from treadle.config.value import show
 from treadle.errors import Mistake, nearest
 
 _REFERENCE = re.compile(r"(\$+)\{([^{}]*)\}")
+
+MAX_EXPANDED = 1_000_000
+"""Characters and values that the references of one config bring in, together."""
 
 
 class _Unresolved(Exception):
@@ -46,6 +51,7 @@ class _Resolver:
         self._mistakes = mistakes
         self._pending: list[Path] = []
         self._done: set[Path] = set()
+        self._expanded = 0
 
     def settle(self, path: Path) -> None:
         """Resolve the leaf at `path`, or write down why it cannot be."""
@@ -71,7 +77,7 @@ class _Resolver:
             return Leaf(self._substitute(leaf.value), leaf.origin)
         origin = leaf.origin.through(f"reference {leaf.value}")
         if isinstance(leaf.value, str) and (whole := _REFERENCE.fullmatch(leaf.value)):
-            target = self._target(whole.group(2))
+            target = self._taken(whole.group(2))
             return Leaf(target.value, origin, target.text if target.text is not None else plain_text(target.value))
         return Leaf(self._substitute(leaf.value), origin)
 
@@ -83,17 +89,27 @@ class _Resolver:
         if not isinstance(value, str):
             return value
         if (whole := _REFERENCE.fullmatch(value)) and _refers(value):
-            return self._target(whole.group(2)).value
+            return self._taken(whole.group(2)).value
         return _REFERENCE.sub(self._text, value)
 
     def _text(self, found: re.Match[str]) -> str:
         if len(found.group(1)) > 1:
             return found.group(0)[1:]
-        target = self._target(found.group(2))
+        target = self._taken(found.group(2))
         text = target.text if isinstance(target.text, str) else plain_text(target.value)
         if text is None or target.value is None:
             raise _Unresolved(f"{found.group(0)} is {show(target.value)}, which cannot be part of a text")
         return text
+
+    def _taken(self, name: str) -> Leaf:
+        """What a reference stands for, counted; the first one too many is told, and nothing is taken after it."""
+        target = self._target(name)
+        told = self._expanded > MAX_EXPANDED
+        self._expanded += _size(target.value)
+        if self._expanded > MAX_EXPANDED:
+            problem = f"${{{name}}} takes the references of this config to more than {MAX_EXPANDED:,} characters"
+            raise _Unresolved() if told else _Unresolved(problem, "refer to fewer or smaller values")
+        return target
 
     def _target(self, name: str) -> Leaf:
         path = tuple(name.split("."))
@@ -142,6 +158,15 @@ def plain_text(value: Any) -> str | None:
     if isinstance(value, bool):
         return str(value).lower()
     return str(value) if isinstance(value, str | int | float) else None
+
+
+def _size(value: Any) -> int:
+    """Characters and values in a value."""
+    if isinstance(value, list | tuple):
+        return 1 + sum(map(_size, value))
+    if isinstance(value, dict):
+        return 1 + sum(len(str(name)) + _size(item) for name, item in value.items())
+    return len(value) if isinstance(value, str) else 1
 
 
 def _strings(value: Any) -> list[str]:

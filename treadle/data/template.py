@@ -146,7 +146,8 @@ class ChatTemplate:
         system: list[Message] = [{"role": "system", "content": _WORD}, *PROBE]
         shows_system = self._speaks(found)._shows(_WORD, system) is True
         found = replace(found, has_system=shows_system, leaves_out=self._speaks(found)._find_left_out())
-        return replace(found, ignores_tools=not self._speaks(found)._shows_tools())
+        ignores = self._model.describe_tools and not self._speaks(found)._shows_tools()
+        return replace(found, ignores_tools=ignores)
 
     def _speaks(self, dialect: Dialect) -> "ChatTemplate":
         return ChatTemplate(self._tokenizer, self._model, dialect)

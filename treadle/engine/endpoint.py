@@ -3,7 +3,8 @@
 Owns the connection pool and the decision whether an answer is worth another try. Refuses to know what is asked.
 Imported only where an endpoint is used: httpx is slow to import.
 Invariant: a call ends by its deadline, with data or with an `EngineFailure` that names the address, and the status and
-first line of the answer if there was one. The key is never part of a message.
+first line of the answer if there was one. The key is never part of a message. No answer takes more memory than
+`MAX_ANSWER_BYTES` and what JSON makes of it.
 """
 
 import asyncio
@@ -23,7 +24,11 @@ from treadle.errors import EngineFailure, RequestRefused
 _CONNECT_TIMEOUT_S = 10.0
 _FIRST_BACKOFF_S = 0.5
 _MAX_BACKOFF_S = 8.0
+MAX_ANSWER_BYTES = 32 << 20
+"""An answer of 100,000 tokens with their logprobs takes a third of it."""
 _AGAIN = frozenset({408, 409, 425, 429})
+_HEADERS = ("content-type", "retry-after", "retry-after-ms")
+"""What is read of an answer besides its body."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,17 +87,30 @@ class Endpoint:
     async def _attempt(self, method: str, path: str, body: str | None, may_lack: bool) -> Any:
         """The JSON of the answer, or a Setback."""
         try:
-            response = await self._client.request(method, f"{self._base_url}/{path}", content=body)
-        except httpx.TransportError as error:
+            async with self._client.stream(method, f"{self._base_url}/{path}", content=body) as stream:
+                response = await self._read(stream, path)
+        except (httpx.TransportError, httpx.DecodingError) as error:
             return Setback(f"{type(error).__name__}: {error}".rstrip(": "))
         if response.is_success:
             try:
                 return response.json()
-            except ValueError:
+            except (ValueError, RecursionError):
                 return Setback(f"{response.status_code}, but not JSON: {_first_line(response)}")
         if may_lack and response.status_code in (404, 405):
             return None
         return self._refusal(response, path)
+
+    async def _read(self, stream: httpx.Response, path: str) -> httpx.Response:
+        """The whole answer, unpacked; a failure that is not tried again where it has no end."""
+        body = bytearray()
+        async for chunk in stream.aiter_bytes():
+            body += chunk
+            if len(body) > MAX_ANSWER_BYTES:
+                limit = f"more than {MAX_ANSWER_BYTES >> 20} MiB, which is no answer of a model"
+                raise EngineFailure(f"{self.address}/{path}: {stream.status_code} with {limit}")
+        told = {name: stream.headers[name] for name in _HEADERS if name in stream.headers}
+        reason = {"reason_phrase": stream.reason_phrase.encode("ascii", "ignore")}
+        return httpx.Response(stream.status_code, headers=told, content=bytes(body), extensions=reason)
 
     def _check_retries(self, path: str, setbacks: list[Setback], retries: int) -> None:
         failed = sum(not setback.busy for setback in setbacks)
@@ -124,7 +142,7 @@ def _first_line(response: httpx.Response) -> str:
     try:
         error = json.loads(text)["error"]
         text = error["message"] if isinstance(error, dict) else str(error)
-    except (ValueError, KeyError, TypeError):
+    except (ValueError, KeyError, TypeError, RecursionError):
         pass  # not OpenAI's shape: the text itself will do
     lines = str(text).strip().splitlines()
     return lines[0][:200] if lines else ""
