@@ -291,15 +291,20 @@ def test_a_sleeping_engine_holds_requests_until_it_wakes(loop: Loop, calculator:
 
 def test_agents_that_speak_http_reach_the_same_weights(loop: Loop, calculator: VLLMEngine) -> None:
     async def body() -> None:
-        url = await calculator.serve_openai("policy")
-        assert url == await calculator.serve_openai("policy")
+        url = await calculator.serve_openai("policy", api_key="secret")
+        assert url == await calculator.serve_openai("policy", api_key="secret")
         async with httpx.AsyncClient(trust_env=False, timeout=60) as client:
             question = {"role": "user", "content": "(41-36)+61="}
             asked = {"model": "policy", "messages": [question], "max_tokens": 8, "logprobs": True}
             beside = Request("beside", 0, (5, 6, 7), SamplingParams(8))
             reply, ours = await asyncio.gather(
-                client.post(f"{url}/chat/completions", json=asked), calculator.generate(beside)
+                client.post(f"{url}/chat/completions", json=asked, headers={"Authorization": "Bearer secret"}),
+                calculator.generate(beside),
             )
+            wrong = {"Authorization": "Bearer secrets"}
+            for path, headers in (("/v1/models", {}), ("/v1/models", wrong), ("/invocations", {}), ("/tokenize", {})):
+                address = url.removesuffix("/v1") + path
+                assert (await client.post(address, json=asked, headers=headers)).status_code == 401
         assert reply.status_code == 200
         choice = reply.json()["choices"][0]
         assert choice["message"]["content"]
@@ -312,7 +317,7 @@ def test_agents_that_speak_http_reach_the_same_weights(loop: Loop, calculator: V
 def test_without_a_tokenizer_the_http_door_says_what_to_set(stage: Stage) -> None:
     async def body(engine: VLLMEngine) -> None:
         with pytest.raises(EngineFailure, match=r"rollout\.engine_kwargs\.vllm\.skip_tokenizer_init=false"):
-            await engine.serve_openai()
+            await engine.serve_openai(api_key="k")
 
     play(stage, body)
 

@@ -69,7 +69,7 @@ class Counter:
     async def wake(self) -> None:
         self.events.append("wake")
 
-    async def serve_openai(self, served_as: str, host: str, port: int) -> str:
+    async def serve_openai(self, served_as: str, host: str, port: int, api_key: str) -> str:
         return f"http://{host}:{port}/v1"
 
     async def check(self) -> None:

@@ -73,7 +73,7 @@ class LocalRanks:
         store = Store()
         threads = max(1, (os.cpu_count() or 1) // len(devices)) if "cpu" in devices else None
         seats = [
-            Seat(rank, len(devices), store.host, store.port, device, timeout_s, threads)
+            Seat(rank, len(devices), store.host, store.port, store.key, device, timeout_s, threads)
             for rank, device in enumerate(devices)
         ]
         ranks = cls([_Process(Setup(seat, spec, tuple(sys.path))) for seat in seats], store)

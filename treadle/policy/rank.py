@@ -7,6 +7,7 @@ Waits: `create` waits for all other ranks, and collectives wait for each other; 
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
+from secrets import token_hex
 from typing import Any
 
 import torch
@@ -17,12 +18,10 @@ from treadle.config.algorithm import RolloutCorrectionConfig
 from treadle.config.model import ModelConfig
 from treadle.policy.fsdp import FSDPCritic, FSDPPolicy, FSDPReference
 from treadle.policy.learner import Sampling
+from treadle.policy.rendezvous import RendezvousServer, join_store
 
 BACKENDS = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl"}
 """Numbers on the CPU (logprobs, figures) travel over gloo wherever weights are."""
-
-
-_TCPStore: Any = distributed.TCPStore  # type: ignore[attr-defined]
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +48,8 @@ class Seat:
     host: str
     """Where the `Store` is that ranks find each other through."""
     port: int
+    key: str
+    """What all entries of that store lie under."""
     device: str
     """`cpu`, or `cuda:0` and so on."""
     timeout_s: float
@@ -60,13 +61,15 @@ class Seat:
 class Store:
     """The place where ranks find each other, at a free port of this process. `host` is its address for all of them.
 
-    Lives as long as this object.
+    Listens on that address alone, and every entry lies under a key that only the ranks are told. Lives as long as this
+    object.
     """
 
     def __init__(self, host: str = "127.0.0.1") -> None:
-        self._store = _TCPStore(host, 0, is_master=True, wait_for_workers=False)
         self.host = host
-        self.port: int = self._store.port
+        self.key = token_hex(16)
+        self._server = RendezvousServer(host, self.key)
+        self.port = self._server.port
 
 
 class FSDPRank:
@@ -136,7 +139,7 @@ def _join(seat: Seat) -> None:
     if seat.num_threads is not None:
         torch.set_num_threads(seat.num_threads)
     patience = timedelta(seconds=seat.timeout_s)
-    store = _TCPStore(seat.host, seat.port, is_master=False, timeout=patience)
+    store = join_store(seat.host, seat.port, seat.key, patience)
     distributed.init_process_group(
         BACKENDS[device.type], store=store, rank=seat.rank, world_size=seat.size, timeout=patience
     )

@@ -14,12 +14,14 @@ import logging
 import threading
 from collections.abc import Iterator, Sequence
 from datetime import timedelta
+from secrets import token_hex
 
 import torch
 from torch import Tensor
-from torch.distributed import Store, TCPStore  # type: ignore[attr-defined]
+from torch.distributed import Store  # type: ignore[attr-defined]
 
 from treadle.errors import EngineFailure
+from treadle.policy.rendezvous import RendezvousServer, join_store
 from treadle.weights.meeting import Circle, Seat, knock
 from treadle.weights.parcel import DEVICE_BUCKET_BYTES, Cast, Parcel, Spec
 
@@ -60,10 +62,11 @@ class CollectiveTransport:
     def offer(self, version: int, tensors: Cast) -> Parcel:
         """A parcel of these tensors, to be opened by any number of processes that reach `host`."""
         patience = timedelta(seconds=self._timeout_s)
-        store = TCPStore(self._host, 0, is_master=True, wait_for_workers=False, timeout=patience)
-        address = self._host, int(store.port)
-        parcel = CollectiveParcel(tensors.specs(), self._bucket_bytes, address, self._timeout_s, self._device.type)
-        self._offers[version] = _Offer(store, parcel, tensors, self._device, self._receivers)
+        key = token_hex(16)
+        server = RendezvousServer(self._host, key, patience)
+        address = self._host, server.port
+        parcel = CollectiveParcel(tensors.specs(), self._bucket_bytes, address, key, self._timeout_s, self._device.type)
+        self._offers[version] = _Offer(server, parcel, tensors, self._device, self._receivers)
         return parcel
 
     def retire(self, version: int) -> None:
@@ -80,10 +83,11 @@ class CollectiveParcel(Parcel):
     """Opened by signing in with the sender."""
 
     def __init__(
-        self, specs: Sequence[Spec], bucket_bytes: int, address: tuple[str, int], timeout_s: float, kind: str
+        self, specs: Sequence[Spec], bucket_bytes: int, address: tuple[str, int], key: str, timeout_s: float, kind: str
     ) -> None:
         super().__init__(specs, bucket_bytes)
         self.address = address
+        self.key = key
         self.timeout_s = timeout_s
         self._kind = kind
 
@@ -115,7 +119,7 @@ class CollectiveParcel(Parcel):
         knock(host, port, self.timeout_s)
         wait = timedelta(seconds=self.timeout_s)
         try:
-            store = TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=wait)
+            store = join_store(host, port, self.key, wait)
             number = store.add(_SIGNED, 1)
             store.set(f"{_SIGNED}/{number}", "")
             store.wait([f"{_SEAT}/{number}"], wait)
@@ -134,9 +138,10 @@ class _Offer:
     """One version on offer: rounds in a thread, until it is taken back."""
 
     def __init__(
-        self, store: Store, parcel: CollectiveParcel, tensors: Cast, device: torch.device, receivers: int
+        self, server: RendezvousServer, parcel: CollectiveParcel, tensors: Cast, device: torch.device, receivers: int
     ) -> None:
-        self._store = store
+        self._server = server
+        self._store = server.store
         self._parcel = parcel
         self._tensors = tensors
         self._device = device
@@ -189,6 +194,6 @@ class _Offer:
     def close(self) -> None:
         """Let nobody else in, and wait for the round that runs. The thread's own store is busy waiting."""
         host, port = self._parcel.address
-        store = TCPStore(host, port, is_master=False, wait_for_workers=False)
+        store = join_store(host, port, self._parcel.key)
         store.set(f"{_SIGNED}/{store.add(_SIGNED, 1)}", _END)
         self._work.join()  # each of its waits ends: the first now, the others by their deadlines

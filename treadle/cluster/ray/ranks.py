@@ -133,6 +133,7 @@ def _seats(places: Sequence[Place], store: Store, timeout_s: float) -> list[Seat
             len(places),
             store.host,
             store.port,
+            store.key,
             "cuda:0" if place.gpus else "cpu",
             timeout_s,
             max(1, cores // place.crowd) if free and not place.gpus else None,

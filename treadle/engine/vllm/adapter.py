@@ -246,11 +246,11 @@ class VLLMSampler:
         except EngineDeadError as error:
             raise _failure(error) from error
 
-    async def serve_openai(self, served_as: str, host: str, port: int) -> str:
+    async def serve_openai(self, served_as: str, host: str, port: int, api_key: str) -> str:
         from treadle.engine.vllm.doorway import open_doorway  # FastAPI and its friends, for those who ask
 
         if self._doorway is None:
-            self._doorway = await open_doorway(self._llm, served_as, host, port)
+            self._doorway = await open_doorway(self._llm, served_as, host, port, api_key)
         return self._doorway
 
     def close(self, timeout_s: float) -> None:

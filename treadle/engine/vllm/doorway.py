@@ -6,6 +6,7 @@ session: no versions are recorded, and an update ends it. Runs in the server pro
 
 import asyncio
 import socket
+from hmac import compare_digest
 from typing import Any
 
 from vllm.utils.argparse_utils import FlexibleArgumentParser
@@ -15,8 +16,34 @@ from treadle.errors import EngineFailure
 _ANSWER_S = 60.0
 
 
-async def open_doorway(llm: Any, served_as: str, host: str, port: int) -> str:
-    """Serve OpenAI's API; the base URL once it answers. Port 0 takes a free one."""
+class RequireKey:
+    """ASGI middleware: only `/health` is answered without the key. vLLM's own check leaves some paths open."""
+
+    key = ""
+
+    def __init__(self, app: Any) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        if scope["type"] == "lifespan" or scope.get("path") == "/health" or self._knows_key(scope):
+            await self._app(scope, receive, send)
+        elif scope["type"] == "http":
+            body = b'{"error": {"message": "an API key is needed", "code": 401}}'
+            headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
+            await send({"type": "http.response.start", "status": 401, "headers": headers})
+            await send({"type": "http.response.body", "body": body})
+        else:
+            await send({"type": "websocket.close", "code": 1008})
+
+    def _knows_key(self, scope: Any) -> bool:
+        given = dict(scope.get("headers", ())).get(b"authorization", b"")
+        return bool(self.key) and compare_digest(given, b"Bearer " + self.key.encode())
+
+
+async def open_doorway(llm: Any, served_as: str, host: str, port: int, api_key: str) -> str:
+    """Serve OpenAI's API to those who have the key; the base URL once it answers. Port 0 takes a free one."""
+    if not api_key:
+        raise EngineFailure("vLLM's OpenAI server needs a key: anybody who reaches it could sample otherwise")
     if llm.tokenizer is None:
         fix = "set rollout.engine_kwargs.vllm.skip_tokenizer_init=false"
         raise EngineFailure(f"vLLM was started without a tokenizer, which its OpenAI server needs: {fix}")
@@ -24,6 +51,8 @@ async def open_doorway(llm: Any, served_as: str, host: str, port: int) -> str:
     listener = socket.create_server((host, port))
     port = listener.getsockname()[1]
     words = ["--model", llm.model_config.model, "--served-model-name", served_as, "--host", host, "--port", str(port)]
+    RequireKey.key = api_key
+    words += ["--middleware", f"{RequireKey.__module__}.{RequireKey.__name__}"]
     options = make_parser(FlexibleArgumentParser()).parse_args([*words, "--disable-uvicorn-access-log"])
     serving = asyncio.ensure_future(build_and_serve(llm, f"http://{host}:{port}", listener, options))
     answering = asyncio.ensure_future(_wait_for_answer(host, port))

@@ -234,12 +234,15 @@ class VLLMEngine:
             self._asleep = False
             self._gate.resume()
 
-    async def serve_openai(self, served_as: str = "policy", *, host: str = "127.0.0.1", port: int = 0) -> str:
+    async def serve_openai(
+        self, served_as: str = "policy", *, api_key: str, host: str = "127.0.0.1", port: int = 0
+    ) -> str:
         """Open vLLM's own OpenAI server on this replica; its base URL. The same one when asked again.
 
-        It needs a tokenizer: `rollout.engine_kwargs.vllm.skip_tokenizer_init=false`.
+        Every request must carry `api_key` (`Authorization: Bearer …`); `/health` alone needs none. The
+        server needs a tokenizer: `rollout.engine_kwargs.vllm.skip_tokenizer_init=false`.
         """
-        url: str = await self._call("serve_openai", served_as, host, port)
+        url: str = await self._call("serve_openai", served_as, host, port, api_key)
         return url
 
     async def gone(self) -> str:

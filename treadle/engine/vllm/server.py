@@ -83,8 +83,8 @@ class Session:
     async def _call_wake(self) -> None:
         await self._serving.wake()
 
-    async def _call_serve_openai(self, served_as: str, host: str, port: int) -> str:
-        return await self._serving.serve_openai(served_as, host, port)
+    async def _call_serve_openai(self, served_as: str, host: str, port: int, api_key: str) -> str:
+        return await self._serving.serve_openai(served_as, host, port, api_key)
 
     async def _call_health(self) -> None:
         await self._serving.health()

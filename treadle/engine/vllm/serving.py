@@ -59,8 +59,8 @@ class Sampler(Protocol[Ticket]):
 
     async def wake(self) -> None: ...
 
-    async def serve_openai(self, served_as: str, host: str, port: int) -> str:
-        """Open a door for OpenAI's API; its base URL."""
+    async def serve_openai(self, served_as: str, host: str, port: int, api_key: str) -> str:
+        """Open a door for OpenAI's API, for those who have the key; its base URL."""
         ...
 
     async def check(self) -> None:
@@ -195,8 +195,8 @@ class Serving(Generic[Ticket]):
             await self._sampler.wake()
             self._asleep = 0
 
-    async def serve_openai(self, served_as: str, host: str, port: int) -> str:
-        return await self._sampler.serve_openai(served_as, host, port)
+    async def serve_openai(self, served_as: str, host: str, port: int, api_key: str) -> str:
+        return await self._sampler.serve_openai(served_as, host, port, api_key)
 
     async def is_dead(self) -> bool:
         """Whether nothing will be sampled any more, whatever comes."""
