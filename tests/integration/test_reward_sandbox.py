@@ -638,10 +638,11 @@ def test_a_ground_truth_that_is_no_mathematics_is_a_failure(math: Judge) -> None
         math("1", Task("t", (), ""))
 
 
-def test_an_expression_that_takes_for_ever_is_a_timeout(math: Judge) -> None:
-    with pytest.raises(ScoreFailure) as caught:
-        math("\\boxed{9^{9^{9^{9^9}}} + \\sqrt{2}^{9^{9^9}}!}", Task("t", (), "\\boxed{8^{9^{9^{9^9}}}!}"))
-    assert caught.value.fault is Fault.TIMEOUT
+@pytest.mark.parametrize(
+    "answer", ["9^{9^{9^9}}", "9^{9^{9^{9^9}}} + \\sqrt{2}^{9^{9^9}}!", "(9!)!", "{" * 40 + "1" + "}" * 40]
+)
+def test_an_answer_that_nobody_could_compute_is_wrong_and_no_failure(answer: str, math: Judge) -> None:
+    assert math(f"\\boxed{{{answer}}}", Task("t", (), "3")) == 0.0
 
 
 @pytest.mark.parametrize(
@@ -653,6 +654,7 @@ def test_an_expression_that_takes_for_ever_is_a_timeout(math: Judge) -> None:
         ("spiral_matrix", "[__import__('os').system('touch {}')]"),
         ("n_queens", "[open('{}', 'w')]"),
         ("simple_integration", "__import__('subprocess').run(['touch', '{}'])"),
+        ("intermediate_integration", "__import__('subprocess').run(['touch', '{}'])"),
     ],
 )
 def test_an_answer_that_is_a_program_changes_nothing(dataset: str, program: str, gym: Judge, tmp_path: Path) -> None:
@@ -661,7 +663,19 @@ def test_an_answer_that_is_a_program_changes_nothing(dataset: str, program: str,
     assert not target.exists()
 
 
-@pytest.mark.parametrize("dataset", ["basic_arithmetic", "countdown", "leg_counting", "number_sorting", "n_queens"])
+@pytest.mark.parametrize(
+    "dataset",
+    [
+        "basic_arithmetic",
+        "countdown",
+        "leg_counting",
+        "number_sorting",
+        "n_queens",
+        "polynomial_multiplication",
+        "puzzle24",
+        "simple_integration",
+    ],
+)
 def test_reasoning_gym_scores_its_own_answers(dataset: str, gym: Judge) -> None:
     task = make_gym_task(dataset)
     assert gym(f"I think <answer>{task.ground_truth}</answer>", task) == 1.0

@@ -4,20 +4,28 @@
 
 Reads the entry from the task's `entry` field, as the `reasoning_gym:NAME` task source writes it; rows made elsewhere
 may have `metadata` beside question and answer. The answer is the text inside the last `<answer>` tag, or the whole
-response where there is none. Some of the package's scorers evaluate the answer as Python: this runs only in a worker
-process, behind the fence, and the ones that mean to read a literal read a literal.
+response where there is none.
+
+Nine of the package's scorers would run the answer as Python. Those that read a list read a literal here; those that
+read mathematics (countdown, puzzle24, polynomial_multiplication, simple_integration and intermediate_integration) are
+replaced by rules over `treadle.reward.builtin.expression`. These keep the package's scores, with three differences:
+`^` is a power, 24 must be reached exactly, and with the numbers that were given.
+Invariant: no text of a model is compiled or evaluated as code.
 """
 
+import re
 from ast import literal_eval
 from collections.abc import Callable, Mapping
 from functools import cache
 from importlib import import_module
 from typing import Any
 
+from treadle.reward.builtin.expression import ExpressionError, evaluate, expand, is_antiderivative, parse
 from treadle.reward.builtin.tag import read_tag
 from treadle.types import Task
 
 EXTRA = "reasoning-gym"
+MAX_CHARS = 20_000
 LITERAL_READERS = (
     "algorithmic.binary_matrix",
     "algorithmic.spiral_matrix",
@@ -26,12 +34,19 @@ LITERAL_READERS = (
 )
 """Modules whose scorers call eval on the answer to read a list."""
 
+_INTEGER = re.compile(r"\b\d+\b")
+_HUGE_EXPONENT = re.compile(r"\d\.?e[-+]?\d{4}|\d{1000}", re.IGNORECASE)
+"""As in 1e999999999, which a fraction would write out."""
+
 
 def prepare(dataset: str | None = None, tag: str = "answer") -> None:
-    """Import the package, and the data set where one is named."""
+    """Import the package, and the data set where one is named; put rules of our own where it would run the answer."""
     import_module("reasoning_gym")
     for name in LITERAL_READERS:
         import_module(f"reasoning_gym.{name}").eval = literal_eval  # type: ignore[attr-defined]
+    for place, rule in RULES.items():
+        module, _, owner = place.partition(":")
+        getattr(import_module(f"reasoning_gym.{module}"), owner).score_answer = rule
     if dataset:
         _find_scorer(dataset)
 
@@ -40,7 +55,10 @@ def score(response: str, task: Task, dataset: str | None = None, tag: str = "ans
     entry = _read_entry(task)
     name = dataset or entry["metadata"].get("source_dataset") or task.data_source.rpartition(":")[2]
     answer = read_tag(response, tag)
-    return float(_find_scorer(name)(answer=response.strip() if answer is None else answer, entry=entry))
+    answer = response.strip() if answer is None else answer
+    if len(answer) > MAX_CHARS or _HUGE_EXPONENT.search(answer):
+        return 0.0
+    return float(_find_scorer(name)(answer=answer, entry=entry))
 
 
 def _read_entry(task: Task) -> dict[str, Any]:
@@ -55,3 +73,58 @@ def _read_entry(task: Task) -> dict[str, Any]:
 def _find_scorer(name: str) -> Callable[..., float]:
     scorer: Callable[..., float] = import_module("reasoning_gym").get_score_answer_fn(name)
     return scorer
+
+
+Entry = Mapping[str, Any]
+
+
+def _score_countdown(_: Any, answer: str | None, entry: Entry) -> float:
+    """1 for the target from the numbers given; 0.05 for arithmetic that misses it, 0.01 for anything else."""
+    try:
+        value = evaluate(parse(answer or ""))
+    except ExpressionError:
+        return 0.01
+    same_numbers = _integers(answer) == sorted(entry["metadata"]["numbers"])
+    target = entry["metadata"]["target"]
+    return 1.0 if same_numbers and abs(value - target) <= 1e-6 + 1e-5 * abs(target) else 0.05
+
+
+def _score_puzzle24(_: Any, answer: str | None, entry: Entry) -> float:
+    """1 for 24 from the four numbers given, 0.01 for anything else."""
+    try:
+        value = evaluate(parse(answer or ""))
+    except ExpressionError:
+        return 0.01
+    return 1.0 if value == 24 and _integers(answer) == sorted(entry["metadata"]["numbers"]) else 0.01
+
+
+def _integers(answer: str | None) -> list[int]:
+    return sorted(map(int, _INTEGER.findall(answer or "")))
+
+
+def _score_polynomial(_: Any, answer: str | None, entry: Entry) -> float:
+    """1 for the product written out: the question's own factors are no answer."""
+    truth = expand(parse(entry["answer"]))
+    try:
+        return float(expand(parse(answer or "")) == truth)
+    except ExpressionError:
+        return 0.0
+
+
+def _score_integral(_: Any, answer: str | None, entry: Entry) -> float:
+    """1 where the derivative of the answer is the integrand."""
+    variable, integrand = entry["metadata"]["variable"], parse(entry["metadata"]["integrand"])
+    try:
+        return float(is_antiderivative(parse(answer or ""), integrand, variable))
+    except ExpressionError:
+        return 0.0
+
+
+RULES: Mapping[str, Callable[[Any, str | None, Entry], float]] = {
+    "games.countdown:CountdownDataset": _score_countdown,
+    "games.puzzle24:Puzzle24Dataset": _score_puzzle24,
+    "algebra.polynomial_multiplication:PolynomialMultiplicationDataset": _score_polynomial,
+    "algebra.simple_integration:SimpleIntegrationDataset": _score_integral,
+    "algebra.intermediate_integration:IntermediateIntegrationDataset": _score_integral,
+}
+"""The rule for each data set that would run the answer, by module and class."""
