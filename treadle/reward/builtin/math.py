@@ -43,11 +43,12 @@ _OPENING, _CLOSING = "([{", ")]}"
 
 def prepare() -> None:
     """Import the package, put our guards into it, and use it once; the first use builds its tables."""
-    parser = import_module("math_verify.parser")
+    parser: Any = import_module("math_verify.parser")
+    sympy_parser: Any = import_module("sympy.parsing.sympy_parser")
     if not hasattr(parser, "treadle_guarded"):
         parser.parse_latex_cached = _guard(parser.parse_latex_cached)
         parser.parse_expr_cached = read_arithmetic
-        import_module("sympy.parsing.sympy_parser").parse_expr = _read_for_sympy
+        sympy_parser.parse_expr = _read_for_sympy
         parser.treadle_guarded = True
     score("1", "1")
 
