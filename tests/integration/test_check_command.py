@@ -1,6 +1,7 @@
 """`treadle check`: what can be known without a run is known before it, all in one report."""
 
 import json
+import shutil
 import socket
 from pathlib import Path
 
@@ -10,6 +11,7 @@ import treadle
 from treadle.cli.main import main
 from treadle.config import load, loads
 from treadle.config.recipe import recipe_names
+from treadle.model.tokenizer import resolve_model_path
 from treadle.preflight import memory
 from treadle.preflight.checks import inspect_run
 
@@ -55,6 +57,7 @@ def test_a_config_that_works_is_shown_with_its_first_prompt_its_rewards_and_its_
     status, out, err = run("check", "my.yaml")
     assert (status, err) == (0, "")
     assert "2 tasks for training" in out
+    assert "against its own forward, in nats: policy" in out and ", engine " in out
     assert "tasks.jsonl:1 with its ground truth: 1 (right 1)" in out
     assert "tasks.jsonl:1 with an empty answer: 0 (right 0)" in out
     assert "tokens:\n  | <|im_start|>user\n  | 1+1=<|im_end|>\n  | <|im_start|>assistant" in out
@@ -96,6 +99,18 @@ def test_all_mistakes_come_in_one_report(here, run):
 def test_a_missing_model_is_named_beside_everything_else(here, run):
     status, _, err = run("check", "my.yaml", "model.path=nowhere/at-all", "data.train_files=[missing.jsonl]")
     assert status == 2 and "model.path: no model directory" in err and "missing.jsonl" in err
+
+
+def test_a_kind_of_model_that_is_not_computed_right_is_refused_before_a_run(here, run):
+    model = here / "model"
+    shutil.copytree(resolve_model_path("treadle/tiny-calculator"), model)
+    config = json.loads((model / "config.json").read_text())
+    config |= {"model_type": "bert", "architectures": ["BertLMHeadModel"]}
+    (model / "config.json").write_text(json.dumps(config))
+    status, _, err = run("check", "my.yaml", f"model.path={model}")
+    assert status == 2 and "model.path: " in err and "model.prove=false" in err
+    status, out, err = run("check", "my.yaml", f"model.path={model}", "model.prove=false")
+    assert status == 0 and "nothing shows that the model is computed as its authors wrote it" in out, err
 
 
 def test_every_prompt_is_rendered_and_counted(here, run):
