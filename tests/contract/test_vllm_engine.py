@@ -489,7 +489,7 @@ def test_wrong_arguments_are_named_all_at_once(directory: Path) -> None:
 
 def test_a_server_that_cannot_start_says_why_in_its_own_words(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"model_type": "llama", "architectures": ["LlamaForCausalLM"]}')
-    with pytest.raises(EngineFailure, match=r"(?s)vllm-0 died while it started, with status 1.*its last words:.*Error"):
+    with pytest.raises(EngineFailure, match=r"(?s)vllm-0 died while it started: exit status 1.*its last words:.*Error"):
         asyncio.run(VLLMEngine.create(RolloutConfig(name="vllm", limits=LIMITS), ModelConfig(path=str(tmp_path))))
 
 
@@ -510,7 +510,7 @@ def test_a_server_whose_weights_are_torn_ends_so_that_another_can_take_its_place
         torn = Tearing({name: weight.detach() for name, weight in module.named_parameters()}, tmp_path / "flag")
         with pytest.raises(EngineGone):
             await engine.update_weights(WeightUpdate(1, "checksum", torn))
-        assert "with status 1" in await engine.gone()
+        assert "exit status 1" in await engine.gone()
         await engine.close()
 
     loop.run(body())
@@ -526,11 +526,11 @@ def test_a_killed_server_fails_its_requests_at_once_and_leaves_nobody(loop: Loop
         await asyncio.sleep(0.1)
         os.kill(group, signal.SIGKILL)
         async with asyncio.timeout(10):
-            with pytest.raises(EngineFailure, match="vllm-1 died with status -9"):
+            with pytest.raises(EngineFailure, match="vllm-1 died: killed by SIGKILL"):
                 await running
-            with pytest.raises(EngineFailure, match="vllm-1 died with status -9"):
+            with pytest.raises(EngineFailure, match="vllm-1 died: killed by SIGKILL"):
                 await calculator.health()
-            with pytest.raises(EngineFailure, match="vllm-1 died with status -9"):
+            with pytest.raises(EngineFailure, match="vllm-1 died: killed by SIGKILL"):
                 await calculator.generate(long)
 
     loop.run(body())

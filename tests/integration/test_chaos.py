@@ -15,7 +15,7 @@ def test_whatever_is_killed_nothing_is_lost_and_nothing_is_trained_twice(tmp_pat
         assert run_cycle(tmp_path, rng, part).status is None, "the process is replaced, and the run goes on"
     killed = run_cycle(tmp_path, rng, Part.VALIDATION)
     assert killed.status == 1
-    assert "died with status -9" in killed.cause, "the run says what ended it"
+    assert "died: killed by SIGKILL" in killed.cause, "the run says what ended it"
     assert finish(tmp_path) == 130
     audited = command("audit", tmp_path)
     assert audited.returncode == 0, audited.stdout

@@ -151,16 +151,6 @@ def test_a_key_for_an_endpoint_elsewhere_must_be_there():
     assert "rollout.openai.api_key_env" not in {item.key for item in local.mistakes}
 
 
-def test_the_containers_limit_counts_before_the_machines(tmp_path):
-    meminfo, limit = tmp_path / "meminfo", tmp_path / "memory.max"
-    meminfo.write_text("MemTotal:       1048576 kB\nMemFree: 5 kB\n")
-    assert memory.memory_limit((limit,), meminfo) == (1 << 30, "this machine")
-    limit.write_text("max\n")
-    assert memory.memory_limit((limit,), meminfo) == (1 << 30, "this machine")
-    limit.write_text(f"{1 << 28}\n")
-    assert memory.memory_limit((limit,), meminfo) == (1 << 28, "the container")
-
-
 def test_weights_that_cannot_fit_are_refused_with_the_sum():
     config = load("calculator")
     needs = memory.weight_bytes(config, 8_000_000_000)

@@ -67,7 +67,7 @@ def test_a_killed_rank_ends_the_run_with_its_cause(directory: Path) -> None:
     os.kill(pids[1], signal.SIGKILL)
     began = time.monotonic()
     assert f"pid {pids[1]}" in str(ranks._handles.gone.result(timeout=10)), "known while nobody calls"
-    with pytest.raises(RankDied, match=rf"policy rank 1 \(pid {pids[1]}\) was killed by SIGKILL"):
+    with pytest.raises(RankDied, match=rf"policy rank 1 \(pid {pids[1]}\) died: killed by SIGKILL"):
         ShardedPolicy(ranks).train(make_batch(ragged(1)))
     assert time.monotonic() - began < 15
     ranks.close()

@@ -67,7 +67,7 @@ def test_a_worker_that_always_dies_fails_its_trajectories_with_the_status(model)
         rollout(num_workers=2, default_agent_loop="dead", loops=loops, failures=failures), model, say("x"), 2
     )
     assert {trajectory.outcome.boundary for trajectory in batch.trajectories} == {"loop"}
-    assert "status -9" in batch.trajectories[0].outcome.detail
+    assert "killed by SIGKILL" in batch.trajectories[0].outcome.detail
 
 
 class Dead(AgentLoopBase):

@@ -248,8 +248,8 @@ def wait_until(condition: Callable[[], bool]) -> None:
     [
         ("call_sys_exit", Fault.CRASH, "called sys.exit(3)"),
         ("call_os_exit", Fault.CRASH, "ended its process with status 7"),
-        ("segfault", Fault.CRASH, "died of SIGSEGV"),
-        ("raise_interrupt", Fault.CRASH, "died of SIGINT"),
+        ("segfault", Fault.CRASH, "was killed by SIGSEGV"),
+        ("raise_interrupt", Fault.CRASH, "was killed by SIGINT"),
         ("hog_memory", Fault.MEMORY, "reward.memory_mb"),
         ("hog_memory_slowly", Fault.MEMORY, "reward.memory_mb"),
         ("return_nan", Fault.NOT_A_NUMBER, "returned nan"),

@@ -82,10 +82,10 @@ def test_a_batch_that_was_taken_and_not_trained_is_still_open_for_the_checkpoint
 def test_the_engines_death_at_a_push_ends_the_run_as_an_error_of_the_run(tmp_path):
     def die(run_, version: int) -> None:
         if version == 2:
-            raise EngineFailure("the process of native-0 died with status -9")
+            raise EngineFailure("the process of native-0 died: killed by SIGKILL")
 
     trial = Trial(tmp_path, Rollout(), *words_for("fully_async"), on_push=die)
-    with pytest.raises(RunError, match="native-0 died with status -9"):
+    with pytest.raises(RunError, match="native-0 died: killed by SIGKILL"):
         run(trial.run_to_end())
     with JournalReader.open(tmp_path) as reader:
         assert [event.fields["version"] for event in reader.events(kind="weights")] == [1]
@@ -95,7 +95,7 @@ def test_the_engines_death_at_a_push_ends_the_run_as_an_error_of_the_run(tmp_pat
 def test_a_run_whose_trajectories_all_fail_ends_with_what_failed_them(tmp_path):
     class Broken(Rollout):
         async def generate_group(self, item, *, past=NO_PAST):
-            outcome = Outcome.failed(EngineFailure("no replica can serve: native-0 died with status -9"))
+            outcome = Outcome.failed(EngineFailure("no replica can serve: native-0 died: killed by SIGKILL"))
             return Group(item, (Trajectory(item.uid, 0, (), outcome),))
 
     with pytest.raises(RunError, match="too few survivors; the last failure: no replica can serve: native-0 died"):

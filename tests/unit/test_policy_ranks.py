@@ -70,10 +70,10 @@ def test_a_rank_that_does_not_answer_is_named_with_what_it_was_doing() -> None:
 
 def test_a_death_is_the_cause_though_the_others_failed_first() -> None:
     broken = portable(RuntimeError("connection closed by peer"), "policy rank 0")
-    ranks = Ranks(Handles(fails(broken), fails(RankDied("policy rank 1 was killed by SIGKILL"), 0.05)), 5)
-    with pytest.raises(RankDied, match="policy rank 1 was killed by SIGKILL"):
+    ranks = Ranks(Handles(fails(broken), fails(RankDied("policy rank 1 died: killed by SIGKILL"), 0.05)), 5)
+    with pytest.raises(RankDied, match="policy rank 1 died: killed by SIGKILL"):
         ranks.run("training", nothing)
-    with pytest.raises(RunError, match="cannot go on: policy rank 1 was killed"):
+    with pytest.raises(RunError, match="cannot go on: policy rank 1 died"):
         ranks.run("training", nothing)
 
 

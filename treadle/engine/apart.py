@@ -17,6 +17,7 @@ from treadle.config.rollout import LimitsConfig
 from treadle.engine.channel import Channel, ChannelClosed, Peer
 from treadle.engine.protocol import Engine, EngineGone, WeightUpdate
 from treadle.errors import ConfigError, DeadlineError, EngineFailure, RunError, TreadleError
+from treadle.exit_status import describe_exit
 from treadle.types import Completion, Request
 
 Start = Callable[[], Awaitable[Engine]]
@@ -53,6 +54,7 @@ class EngineApart:
         self._peer = Peer(channel, _refuse, TreadleError)
         self._serving = asyncio.ensure_future(self._peer.serve())
         self._closed = False
+        self._exit: str | None = None
 
     @classmethod
     async def create(cls, start: Start, *, name: str, limits: LimitsConfig) -> Self:
@@ -105,7 +107,7 @@ class EngineApart:
     async def gone(self) -> str:
         """Wait until the process has ended; how it did."""
         await asyncio.shield(self._serving)
-        return f"its process ended with status {await self._process.wait()}"
+        return f"its process ended: {await self._describe_exit()}"
 
     async def close(self) -> None:
         """End the engine, then the process; by force if that takes too long."""
@@ -130,8 +132,13 @@ class EngineApart:
         try:
             return await self._peer.ask(Call(method, arguments))
         except ChannelClosed:
-            status = await self._process.wait()
-            raise EngineGone(f"the process of {self.name} died with status {status}") from None
+            raise EngineGone(f"the process of {self.name} died: {await self._describe_exit()}") from None
+
+    async def _describe_exit(self) -> str:
+        status = await self._process.wait()
+        if self._exit is None:
+            self._exit = describe_exit(status)
+        return self._exit
 
 
 async def _greet(
@@ -147,7 +154,7 @@ async def _greet(
     except TimeoutError:
         raise DeadlineError(f"{name} did not start within rollout.limits.launch_timeout_s = {limit:g}") from None
     except ChannelClosed:
-        raise RunError(f"{name} died while it started, with status {await process.wait()}") from None
+        raise RunError(f"{name} died while it started: {describe_exit(await process.wait())}") from None
     if isinstance(ready.problem, ConfigError):
         raise ready.problem
     if ready.problem is not None:

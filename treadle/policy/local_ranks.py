@@ -8,7 +8,6 @@ its end. A process ends when its pipe closes, however this one ended.
 
 import os
 import pickle
-import signal
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
@@ -19,6 +18,7 @@ from multiprocessing.connection import Pipe
 from threading import Lock, Thread
 from typing import Any
 
+from treadle.exit_status import describe_exit
 from treadle.policy.rank import NetworksSpec, Seat, Store
 from treadle.policy.ranks import LAUNCH_KEY, RankDied, Ranks
 
@@ -156,9 +156,7 @@ class _Process:
             future.set_exception(self.ended.result())
 
     def _death(self) -> RankDied:
-        status = self._process.returncode
-        how = f"was killed by {signal.Signals(-status).name}" if status < 0 else f"ended with status {status}"
-        return RankDied(f"{self.name} {how}")
+        return RankDied(f"{self.name} died: {describe_exit(self._process.returncode)}")
 
     def dismiss(self) -> None:
         """Ask it to end."""

@@ -21,6 +21,7 @@ from treadle.data.renderer import Renderer
 from treadle.data.tasks import load_tasks
 from treadle.engine.gpus import visible_gpus
 from treadle.errors import ConfigError, Failure, Mistake, RunError
+from treadle.exit_status import memory_limit
 from treadle.model.tokenizer import resolve_model_path
 from treadle.observe.prometheus import HOST
 from treadle.observe.trackers import TRACKERS
@@ -188,7 +189,7 @@ def _check_room(config: Config, parameters: int, report: PreflightReport, *, tho
     parts = ", ".join(f"{name} {memory.describe_bytes(size)}" for name, size in needs.items())
     on_gpu = config.rollout.n_gpus_per_node or (isinstance(config, TrainConfig) and config.trainer.n_gpus_per_node)
     if not on_gpu:
-        limit, whose = memory.memory_limit()
+        limit, whose = memory_limit()
         report.note("memory", f"weights: {parts}; {whose} has {memory.describe_bytes(limit)}")
         report.mistakes += memory.check_memory(config, needs, limit, whose)
     elif thorough and visible_gpus():

@@ -19,9 +19,6 @@ BYTES = {"fp32": 4, "float32": 4, "bf16": 2, "bfloat16": 2, "fp16": 2, "float16"
 ADAM_STATES = 2
 GIB = 1 << 30
 
-CGROUP_LIMITS = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"))
-"""Of a container, as the two versions of control groups tell it."""
-
 
 def count_parameters(model: Path) -> int | None:
     """The parameters of a model directory, from the headers of its safetensors files; None without such files."""
@@ -37,19 +34,6 @@ def count_parameters(model: Path) -> int | None:
                     count *= length
                 total += count
     return total or None
-
-
-def memory_limit(paths: tuple[Path, ...] = CGROUP_LIMITS, meminfo: Path = Path("/proc/meminfo")) -> tuple[int, str]:
-    """Bytes of main memory this process may use, and whose limit that is. 0: nobody says."""
-    machine = 0
-    if meminfo.exists():
-        kilobytes = next(line for line in meminfo.read_text().splitlines() if line.startswith("MemTotal:")).split()[1]
-        machine = int(kilobytes) << 10
-    for path in paths:
-        text = path.read_text().strip() if path.exists() else "max"
-        if text.isdigit() and (not machine or int(text) < machine):
-            return int(text), "the container"
-    return machine, "this machine"
 
 
 def weight_bytes(config: Config, parameters: int) -> dict[str, int]:

@@ -16,6 +16,7 @@ from typing import cast
 
 from treadle.config.reward import RewardConfig
 from treadle.errors import ConfigError, Mistake
+from treadle.exit_status import describe_exit
 from treadle.reward.failure import Fault, ScoreFailure, name_function
 from treadle.reward.frame import FrameStream
 from treadle.reward.handshake import BOOT, Setup, read_report
@@ -169,7 +170,7 @@ class WorkerProcess(asyncio.SubprocessProtocol):
         assert status is not None
         kill_group(self._process.get_pid())
         self._process.close()
-        self._stream.fail(_explain(status, self._reward))
+        self._stream.fail(_explain(status, self._reward, ours=self._killed))
         self.kill()
 
     def connection_lost(self, error: Exception | None) -> None:
@@ -178,15 +179,13 @@ class WorkerProcess(asyncio.SubprocessProtocol):
             self.gone.set_result(None)
 
 
-def _explain(status: int, reward: RewardConfig) -> ScoreFailure:
-    """What an exit status means."""
+def _explain(status: int, reward: RewardConfig, *, ours: bool) -> ScoreFailure:
+    """What an exit status means; `ours`: it was killed from here."""
     if status == -signal.SIGPROF:
         problem = f"used more CPU than reward.cpu_time_s={reward.cpu_time_s:g}"
         return ScoreFailure(Fault.CPU_TIME, problem, past_deadline=True, computed=True)
-    if status == -signal.SIGKILL:
-        return ScoreFailure(Fault.CRASH, "was killed from outside, as the system does when memory runs out")
     if status < 0:
-        return ScoreFailure(Fault.CRASH, f"died of {signal.Signals(-status).name}")
+        return ScoreFailure(Fault.CRASH, "was killed" if ours else f"was {describe_exit(status)}")
     return ScoreFailure(Fault.CRASH, f"ended its process with status {status}")
 
 

@@ -21,6 +21,7 @@ from treadle.aio import is_users
 from treadle.config import ModelConfig, RolloutConfig
 from treadle.engine.channel import Channel, ChannelClosed, Peer
 from treadle.errors import ConfigError, DeadlineError, Failure, RunError
+from treadle.exit_status import describe_exit
 from treadle.reward.kin import kill_group
 from treadle.rollout.distant import Answer, DistantWorker
 from treadle.rollout.environment import may_block
@@ -84,6 +85,7 @@ class _ProcessLife:
         self._channel = channel
         self._close_timeout_s = close_timeout_s
         self._trace = trace
+        self._exit: str | None = None
         self._serving = asyncio.ensure_future(self.peer.serve())
 
     @classmethod
@@ -108,7 +110,7 @@ class _ProcessLife:
             limit = f"rollout.limits.launch_timeout_s = {limits.launch_timeout_s:g}"
             problem = DeadlineError(f"{name} did not start within {limit}")
         except ChannelClosed:
-            problem = RunError(f"{name} died while it started, with status {await process.wait()}")
+            problem = RunError(f"{name} died while it started: {describe_exit(await process.wait())}")
         channel.close()
         trace.close()
         kill_group(process.pid)
@@ -120,7 +122,10 @@ class _ProcessLife:
         return self._serving.done()
 
     async def cause(self) -> str:
-        return f"exit status {await self._process.wait()}"
+        status = await self._process.wait()
+        if self._exit is None:
+            self._exit = describe_exit(status)
+        return self._exit
 
     def probe(self) -> None:
         """Python's fault handler writes where every thread is, also while one of them holds the interpreter."""

@@ -21,6 +21,7 @@ from treadle.config.model import ModelConfig
 from treadle.config.rollout import RolloutConfig
 from treadle.engine.vllm.wire import Hello, Kind, Link, LinkClosed, Setup
 from treadle.errors import DeadlineError, EngineFailure
+from treadle.exit_status import describe_exit
 from treadle.model.tokenizer import resolve_model_path
 from treadle.types import NOTHING
 
@@ -44,6 +45,7 @@ class ServerProcess:
         self._folder = folder
         self._launch_s = launch_s
         self._lines: deque[str] = deque(maxlen=_KEPT_LINES)
+        self._exit = ""
         self._listening = asyncio.ensure_future(self._listen())
 
     @classmethod
@@ -110,7 +112,10 @@ class ServerProcess:
                 await self._listening
         except TimeoutError:
             return f"{self.name} hung up{' ' + when if when else ''}, and is not gone yet{self.last_words()}"
-        return f"{self.name} died {when + ', ' if when else ''}with status {self.process.returncode}{self.last_words()}"
+        assert self.process.returncode is not None
+        if not self._exit:
+            self._exit = describe_exit(self.process.returncode)
+        return f"{self.name} died{' ' + when if when else ''}: {self._exit}{self.last_words()}"
 
     def last_words(self) -> str:
         """The first error among the lines that are kept, and the last few of them."""

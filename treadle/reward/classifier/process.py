@@ -8,7 +8,6 @@ gets a new one. When this process dies, by SIGKILL too, the kernel ends that one
 
 import json
 import os
-import signal
 import socket
 import subprocess
 import sys
@@ -20,6 +19,7 @@ from typing import IO, Any
 
 from treadle.config.reward import ClassifierConfig
 from treadle.errors import ConfigError, Mistake
+from treadle.exit_status import describe_exit
 from treadle.reward.failure import Fault, ScoreFailure
 from treadle.reward.frame import HEADER
 from treadle.reward.kin import kill_tree
@@ -166,10 +166,9 @@ class ClassifierProcess:
                 status = self._process.wait(0.2 if fault is Fault.CRASH else 0.0)
             words = self._last_words()
         self.close()
-        if status is not None and status < 0:
-            problem = f"{problem}: its process died of {signal.Signals(-status).name}"
-        elif status is not None:
-            problem = f"{problem}: its process left with status {status}"
+        if status is not None:
+            how = "killed" if self._interrupted else describe_exit(status)
+            problem = f"{problem}: its process ended: {how}"
         return ScoreFailure(fault, f"{problem}; its last words: {words}" if words else problem)
 
     def _last_words(self) -> str:
