@@ -290,3 +290,46 @@ def test_a_judge_has_an_engine_for_each_share_of_the_gpus_that_a_plan_gave_it():
     assert [engine.name for engine in engines] == ["scripted-0", "scripted-1"]
     fail(make_judge(), lent)  # an echo is no score
     assert asked[-1] == gpus
+
+
+def judge_group(judge: JudgeConfig, surroundings: Surroundings, *answers: str, **keys: Any) -> list[Score]:
+    async def main() -> list[Score]:
+        async with await Scorer.create(make_reward(judge, **keys), surroundings) as scorer:
+            group = [make_trajectory(answer, sample=at) for at, answer in enumerate(answers)]
+            return await scorer.score_group(make_task(), group)
+
+    return run(main())
+
+
+GROUP_PROMPT = "{{ question }}{% for response in responses %} {{ loop.index }}) {{ response }}{% endfor %}"
+
+
+def test_a_judge_of_scope_group_reads_all_answers_and_gives_each_a_score():
+    seen: list[Request] = []
+    judge = make_judge(prompt=GROUP_PROMPT, scope="group", n=2)
+    answers = ("Score: 9 at first.\nScore: 1\nScore: 2\nScore: 3", "Score: 3\nScore: 2\nScore: 1")
+    scores = judge_group(judge, around(say(*answers, seen=seen)), "x", "y", "z")
+    assert [score.value for score in scores] == [2.0, 2.0, 2.0]
+    assert sorted(score.extra["votes"] for score in scores)[0] in ([1.0, 3.0], [2.0, 2.0], [3.0, 1.0])
+    assert seen[0].messages[-1]["content"].endswith("1) x 2) y 3) z")
+
+
+def test_a_judge_that_forgets_a_sample_gave_no_score():
+    judge = make_judge(prompt=GROUP_PROMPT, scope="group", retries=0)
+    with pytest.raises(ScoreFailure, match="has 2 matches for its pattern and is about 3 samples"):
+        judge_group(judge, around(say("Score: 1\nScore: 2")), "x", "y", "z")
+
+
+def read_list(text: str, responses: list[str]) -> list[float]:
+    assert responses == ["x", "y"]
+    return [float(word) for word in text.split(",")]
+
+
+def test_a_parser_of_scope_group_returns_a_score_for_each():
+    judge = make_judge(prompt=GROUP_PROMPT, scope="group", parser=f"{__name__}:read_list")
+    assert [score.value for score in judge_group(judge, around(say("1,0.5")), "x", "y")] == [1.0, 0.5]
+
+
+def test_a_template_of_scope_group_has_fields_of_its_own():
+    with pytest.raises(ConfigError, match="no field is called response"):
+        judge_group(make_judge(scope="group"), around(say("Score: 1")), "x")

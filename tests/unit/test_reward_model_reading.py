@@ -18,7 +18,8 @@ HERE = __name__
 
 def read(text: str, **keys: Any) -> Score:
     reading = Reading.create(JudgeConfig(prompt="?", **keys))
-    return asyncio.run(reading.read(text, make_task(), make_trajectory()))
+    (score,) = asyncio.run(reading.read(text, make_task(), (make_trajectory(),)))
+    return score
 
 
 def fail(text: str, **keys: Any) -> ScoreFailure:

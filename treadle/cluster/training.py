@@ -168,7 +168,7 @@ async def _assembled(config: TrainConfig, run_dir: Path, request: _Request, sign
         shown = {name: hide_secret(name, value) for name, value in flatten(config).items()}
         trackers = Trackers.start(logging, run_dir, shown)
         parts.callback(trackers.close)
-        scored = config.reward.gives_scores()
+        scored = config.reward.gives_scores() and not config.reward.scores_groups()  # which are recorded before it
         settings, bounds = settings_digest(config, inputs), config.reward.bounds
         lineage = Lineage.read(run_dir, settings=settings, scored=scored, bounds=bounds)
         parts.callback(lineage.close)

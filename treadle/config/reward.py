@@ -8,8 +8,20 @@ from treadle.config.model import ModelConfig
 from treadle.config.rollout import FailureConfig, LimitsConfig, OpenAIConfig, RolloutConfig, ScriptedConfig
 from treadle.config.section import REQUIRED, Options, Section, key
 
-REWARD_FUNCTIONS = ("exact_match", "number_match", "by_source", "math", "format", "reasoning_gym", "soft_overlong")
+REWARD_FUNCTIONS = (
+    "exact_match",
+    "number_match",
+    "by_source",
+    "math",
+    "format",
+    "reasoning_gym",
+    "soft_overlong",
+    "length_penalty",
+)
 """The reward functions that come with treadle."""
+
+GROUP_FUNCTIONS = ("length_penalty",)
+"""Those of them that see all samples of a task at once."""
 
 SESSION_PARTS = ("environment", "tools")
 """The parts of a score that a session brings with it: rewards for turns, from its environment or its agent loop, and
@@ -27,6 +39,14 @@ class RewardFunctionConfig(Section):
     path: str = key(REQUIRED, "the function", names=REWARD_FUNCTIONS)
     weight: float = key(1.0, "factor of its score in the sum")
     kwargs: Options = key({}, "keyword arguments for the function")
+    scope: Literal["sample", "group"] | None = key(
+        None,
+        "what it sees: a sample, or the group of all samples of a task at once, of which it returns a list of scores; "
+        "null for what a built-in has, and sample for others",
+    )
+
+    def effective_scope(self) -> Literal["sample", "group"]:
+        return self.scope or ("group" if self.path in GROUP_FUNCTIONS else "sample")
 
 
 class ClassifierConfig(Section):
@@ -79,6 +99,9 @@ class JudgeConfig(Section):
     path: str | None = key(None, "Hugging Face directory of the judge; an endpoint and a script do without")
     weight: float = key(1.0, "factor of its score in the sum")
     prompt: str = key(REQUIRED, "Jinja template of the question")
+    scope: Literal["sample", "group"] = key(
+        "sample", "what a question is about: a sample, or all samples of a task; its answer then has a score for each"
+    )
     system: str | None = key(None, "system message before the question")
     pattern: str = key(SCORE_LINE, "regular expression whose last match in the answer holds the score")
     words: Mapping[str, float] = key({}, "score of each word the pattern may find; empty where it finds numbers")
@@ -169,6 +192,15 @@ class RewardConfig(Section):
         weights |= {name: classifier.weight for name, classifier in self.classifiers.items()}
         return weights | {name: judge.weight for name, judge in self.judges.items()}
 
+    def scores_groups(self) -> bool:
+        """Whether any function or judge sees all samples of a task at once."""
+        return bool(self.group_parts())
+
+    def group_parts(self) -> tuple[str, ...]:
+        """The functions and judges that see all samples of a task at once."""
+        functions = (name for name, item in self.functions.items() if item.effective_scope() == "group")
+        return (*functions, *(name for name, judge in self.judges.items() if judge.scope == "group"))
+
     def session_weights(self) -> dict[str, float]:
         """The share of each part that a session brings with it."""
         given = {"environment": self.environment_weight, "tools": self.tools_weight}
@@ -207,6 +239,29 @@ def scores_are_bounded(reward: RewardConfig) -> Clash:
             if name in getattr(reward, kind):
                 problem = f"{name!r} is the name of what a session gives (reward.{name}_weight): names must differ"
                 yield f"reward.{kind}.{name}.{leaf}", problem, None
+
+
+def group_rewards_are_whole(reward: RewardConfig) -> Clash:
+    """What scope group needs."""
+    for name, function in reward.functions.items():
+        place = f"reward.functions.{name}"
+        if function.path in REWARD_FUNCTIONS:
+            own = "group" if function.path in GROUP_FUNCTIONS else "sample"
+            if function.effective_scope() != own:
+                yield f"{place}.scope", f"{function.scope}, but {function.path} has scope {own}", "leave it out"
+        if function.path == "length_penalty":
+            yield from _penalty_knows_what_is_correct(f"{place}.kwargs", function, reward)
+
+
+def _penalty_knows_what_is_correct(place: str, function: RewardFunctionConfig, reward: RewardConfig) -> Clash:
+    samples = [name for name in reward.weights() if name not in reward.group_parts()]
+    samples += reward.declared_parts()
+    part = function.kwargs.get("part")
+    if not samples:
+        problem = "length_penalty needs a function or model of scope sample that says which answers are correct"
+        yield place.removesuffix("kwargs") + "path", problem, "add one, such as {path: math}"
+    elif part is not None and part not in samples:
+        yield f"{place}.part", f"{part!r} is no part of scope sample; there are {', '.join(samples)}", None
 
 
 def reward_models_are_whole(reward: RewardConfig) -> Clash:

@@ -10,7 +10,7 @@ from typing import Any, NoReturn
 from treadle.config.actor import FSDPActorConfig, FSDPCriticConfig, FSDPRefConfig
 from treadle.config.algorithm import GROUP_ESTIMATORS, OTHER_ESTIMATORS, TURN_ESTIMATORS
 from treadle.config.loss_rules import LOSS_CAUTIONS, LOSS_RULES
-from treadle.config.reward import SESSION_PARTS, reward_models_are_whole, scores_are_bounded
+from treadle.config.reward import SESSION_PARTS, group_rewards_are_whole, reward_models_are_whole, scores_are_bounded
 from treadle.config.rollout import AGENT_LOOPS
 from treadle.config.root import Config, TrainConfig
 from treadle.config.section import TARGET, Section
@@ -302,6 +302,7 @@ def micro_batches_hold_a_sequence(config: TrainConfig) -> Clash:
 def reward_models_can_score(config: Config) -> Clash:
     yield from scores_are_bounded(config.reward)
     yield from reward_models_are_whole(config.reward)
+    yield from group_rewards_are_whole(config.reward)
 
 
 def rewards_exist(config: TrainConfig) -> Clash:
@@ -309,6 +310,9 @@ def rewards_exist(config: TrainConfig) -> Clash:
     reward = config.reward
     if config.trainer.val_only:
         return
+    if config.algorithm.adv_estimator == "remax" and (of_groups := reward.group_parts()):
+        problem = f"remax compares with a greedy answer, which has no siblings, but {of_groups[0]} has scope group"
+        yield "algorithm.adv_estimator", problem, "use another estimator, such as rloo"
     weights = reward.weights()
     if not reward.gives_scores():
         turns, tools = _may_reward_turns(config), _may_reward_calls(config)

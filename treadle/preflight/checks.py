@@ -8,6 +8,7 @@ task, and proves the model. Invariant: a check that finds mistakes does not keep
 import asyncio
 import socket
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from importlib.util import find_spec
 from ipaddress import ip_address
 from pathlib import Path
@@ -286,17 +287,31 @@ async def _check_rewards(reward: RewardConfig, task: Task, report: PreflightRepo
     functions = RewardConfig(**{**reward.values(), "classifiers": {}, "judges": {}})
     try:
         async with await Scorer.create(functions) as scorer:
+            group: list[Trajectory] = []
             for words, answer in (("its ground truth", str(task.ground_truth)), ("an empty answer", "")):
                 try:
-                    score = await scorer.score(task, _answered(task, answer))
+                    trajectory = _answered(task, answer)
+                    score = await scorer.score(task, trajectory)
+                    group.append(replace(trajectory, sample=len(group), reward=score))
                     given = f"{score.value:g} ({_parts(score)})" if score is not None else "no score"
                     report.note("rewards", f"{task.uid} with {words}: {given}")
                 except Failure as failure:
                     report.warnings.append(f"{task.uid} with {words} cannot be scored: {failure}")
+            if scorer.scores_groups and group:
+                await _check_group_rewards(scorer, task, group, report)
     except ConfigError as error:
         report.mistakes += error.mistakes
     except RunError as error:
         report.mistakes.append(Mistake("reward.functions", str(error)))
+
+
+async def _check_group_rewards(scorer: Scorer, task: Task, group: list[Trajectory], report: PreflightReport) -> None:
+    """What has scope group, on the same answers as if they were the samples of the task."""
+    try:
+        given = "; ".join(f"{score.value:g} ({_parts(score)})" for score in await scorer.score_group(task, group))
+        report.note("rewards", f"{task.uid} with these {len(group)} answers as a group: {given}")
+    except Failure as failure:
+        report.warnings.append(f"{task.uid} cannot be scored as a group: {failure}")
 
 
 def _parts(score: Score) -> str:

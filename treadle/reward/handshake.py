@@ -19,9 +19,9 @@ BOOT = "import json, sys; sys.path[:] = json.loads(sys.argv[1]); from treadle.re
 
 @dataclass(frozen=True, slots=True)
 class Setup:
-    """The first message to a worker: what to load (name, path, kwargs), and the limits."""
+    """The first message to a worker: what to load (name, path, kwargs, scope), and the limits."""
 
-    functions: tuple[tuple[str, str, Mapping[str, Any]], ...]
+    functions: tuple[tuple[str, str, Mapping[str, Any], str], ...]
     cpu_time_s: float
     memory_mb: int
 

@@ -6,10 +6,11 @@ Invariant: a failure carries the name of its model; after `close` nothing a mode
 """
 
 import asyncio
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack, contextmanager
 from dataclasses import dataclass, field
-from typing import Protocol
+from functools import partial
+from typing import Any, Protocol, TypeVar
 
 from treadle.config.reward import RewardConfig, reward_models_are_whole
 from treadle.errors import ConfigError, Mistake
@@ -23,6 +24,8 @@ from treadle.reward.prompt import Prompt
 from treadle.reward.rate import RateLimit
 from treadle.reward.surroundings import Surroundings
 from treadle.types import Score, Task, Trajectory
+
+T = TypeVar("T")
 
 
 class RewardModel(Protocol):
@@ -50,8 +53,14 @@ class Prepared:
 class Models:
     """Started by `start`, whole; the constructor only holds."""
 
-    def __init__(self, reward: RewardConfig, models: Mapping[str, RewardModel], started: AsyncExitStack) -> None:
-        self._reward, self._models, self._started = reward, models, started
+    def __init__(
+        self,
+        reward: RewardConfig,
+        models: Mapping[str, RewardModel],
+        of_groups: Mapping[str, Judge],
+        started: AsyncExitStack,
+    ) -> None:
+        self._reward, self._models, self._of_groups, self._started = reward, models, of_groups, started
 
     @classmethod
     async def start(
@@ -59,6 +68,7 @@ class Models:
     ) -> "Models":
         """Start every model, or none. ConfigError or RunError says which could not."""
         models: dict[str, RewardModel] = {}
+        of_groups: dict[str, Judge] = {}
         async with AsyncExitStack() as started:
             for name, transcript in prepared.transcripts.items():
                 classifier = reward.classifiers[name]
@@ -70,18 +80,27 @@ class Models:
                 judge = reward.judges[name]
                 with _locate(reward, f"judges.{name}."):
                     voice = await start_voice(name, judge, reward, speech, surroundings)
-                models[name] = Judge(name, judge, prompt, reading, voice, rate)
-                started.push_async_callback(models[name].close)
-            return cls(reward, models, started.pop_all())
+                asked = Judge(name, judge, prompt, reading, voice, rate)
+                if judge.scope == "group":
+                    of_groups[name] = asked
+                else:
+                    models[name] = asked
+                started.push_async_callback(asked.close)
+            return cls(reward, models, of_groups, started.pop_all())
 
     async def score(self, task: Task, trajectory: Trajectory) -> dict[str, Score]:
         """The score of each model, all at the same time. The first that fails ends the others."""
+        return await self._ask({name: partial(model.score, task, trajectory) for name, model in self._models.items()})
+
+    async def score_group(self, task: Task, trajectories: Sequence[Trajectory]) -> dict[str, tuple[Score, ...]]:
+        """The same of models that see all samples of a task at once: a score for each sample."""
+        judges = self._of_groups.items()
+        return await self._ask({name: partial(judge.score_group, task, trajectories) for name, judge in judges})
+
+    async def _ask(self, questions: Mapping[str, Callable[[], Coroutine[Any, Any, T]]]) -> dict[str, T]:
         try:
             async with asyncio.TaskGroup() as group:
-                asked = {
-                    name: group.create_task(self._attempt(name, model, task, trajectory))
-                    for name, model in self._models.items()
-                }
+                asked = {name: group.create_task(self._attempt(name, ask)) for name, ask in questions.items()}
         except BaseExceptionGroup as failed:
             raise failed.exceptions[0] from None
         return {name: answer.result() for name, answer in asked.items()}
@@ -90,11 +109,11 @@ class Models:
         """Close every model, last started first."""
         await self._started.aclose()
 
-    async def _attempt(self, name: str, model: RewardModel, task: Task, trajectory: Trajectory) -> Score:
+    async def _attempt(self, name: str, ask: Callable[[], Coroutine[Any, Any, T]]) -> T:
         with name_function(name, "model"):
             for attempt in range(self._reward.retries + 1):
                 try:
-                    return await model.score(task, trajectory)
+                    return await ask()
                 except ScoreFailure as failure:
                     if attempt == self._reward.retries or not failure.may_pass:
                         raise
@@ -114,7 +133,7 @@ async def prepare_models(reward: RewardConfig, surroundings: Surroundings) -> Pr
     for name, judge in reward.judges.items():
         with _collect(prepared.mistakes), _locate(reward, f"judges.{name}."):
             reading, speech = Reading.create(judge), await prepare_speech(judge, surroundings)
-            prepared.judges[name] = (Prompt.create(judge.prompt, speech.guard), reading, speech)
+            prepared.judges[name] = (Prompt.create(judge.prompt, speech.guard, judge.scope), reading, speech)
     return prepared
 
 

@@ -10,18 +10,18 @@ Invariant: at most `num_workers` processes run scores; a failure or cancellation
 """
 
 import asyncio
-from collections.abc import Container, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 
 from treadle.config.reward import RewardConfig
 from treadle.context import capture
 from treadle.errors import ConfigError, DeadlineError, RunError
-from treadle.reward.argument import gather
+from treadle.reward.argument import Gather
 from treadle.reward.failure import Fault, ScoreFailure, blame_function
 from treadle.reward.packing import pack
 from treadle.reward.process import END_TIMEOUT_S, WorkerProcess
 from treadle.reward.rate import RateLimit
-from treadle.types import Score, Task, Trajectory
+from treadle.reward.verdict import Answer
 
 
 class Pool:
@@ -56,26 +56,23 @@ class Pool:
             raise
         return pool
 
-    async def run(self, task: Task, trajectory: Trajectory, done: Container[str] = ()) -> dict[str, Score]:
-        """The score of each function that is not `done`, from one worker. Nothing is packed before there is a place."""
-        names = tuple(name for name in self._names if name not in done)
-        if not names:
-            return {}
+    async def run(self, names: tuple[str, ...], gather: Gather) -> dict[str, Answer]:
+        """What each of these functions says, from one worker. Nothing is packed before there is a place."""
         async with self._places:
             with self._explain_close():
                 worker = self._take() or await self._restart()
                 try:
                     await self._rate.turn()
-                    return await worker.ask(self._pack_arguments(task, trajectory), names)
+                    return await worker.ask(self._pack_arguments(gather), names)
                 finally:
                     if worker.usable:
                         self._idle.append(worker)
                     else:
                         worker.kill()
 
-    def _pack_arguments(self, task: Task, trajectory: Trajectory) -> bytes:
+    def _pack_arguments(self, gather: Gather) -> bytes:
         with blame_function(", ".join(self._names)):
-            return pack((gather(self.needs, task, trajectory), capture()))
+            return pack((gather(self.needs), capture()))
 
     def _take(self) -> WorkerProcess | None:
         """An idle worker that did not die in the meantime."""

@@ -23,8 +23,7 @@ from treadle.reward.handshake import BOOT, Setup, read_report
 from treadle.reward.kin import cpu_time_s, kill_group, kill_tree
 from treadle.reward.packing import pack
 from treadle.reward.printed import PrintedLines
-from treadle.reward.verdict import decode
-from treadle.types import Score
+from treadle.reward.verdict import Answer, decode
 
 START_TIMEOUT_S = 60.0
 """How long a worker may take to import its functions."""
@@ -86,7 +85,9 @@ class WorkerProcess(asyncio.SubprocessProtocol):
         """Hand over the setup and hear which arguments the functions need."""
         reward = self._reward
         chosen = ((name, reward.functions[name]) for name in self._names)
-        functions = tuple((name, function.path, function.kwargs) for name, function in chosen)
+        functions = tuple(
+            (name, function.path, function.kwargs, function.effective_scope()) for name, function in chosen
+        )
         self._stream.send(pack(Setup(functions, reward.cpu_time_s, reward.memory_mb)))
         try:
             async with asyncio.timeout(START_TIMEOUT_S):
@@ -98,10 +99,10 @@ class WorkerProcess(asyncio.SubprocessProtocol):
             raise ConfigError(mistakes)
         return report.needs
 
-    async def ask(self, payload: bytes, names: tuple[str, ...]) -> dict[str, Score]:
-        """The score of each of these functions. A worker that is late, dies, is cancelled or garbles its answer is
+    async def ask(self, payload: bytes, names: tuple[str, ...]) -> dict[str, Answer]:
+        """What each of these functions says. A worker that is late, dies, is cancelled or garbles its answer is
         killed."""
-        scores: dict[str, Score] = {}
+        scores: dict[str, Answer] = {}
         deadline_s = asyncio.get_running_loop().time() + self._reward.timeout_s
         self._computed_s = self._measure_cpu()
         self._stream.send(json.dumps(names).encode())
@@ -114,7 +115,7 @@ class WorkerProcess(asyncio.SubprocessProtocol):
             scores[name] = reply
         return scores
 
-    async def _hear(self, deadline_s: float) -> Score | ScoreFailure:
+    async def _hear(self, deadline_s: float) -> Answer | ScoreFailure:
         try:
             async with asyncio.timeout_at(deadline_s):
                 reply = decode(await self._stream.receive())

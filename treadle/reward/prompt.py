@@ -16,7 +16,7 @@ from jinja2 import StrictUndefined, Template, TemplateError, TemplateSyntaxError
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from treadle.errors import ConfigError, Mistake, nearest
-from treadle.reward.argument import ARGUMENTS
+from treadle.reward.argument import ARGUMENTS, GROUP_ARGUMENTS
 from treadle.reward.failure import Fault, ScoreFailure, describe
 from treadle.reward.guard import Guard
 from treadle.types import Message, Task, Trajectory
@@ -40,6 +40,13 @@ FIELDS: Mapping[str, Callable[[Task, Trajectory], Any]] = {
 }
 """The names a template may use: those of reward functions, and two that save it a loop over messages."""
 
+GROUP_FIELDS: Mapping[str, Callable[[Task, Sequence[Trajectory]], Any]] = {
+    **GROUP_ARGUMENTS,
+    "question": lambda task, trajectories: read_question(task, trajectories[0]),
+    "conversations": lambda task, trajectories: [read_conversation(task, item) for item in trajectories],
+}
+"""The same for a template about all samples of a task."""
+
 _OPEN, _CLOSE = "\ue000", "\ue001"
 """Around each value while a template is rendered. No model ever reads these two characters, whoever writes them."""
 
@@ -53,23 +60,31 @@ class Prompt:
         self._template, self._needs, self._guard = template, needs, guard
 
     @classmethod
-    def create(cls, text: str, guard: Guard) -> "Prompt":
+    def create(cls, text: str, guard: Guard, scope: str = "sample") -> "Prompt":
         """A ConfigError of the key `prompt` where the template cannot be used."""
         try:
             used = meta.find_undeclared_variables(_environment().parse(text))
             template = _environment().from_string(text)
         except TemplateSyntaxError as error:
             raise ConfigError([Mistake("prompt", f"line {error.lineno}: {error.message}", text)]) from error
-        unknown = sorted(used - set(FIELDS) - set(_environment().globals))
+        fields: Mapping[str, object] = GROUP_FIELDS if scope == "group" else FIELDS
+        unknown = sorted(used - set(fields) - set(_environment().globals))
         if unknown:
-            fix = nearest(unknown[0], FIELDS) or f"there are {', '.join(FIELDS)}"
+            fix = nearest(unknown[0], fields) or f"there are {', '.join(fields)}"
             raise ConfigError([Mistake("prompt", f"no field is called {', '.join(unknown)}", text, fix=fix)])
-        return cls(template, sorted(used & set(FIELDS)), guard)
+        return cls(template, sorted(used & set(fields)), guard)
 
     def render(self, task: Task, trajectory: Trajectory) -> str:
         """The text for this trajectory; a ScoreFailure where the template cannot make one."""
+        return self._render(lambda name: FIELDS[name](task, trajectory))
+
+    def render_group(self, task: Task, trajectories: Sequence[Trajectory]) -> str:
+        """The same for all samples of a task, with a template of scope group."""
+        return self._render(lambda name: GROUP_FIELDS[name](task, trajectories))
+
+    def _render(self, read: Callable[[str], Any]) -> str:
         try:
-            text = self._template.render({name: FIELDS[name](task, trajectory) for name in self._needs})
+            text = self._template.render({name: read(name) for name in self._needs})
         except (TemplateError, TypeError, ValueError, ArithmeticError, LookupError, AttributeError) as error:
             raise ScoreFailure(Fault.PROMPT, f"has a prompt that cannot be filled: {describe(error)}") from error
         return self._guard.settle(*_unmark(text))

@@ -3,22 +3,24 @@
 Owns the split between this process (built-ins that are pure and bounded, or everything where `reward.num_workers` is
 0) and worker processes (all else), and the retries. What the limits do and do not cover: see `treadle.reward`.
 Models are asked when all functions have answered, so a trajectory that functions cannot score costs no model anything.
+What has scope group comes last, once all samples of a task have the score of everything else.
 Invariant: a Score is what functions and models said; anything that kept one from speaking is a RewardFailure, never a
 number.
 """
 
 import asyncio
 import inspect
-from collections.abc import Awaitable, Container, Mapping
+from collections.abc import Awaitable, Mapping, Sequence
+from functools import partial
 from types import TracebackType
 from typing import Any
 
 from treadle.aio import in_own_task
 from treadle.config.reward import RewardConfig
 from treadle.errors import ConfigError, Mistake, MisuseError
-from treadle.reward.argument import gather
+from treadle.reward.argument import Gather, gather, gather_group
 from treadle.reward.builtin import BUILTINS
-from treadle.reward.failure import Fault, ScoreFailure, blame_function
+from treadle.reward.failure import Fault, ScoreFailure, blame_function, name_function
 from treadle.reward.function import Function, load_function
 from treadle.reward.models import Models, prepare_models
 from treadle.reward.packing import copy
@@ -26,7 +28,7 @@ from treadle.reward.pool import Pool
 from treadle.reward.process import locate
 from treadle.reward.rate import RateLimit
 from treadle.reward.surroundings import ALONE, Surroundings
-from treadle.reward.verdict import combine, read_score, read_session, settle
+from treadle.reward.verdict import Answer, check_count, combine, extend, read_session, settle_answer
 from treadle.types import Score, Task, Trajectory
 
 
@@ -43,6 +45,10 @@ class Scorer:
     ) -> None:
         self._reward, self._inline, self._pool, self._rate, self._models = reward, inline, pool, rate, models
         self._weights = reward.weights() | reward.session_weights()
+        self._of_samples = tuple(name for name, item in reward.functions.items() if item.effective_scope() == "sample")
+        self._of_groups = tuple(name for name in reward.functions if name not in self._of_samples)
+        self.scores_groups = reward.scores_groups()
+        """Whether a sample has its whole score from `score_group` alone."""
         self._closed = False
 
     @classmethod
@@ -75,61 +81,89 @@ class Scorer:
     async def score(self, task: Task, trajectory: Trajectory) -> Score | None:
         """The score of a finished trajectory; None where nothing is configured to give one, and its session gave none.
 
-        Raises RewardFailure where a score cannot be had, whose text begins with why.
+        What has scope group is not part of it yet. Raises RewardFailure where a score cannot be had, whose text begins
+        with why.
         """
-        if self._closed:
-            raise MisuseError("this scorer is closed; build another with Scorer.create")
-        scores = await self._run_functions(task, trajectory) if self._reward.functions else {}
+        self._refuse_closed()
+        answers = await self._run_functions(self._of_samples, partial(gather, task=task, trajectory=trajectory))
+        scores = {name: score for name, answer in answers.items() for score in check_count(answer, 1)}
         if self._models is not None:
             scores |= await self._models.score(task, trajectory)
         scores |= read_session(trajectory, always=self._reward.declared_parts())
         if not scores:
             return None
         ordered = {name: scores[name] for name in self._weights if name in scores}
-        return combine(ordered, self._weights, self._reward.bounds)
+        return combine(ordered, self._weights, self._reward.bounds, whole=not self.scores_groups)
 
-    async def _run_functions(self, task: Task, trajectory: Trajectory) -> dict[str, Score]:
-        """The score of each function. One that is past its deadline for good has `reward.on_timeout`, if that is set.
+    async def score_group(self, task: Task, trajectories: Sequence[Trajectory]) -> list[Score]:
+        """The whole score of each sample of a task. The `reward` of each trajectory is what `score` gave it.
 
-        The others are run again then, without it: a worker that is late is killed with all it had to do.
+        Raises RewardFailure where what has scope group fails, for all of them.
         """
-        attempt, late = 0, dict[str, Score]()
+        self._refuse_closed()
+        subject = partial(gather_group, task=task, trajectories=trajectories)
+        answers = await self._run_functions(self._of_groups, subject, count=len(trajectories))
+        columns: dict[str, tuple[Score, ...]] = {}
+        for name, answer in answers.items():
+            with name_function(name):
+                columns[name] = check_count(answer, len(trajectories))
+        if self._models is not None:
+            columns |= await self._models.score_group(task, trajectories)
+        return [
+            extend(item.reward, {name: column[at] for name, column in columns.items()}, self._weights, bounds)
+            for bounds in [self._reward.bounds]
+            for at, item in enumerate(trajectories)
+        ]
+
+    def _refuse_closed(self) -> None:
+        if self._closed:
+            raise MisuseError("this scorer is closed; build another with Scorer.create")
+
+    async def _run_functions(self, names: Sequence[str], gather: Gather, count: int | None = None) -> dict[str, Answer]:
+        """What each function says, of a sample or of a group of `count`.
+
+        One that is past its deadline for good has `reward.on_timeout`, if that is set. The others are run
+        again then, without it: a worker that is late is killed with all it had to do.
+        """
+        attempt, late = 0, dict[str, Answer]()
         while True:
             try:
-                return late | await self._attempt(task, trajectory, late)
+                return late | await self._attempt([name for name in names if name not in late], gather)
             except ScoreFailure as failure:
                 if attempt < self._reward.retries and failure.may_pass:
                     attempt += 1
                 elif failure.past_deadline and self._reward.on_timeout is not None and failure.function not in late:
-                    late[failure.function] = Score(self._reward.on_timeout, extra={"timed_out": True})
+                    given = Score(self._reward.on_timeout, extra={"timed_out": True})
+                    late[failure.function] = given if count is None else (given,) * count
                 else:
                     raise
 
-    async def _attempt(self, task: Task, trajectory: Trajectory, done: Container[str]) -> dict[str, Score]:
-        scores: dict[str, Score] = {}
-        if self._pool is None:
+    async def _attempt(self, names: Sequence[str], gather: Gather) -> dict[str, Answer]:
+        answers: dict[str, Answer] = {}
+        if names and self._pool is None:
             await self._rate.turn()
         for name, function in self._inline.items():
-            if name not in done:
-                scores[name] = await self._run_inline(function, task, trajectory)
-        if self._pool is not None:
-            scores |= await self._pool.run(task, trajectory, done)
-        return scores
+            if name in names:
+                answers[name] = await self._run_inline(function, gather)
+        elsewhere = tuple(name for name in names if name not in self._inline)
+        if self._pool is not None and elsewhere:
+            answers |= await self._pool.run(elsewhere, gather)
+        return answers
 
-    async def _run_inline(self, function: Function, task: Task, trajectory: Trajectory) -> Score:
+    async def _run_inline(self, function: Function, gather: Gather) -> Answer:
         """Run in this process: a built-in on the records themselves, a user's function on a copy of them."""
         with blame_function(function.name):
-            values = gather(function.needs, task, trajectory)
+            values = gather(function.needs)
             if function.pure:
-                return read_score(function(values))
+                return function.read(function(values))
             return await in_own_task(self._call(function, copy(values)))
 
-    async def _call(self, function: Function, values: Mapping[str, Any]) -> Score:
+    async def _call(self, function: Function, values: Mapping[str, Any]) -> Answer:
         """A user's function, in a task of its own: what it does to its task is no business of the trajectory's."""
         result = function(values)
         if inspect.isawaitable(result):
             result = await self._wait_for(result)
-        return settle(read_score(result))
+        return settle_answer(function.read(result))
 
     async def _wait_for(self, result: Awaitable[Any]) -> Any:
         try:
@@ -184,7 +218,7 @@ def _load_inline(reward: RewardConfig, names: list[str], mistakes: list[Mistake]
             mistakes.append(locate(reward, name, Mistake("path", problem, fix="set reward.num_workers to 1 or more")))
             continue
         try:
-            loaded[name] = load_function(name, function.path, function.kwargs)
+            loaded[name] = load_function(name, function.path, function.kwargs, function.effective_scope())
         except ConfigError as error:
             mistakes += (locate(reward, name, mistake) for mistake in error.mistakes)
     return loaded

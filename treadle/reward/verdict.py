@@ -8,7 +8,7 @@ Invariant: a Score that leaves this module holds finite numbers and JSON-like ex
 import json
 import math
 from collections import Counter
-from collections.abc import Container, Mapping
+from collections.abc import Container, Iterable, Mapping
 from decimal import Decimal, localcontext
 from typing import Any
 
@@ -18,6 +18,9 @@ from treadle.types import Score, Trajectory
 MAX_RESULT_BYTES = 1 << 20
 
 UNBOUNDED = (-math.inf, math.inf)
+
+Answer = Score | tuple[Score, ...]
+"""What a function of scope sample gives, or one of scope group: a score for each sample it was shown."""
 
 
 def read_score(result: Any) -> Score:
@@ -32,6 +35,25 @@ def read_score(result: Any) -> Score:
         extra = {name: value for name, value in result.items() if name != "score"}
         return Score(read_number(result["score"]), extra=extra)
     return Score(read_number(result))
+
+
+def read_scores(result: Any) -> tuple[Score, ...]:
+    """The scores in what a function of scope group returned: anything that holds one result after the other."""
+    if isinstance(result, str | bytes | Mapping | Score) or not isinstance(result, Iterable):
+        shown = f"{type(result).__name__} {result!r:.80}"
+        raise ScoreFailure(Fault.NO_RESULT, f"has scope group and returned {shown} instead of a list of scores")
+    scores = tuple(read_score(item) for item in result)
+    if not scores:
+        raise ScoreFailure(Fault.NO_RESULT, "returned no scores at all")
+    return scores
+
+
+def check_count(answer: Answer, count: int) -> tuple[Score, ...]:
+    """The scores of a group of `count` samples."""
+    scores = answer if isinstance(answer, tuple) else (answer,)
+    if len(scores) != count:
+        raise ScoreFailure(Fault.NO_RESULT, f"returned {len(scores)} scores for {count} samples")
+    return scores
 
 
 def read_number(value: Any) -> float:
@@ -49,9 +71,9 @@ def read_number(value: Any) -> float:
     return number
 
 
-def encode(score: Score) -> bytes:
-    """A score as JSON. Array scalars and arrays become numbers and lists; what JSON cannot say becomes its repr."""
-    fields = {"score": score.value, "parts": dict(score.parts), "extra": dict(score.extra)}
+def encode(answer: Answer) -> bytes:
+    """An answer as JSON. Array scalars and arrays become numbers and lists; what JSON cannot say becomes its repr."""
+    fields = [_to_fields(score) for score in answer] if isinstance(answer, tuple) else _to_fields(answer)
     try:
         data = json.dumps(fields, default=_simplify, ensure_ascii=False).encode(errors="replace")
     except (TypeError, ValueError, RecursionError) as error:
@@ -61,12 +83,21 @@ def encode(score: Score) -> bytes:
     return data
 
 
+def _to_fields(score: Score) -> dict[str, Any]:
+    return {"score": score.value, "parts": dict(score.parts), "extra": dict(score.extra)}
+
+
 def _simplify(value: Any) -> Any:
     if callable(to_list := getattr(value, "tolist", None)):
         return to_list()
     if isinstance(value, Mapping):
         return dict(value)
     return list(value) if isinstance(value, set | frozenset) else repr(value)
+
+
+def settle_answer(answer: Answer) -> Answer:
+    """The same answer as a worker would give it."""
+    return tuple(settle(score) for score in answer) if isinstance(answer, tuple) else settle(answer)
 
 
 def settle(score: Score) -> Score:
@@ -78,16 +109,22 @@ def settle(score: Score) -> Score:
     return settled
 
 
-def decode(data: bytes) -> Score | ScoreFailure:
-    """The score in a worker's answer, or the failure it reports. Nothing in `data` is trusted: nonsense raises."""
+def decode(data: bytes) -> Answer | ScoreFailure:
+    """The score or scores of a worker's answer, or the failure it reports. `data` is not trusted: nonsense raises."""
     try:
         fields = json.loads(data)
+        if isinstance(fields, list) and fields:
+            return tuple(_from_fields(item) for item in fields)
         if "fault" in fields:
             return ScoreFailure(Fault(fields["fault"]), str(fields["problem"]))
-        parts = {str(name): read_number(part) for name, part in fields["parts"].items()}
-        return Score(read_number(fields["score"]), parts, dict(fields["extra"]))
+        return _from_fields(fields)
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         raise ScoreFailure(Fault.CRASH, "garbled its worker's answer") from error
+
+
+def _from_fields(fields: Mapping[str, Any]) -> Score:
+    parts = {str(name): read_number(part) for name, part in fields["parts"].items()}
+    return Score(read_number(fields["score"]), parts, dict(fields["extra"]))
 
 
 def encode_failure(failure: ScoreFailure) -> bytes:
@@ -122,19 +159,45 @@ def add_up(values: Mapping[str, float], weights: Mapping[str, float] | None = No
 
 
 def combine(
-    scores: Mapping[str, Score], weights: Mapping[str, float], bounds: tuple[float, float] = UNBOUNDED
+    scores: Mapping[str, Score],
+    weights: Mapping[str, float],
+    bounds: tuple[float, float] = UNBOUNDED,
+    *,
+    whole: bool = True,
 ) -> Score:
-    """The weighted sum, each function's own score by name, and what they reported; a failure outside `bounds`."""
+    """The weighted sum, each function's own score by name, and what they reported; a failure outside `bounds`.
+
+    Not `whole`: more parts will follow, so the sum may be anything yet.
+    """
     for name, score in scores.items():
         _check_bounds(score.value, bounds, name)
     value = add_up({name: score.value for name, score in scores.items()}, weights)
-    _check_bounds(value, bounds, ", ".join(scores))
+    if whole:
+        _check_bounds(value, bounds, ", ".join(scores))
     parts: dict[str, float] = {}
     for name, score in scores.items():
         parts[name] = score.value
         for part, number in score.parts.items():
             parts[f"{name}/{part}"] = number
     return Score(value, parts, _merge({name: score.extra for name, score in scores.items()}))
+
+
+def extend(
+    before: Score | None,
+    scores: Mapping[str, Score],
+    weights: Mapping[str, float],
+    bounds: tuple[float, float] = UNBOUNDED,
+) -> Score:
+    """A score with the parts of its group: the sum over all, in the order of `weights`; a failure outside `bounds`."""
+    known = Score(0.0) if before is None else before
+    added = combine(scores, weights, bounds, whole=False)
+    parts = {**known.parts, **added.parts}
+    ordered = {name: parts[name] for name in weights if name in parts}
+    value = add_up(ordered, weights)
+    _check_bounds(value, bounds, ", ".join(ordered))
+    extra = _merge({name: score.extra for name, score in scores.items()})
+    fields = {f"group/{name}" if name in known.extra else name: field for name, field in extra.items()}
+    return Score(value, {**ordered, **parts}, {**known.extra, **fields})
 
 
 def _check_bounds(value: float, bounds: tuple[float, float], name: str) -> None:

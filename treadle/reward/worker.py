@@ -27,7 +27,7 @@ from treadle.reward.handshake import Setup, write_report
 from treadle.reward.kin import list_children
 from treadle.reward.limits import confine, die_with_parent, end_strays, limit_cpu
 from treadle.reward.printed import LabelledOutput
-from treadle.reward.verdict import encode, encode_failure, read_score
+from treadle.reward.verdict import encode, encode_failure
 
 
 def main() -> None:
@@ -58,10 +58,10 @@ def _load(channel: int, setup: Setup) -> list[Function]:
     """Load every function and report what they need, or every mistake; with mistakes the parent then hangs up."""
     functions: list[Function] = []
     mistakes: dict[str, tuple[Mistake, ...]] = {}
-    for name, path, kwargs in setup.functions:
+    for name, path, kwargs, scope in setup.functions:
         _OUTPUT.label = name
         try:
-            functions.append(load_function(name, path, kwargs))
+            functions.append(load_function(name, path, kwargs, scope))
         except ConfigError as error:
             mistakes[name] = error.mistakes
     write_frame(channel, write_report(functions, mistakes))
@@ -90,7 +90,7 @@ def _score(function: Function, payload: bytes, runner: asyncio.Runner) -> bytes:
             result = context.run(function, values)
             if inspect.isawaitable(result):
                 result = runner.run(_wait_for(result), context=context)
-            return encode(read_score(result))
+            return encode(function.read(result))
 
 
 async def _wait_for(result: Any) -> Any:

@@ -38,7 +38,14 @@ class Worker(Protocol):
 class Scoring(Protocol):
     """Whoever scores trajectories."""
 
+    @property
+    def scores_groups(self) -> bool:
+        """Whether a sample has its whole score only from `score_group`, once all samples of its task have ended."""
+        ...
+
     async def score(self, task: Task, trajectory: Trajectory) -> Score | None: ...
+
+    async def score_group(self, task: Task, trajectories: Sequence[Trajectory]) -> list[Score]: ...
 
 
 class Observer(Protocol):
@@ -92,6 +99,7 @@ class Dispatcher:
         self._rollout = rollout
         self._workers = workers
         self._scorer = scorer
+        self._group_scorer = scorer if scorer is not None and scorer.scores_groups else None
         self._journal = journal
         self._observers = observers
         self._forget = forget
@@ -139,7 +147,8 @@ class Dispatcher:
             self._gate.resume()
 
     async def stream(self, tasks: Sequence[Task], order: Order, feed: Feed[Trajectory | Dropped]) -> None:
-        """Every sample into `feed` as it ends; dropped tasks once each."""
+        """Every sample into `feed` as it ends, or with rewards of scope group as its group does; dropped tasks once
+        each."""
         _refuse_repeats(tasks)
         try:
             with first_error():
@@ -150,12 +159,32 @@ class Dispatcher:
             await feed.close()
 
     async def _stream_task(self, task: Task, order: Order, feed: Feed[Trajectory | Dropped]) -> None:
+        if self._group_scorer is not None:
+            return await self._stream_group(task, order, feed)
+
         async def one(sample: int) -> None:
             result = await self._sample(task, sample, order, Counter())
             if isinstance(result, Trajectory) or sample == 0:
                 await feed.put(result)
 
         await _side_by_side([one(sample) for sample in self._missing(task, order)])
+
+    async def _stream_group(self, task: Task, order: Order, feed: Feed[Trajectory | Dropped]) -> None:
+        missing, n = self._missing(task, order), task.n or order.n
+        if not missing:
+            return
+        if len(missing) < n:
+            raise MisuseError(
+                f"{n - len(missing)} of {n} samples of {task.uid} are done, the others are not: with rewards of scope "
+                "group, all samples of a task are scored together"
+            )
+        redraws = Counter[int]()
+        results = await _side_by_side([self._sample(task, sample, order, redraws) for sample in missing])
+        drawn = tuple(result for result in results if isinstance(result, Trajectory))
+        for dropped in [result for result in results if isinstance(result, Dropped)][:1]:
+            await feed.put(dropped)
+        for trajectory in (await self._score_group(Group(task, drawn), redraws)).trajectories:
+            await feed.put(trajectory)
 
     def _missing(self, task: Task, order: Order) -> list[int]:
         return [sample for sample in range(task.n or order.n) if (task.uid, sample) not in order.done]
@@ -165,6 +194,8 @@ class Dispatcher:
         finished = {trajectory.sample: trajectory for trajectory in past.finished}
         if self._scorer is not None:
             unscored = {sample: known for sample, known in finished.items() if known.reward is None}
+            if self._group_scorer is not None and (unscored or len(finished) < len(self._missing(task, order))):
+                unscored = finished  # a score in a group is of that very group
             order = replace(order, unscored=lambda uid, sample: unscored.pop(sample, None))
             finished = {sample: known for sample, known in finished.items() if sample not in unscored}
         missing = [sample for sample in self._missing(task, order) if sample not in finished]
@@ -173,20 +204,27 @@ class Dispatcher:
         if any(isinstance(result, Dropped) for result in results):
             return next(result for result in results if isinstance(result, Dropped))
         finished.update({result.sample: result for result in results if isinstance(result, Trajectory)})
-        group = Group(task, tuple(finished[sample] for sample in sorted(finished)))
-        if len(group.survivors) >= self._rollout.failures.min_group_size:
+        group, enough = (
+            Group(task, tuple(finished[at] for at in sorted(finished))),
+            self._rollout.failures.min_group_size,
+        )
+        if missing and len(group.survivors) >= enough:
+            group = await self._score_group(group, redraws)
+        if len(group.survivors) >= enough:
             return group
         failed = [trajectory for trajectory in group.trajectories if not trajectory.outcome.ok]
         again = await _side_by_side([self._sample(task, old.sample, order, redraws, old.attempt + 1) for old in failed])
         redone = {new.sample: new for new in again if isinstance(new, Trajectory)}
-        return Group(task, tuple(redone.get(old.sample, old) for old in group.trajectories))
+        group = Group(task, tuple(redone.get(old.sample, old) for old in group.trajectories))
+        return await self._score_group(group, redraws)
 
     async def _sample(
         self, task: Task, sample: int, order: Order, redraws: Counter[int], attempt: int = 0
     ) -> Trajectory | Dropped:
         """One sample: attempts until one does not fail or the retries are spent; then counted against the budget.
 
-        `redraws` counts, by sample, the attempts whose noise must not be drawn again.
+        Where groups are scored, one that did not fail is counted after that. `redraws` counts, by sample, the attempts
+        whose noise must not be drawn again.
         """
         last = attempt + self._rollout.failures.session_retries
         async with self._places:
@@ -199,10 +237,16 @@ class Dispatcher:
                 result = await self._attempt(task, sample, order, redraws, attempt)
         if isinstance(result, Dropped):
             self._tell("drop")
-            return result
-        self._tell("finish", result)
-        self._budget.add(result.outcome)
+        elif not self._waits_for_group(result):
+            self._finish(result)
         return result
+
+    def _waits_for_group(self, trajectory: Trajectory) -> bool:
+        return self._group_scorer is not None and trajectory.outcome.ok
+
+    def _finish(self, trajectory: Trajectory) -> None:
+        self._tell("finish", trajectory)
+        self._budget.add(trajectory.outcome)
 
     async def _attempt(
         self,
@@ -222,12 +266,16 @@ class Dispatcher:
         if result.outcome.ok and self._scorer is not None:
             result = await self._scored(task, result, self._scorer)
         redraws[sample] += draws_anew(result.outcome)
+        await self._record(_without_score(result) if self._waits_for_group(result) else result)
+        return result
+
+    async def _record(self, trajectory: Trajectory) -> None:
         if self._journal is not None:
-            self._journal.add(result)
-        self._forget(f"{task.uid}/{sample}")  # not before the journal has it, so that a crash finds one or the other
+            self._journal.add(trajectory)
+        # Not before the journal has it, so that a crash finds one or the other.
+        self._forget(f"{trajectory.uid}/{trajectory.sample}")
         if self._journal is not None and self._journal.full:
             await self._journal.drain()
-        return result
 
     async def _run(self, job: Job) -> Trajectory | Dropped:
         """One attempt by a worker; begun again when `emptied` restarts it."""
@@ -263,10 +311,43 @@ class Dispatcher:
         timing = replace(trajectory.timing, score_s=clock() - began)
         return replace(trajectory, outcome=outcome, reward=reward, timing=timing)
 
+    async def _score_group(self, group: Group, redraws: Counter[int]) -> Group:
+        """The samples of a task with what their group adds to the score of each: all that did not fail, or none.
+
+        Each has been recorded without a score, and is now recorded with it.
+        """
+        scorer, waiting = self._group_scorer, group.survivors
+        if scorer is None or not waiting:
+            return group
+        clock = asyncio.get_running_loop().time
+        began, rewards, failed = clock(), list[Score | None]([None] * len(waiting)), None
+        self._scoring.update({(item.uid, item.sample): began for item in waiting})
+        try:
+            rewards = [*await scorer.score_group(group.task, waiting)]
+        except RewardFailure as failure:
+            failed = Outcome.failed(failure)
+        finally:
+            for item in waiting:
+                self._scoring.pop((item.uid, item.sample), None)
+        scored: dict[int, Trajectory] = {}
+        for item, reward in zip(waiting, rewards, strict=True):
+            timing = replace(item.timing, score_s=item.timing.score_s + clock() - began)
+            result = replace(item, outcome=failed or item.outcome, reward=reward, timing=timing)
+            redraws[item.sample] += draws_anew(result.outcome)
+            await self._record(result)
+            self._finish(result)
+            scored[item.sample] = result
+        return Group(group.task, tuple(scored.get(item.sample, item) for item in group.trajectories))
+
     def _worker(self) -> Worker:
         """Workers take turns; they all reach the same engines."""
         self._turn = (self._turn + 1) % len(self._workers)
         return self._workers[self._turn]
+
+
+def _without_score(trajectory: Trajectory) -> Trajectory:
+    """As it is recorded while its group goes on: whoever finds it there knows that it needs a score."""
+    return replace(trajectory, reward=None, provenance=replace(trajectory.provenance, scoring=""))
 
 
 def _refuse_repeats(tasks: Sequence[Task]) -> None:

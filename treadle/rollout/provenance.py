@@ -87,6 +87,8 @@ class RunInputs:
         training = {name: value for name, value in shared.items() if "rollout.val_kwargs." not in name}
         validation = {name: value for name, value in shared.items() if name.removeprefix("rollout.") not in sampled}
         scoring = {} if reward is None else _scoring(reward)
+        if reward is not None and reward.scores_groups():
+            scoring |= {"rollout.n": str(rollout.n), "rollout.val_kwargs.n": str(rollout.val_kwargs.n)}
         loop = rollout.agent.default_agent_loop
         sees_rows = loop not in _OWN_LOOPS or bool(rollout.agent.loops) or rollout.multi_turn.environment is not None
         return cls(training, validation, scoring, sees_rows)

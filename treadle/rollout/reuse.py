@@ -4,7 +4,8 @@ Owns the rule and the refusal that names what changed. Reads the journal before 
 start leaves no trace. What counts is `provenance.py`.
 
     kept       all four digests match
-    unscored   the tokens match; the reward functions, their settings or the row do not
+    unscored   the tokens match; the reward functions, their settings or the row do not, or with rewards of scope group
+               a sample of the task is missing
     refused    anything else: the directory holds an answer to another question
 """
 
@@ -60,10 +61,16 @@ def find_kept(run_dir: Path, config: Config, inputs: RunInputs, tasks: Sequence[
         if changed:
             raise ConfigError(_what_changed(reader, run_dir, config, inputs, changed, wanted, validation))
     finished = [line for line in lines if line.provenance == wanted[line.uid][1]]
+    if config.reward.scores_groups():  # a score in a group is of that very group
+        counts = Counter(line.uid for line in finished)
+        finished = [line for line in finished if counts[line.uid] == wanted[line.uid][0]]
     done = {(line.uid, line.sample) for line in finished}
     unscored = frozenset((line.uid, line.sample) for line in lines) - done
     if unscored:
-        log.warning("%d trajectories of %s have another reward now: they are scored again", len(unscored), run_dir)
+        why = "have another reward now, or were not scored" + (
+            " as a whole group" if config.reward.scores_groups() else ""
+        )
+        log.warning("%d trajectories of %s %s: they are scored again", len(unscored), run_dir, why)
     return Kept(finished, unscored)
 
 

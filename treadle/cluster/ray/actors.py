@@ -18,7 +18,7 @@ import ray
 
 from treadle.cluster.ray.guard import descendants, guarded
 from treadle.cluster.ray.link import Address, Door, Link
-from treadle.cluster.ray.messages import ReplicaSetup, ScoreOrder, ScorerSetup
+from treadle.cluster.ray.messages import GroupScoreOrder, ReplicaSetup, ScoreOrder, ScorerSetup
 from treadle.cluster.ray.station import Station
 from treadle.cluster.ray.tensors import Packed, StoredTensors
 from treadle.data.renderer import Renderer
@@ -187,7 +187,9 @@ class ScorerActor(Host):
             if scorer is None:
                 return
 
-            async def score(order: ScoreOrder) -> Score | None:
+            async def score(order: ScoreOrder | GroupScoreOrder) -> Score | list[Score] | None:
+                if isinstance(order, GroupScoreOrder):
+                    return await scorer.score_group(order.task, order.trajectories)
                 return await scorer.score(order.task, order.trajectory)
 
             policy.peer = Peer(link, score, RewardFailure)

@@ -68,3 +68,9 @@ class ScorerSetup:
 class ScoreOrder:
     task: Task
     trajectory: Trajectory
+
+
+@dataclass(frozen=True, slots=True)
+class GroupScoreOrder:
+    task: Task
+    trajectories: tuple[Trajectory, ...]

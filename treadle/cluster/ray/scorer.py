@@ -4,12 +4,12 @@ Owns the scores that are open. One actor hosts the one scorer, with its worker p
 all. An actor that dies is replaced when the next score is asked for; the open ones fail, each as a RewardFailure.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from treadle.cluster.ray.actors import ScorerActor
 from treadle.cluster.ray.life import Life
-from treadle.cluster.ray.messages import ScoreOrder, ScorerSetup
+from treadle.cluster.ray.messages import GroupScoreOrder, ScoreOrder, ScorerSetup
 from treadle.cluster.ray.seat import Seat
 from treadle.config import RewardConfig
 from treadle.config.rollout import LimitsConfig
@@ -46,12 +46,24 @@ class RemoteScorer:
 
     async def score(self, task: Task, trajectory: Trajectory) -> Score | None:
         """The score of a finished trajectory. Raises RewardFailure where there is none."""
+        score: Score | None = await self._ask(ScoreOrder(task, trajectory))
+        return score
+
+    @property
+    def scores_groups(self) -> bool:
+        return self._setup.reward.scores_groups()
+
+    async def score_group(self, task: Task, trajectories: Sequence[Trajectory]) -> list[Score]:
+        """The whole score of each sample of a task. Raises RewardFailure where there are none."""
+        scores: list[Score] = await self._ask(GroupScoreOrder(task, tuple(trajectories)))
+        return scores
+
+    async def _ask(self, order: ScoreOrder | GroupScoreOrder) -> Any:
         last: RewardFailure | None = None
         for _ in range(self._setup.reward.retries + 1):
             life = await self._lives.present()
             try:
-                score: Score | None = await life.peer.ask(ScoreOrder(task, trajectory))
-                return score
+                return await life.peer.ask(order)
             except ChannelClosed:
                 last = RewardFailure(f"crash: the scorer died: {await life.cause()}")
         assert last is not None, "every attempt returns or fails"

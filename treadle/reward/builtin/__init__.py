@@ -24,6 +24,7 @@ BUILTINS: Mapping[str, Builtin] = {
     "by_source": Builtin("treadle.reward.builtin.by_source"),
     "format": Builtin("treadle.reward.builtin.format"),
     "soft_overlong": Builtin("treadle.reward.builtin.soft_overlong"),
+    "length_penalty": Builtin("treadle.reward.builtin.length_penalty"),
     "math": Builtin("treadle.reward.builtin.math", evaluates_text=True),
     "reasoning_gym": Builtin("treadle.reward.builtin.reasoning_gym", evaluates_text=True),
 }

@@ -33,19 +33,19 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """What is asked about one trajectory."""
+    """What is asked about one trajectory, or about all samples of a task."""
 
     task: Task
-    trajectory: Trajectory
+    trajectories: tuple[Trajectory, ...]
     messages: tuple[Message, ...]
     ids: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Vote:
-    """One answer, read."""
+    """One answer, read: a score for each trajectory it is about."""
 
-    score: Score
+    scores: tuple[Score, ...]
     text: str
 
 
@@ -61,9 +61,14 @@ class Judge:
 
     async def score(self, task: Task, trajectory: Trajectory) -> Score:
         """The judge's score, with its words in `extra`. Raises ScoreFailure."""
+        (score,) = await self.score_group(task, [trajectory])
+        return score
+
+    async def score_group(self, task: Task, trajectories: Sequence[Trajectory]) -> tuple[Score, ...]:
+        """The judge's score of each; several where its scope is group."""
         judge = self._judge
         async with self._places:
-            question = self._pose(task, trajectory)
+            question = self._pose(task, tuple(trajectories))
             try:
                 async with asyncio.timeout(judge.timeout_s) as deadline:
                     votes = await _together([self._vote(question, number) for number in range(judge.n)])
@@ -74,16 +79,18 @@ class Judge:
                 raise ScoreFailure(Fault.TIMEOUT, problem) from error
             finally:
                 self._forget(question)
-        return _count(votes, judge)
+        answers = tuple(vote.text[-KEPT:] for vote in votes)
+        return tuple(_count([vote.scores[at] for vote in votes], answers, judge) for at in range(len(trajectories)))
 
     async def close(self) -> None:
         await self._voice.close()
 
-    def _pose(self, task: Task, trajectory: Trajectory) -> Question:
-        judge, engine = self._judge, self._judge.engine
-        messages = to_messages(self._prompt.render(task, trajectory), judge.system)
+    def _pose(self, task: Task, about: tuple[Trajectory, ...]) -> Question:
+        judge, engine, prompt = self._judge, self._judge.engine, self._prompt
+        text = prompt.render_group(task, about) if judge.scope == "group" else prompt.render(task, about[0])
+        messages = to_messages(text, judge.system)
         if engine.name == "openai":
-            return Question(task, trajectory, messages, ())
+            return Question(task, about, messages, ())
         try:
             ids = self._voice.renderer.prompt(messages)
         except PromptFailure as failure:
@@ -92,7 +99,7 @@ class Judge:
         if engine.name != "policy" and len(ids) > room:
             problem = f"has a question of {len(ids)} tokens; engine.max_model_len and response_length leave {room}"
             raise ScoreFailure(Fault.PROMPT, problem)
-        return Question(task, trajectory, messages, ids)
+        return Question(task, about, messages, ids)
 
     async def _vote(self, question: Question, number: int) -> Vote:
         """One vote: answers drawn until one can be read, each with noise of its own."""
@@ -101,7 +108,7 @@ class Judge:
             await self._rate.turn()
             try:
                 text = await self._answer(question, number + judge.n * attempt)
-                return Vote(await self._reading.read(text, question.task, question.trajectory), text)
+                return Vote(await self._reading.read(text, question.task, question.trajectories), text)
             except ScoreFailure as failure:
                 if failure.fault is not Fault.UNREADABLE or attempt == judge.retries:
                     raise
@@ -136,7 +143,8 @@ class Judge:
 
     def _session(self, question: Question) -> str:
         """The name under which engines know this judgement; no session of the policy has it."""
-        return f"judge {self._name}: {question.trajectory.uid}/{question.trajectory.sample}"
+        about = "group" if self._judge.scope == "group" else question.trajectories[0].sample
+        return f"judge {self._name}: {question.task.uid}/{about}"
 
     def _forget(self, question: Question) -> None:
         if self._voice.router is not None:
@@ -144,10 +152,9 @@ class Judge:
                 self._voice.router.forget(f"{self._session(question)}/{draw}")
 
 
-def _count(votes: Sequence[Vote], judge: JudgeConfig) -> Score:
+def _count(votes: Sequence[Score], answers: tuple[str, ...], judge: JudgeConfig) -> Score:
     """What votes come to. Among scores that equally many gave, a majority is their mean."""
-    first, values = votes[0].score, [vote.score.value for vote in votes]
-    answers = tuple(vote.text[-KEPT:] for vote in votes)
+    first, values = votes[0], [score.value for score in votes]
     if len(votes) == 1:
         return settle(Score(first.value, first.parts, {**first.extra, "answers": answers}))
     counts = Counter(values)

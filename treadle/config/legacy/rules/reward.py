@@ -28,7 +28,10 @@ ASKS_ITSELF = "A reward function that asks verl's model has no address to ask he
 ONE_DEVICE = "A classifier computes on one device: serve a larger one, and give reward.classifiers.NAME.endpoint."
 SANDBOX = "Reward functions run in killable processes of their own: reward.cpu_time_s, memory_mb and timeout_s."
 MANAGER = "There is one reward loop: list the functions in reward.functions; their scores are summed by weight."
-OVERLONG = "There is no overlong penalty: write it as a reward function."
+OVERLONG = (
+    "Add the reward function soft_overlong: kwargs.max_length is the response length, kwargs.buffer the buffer's len, "
+    "weight its penalty_factor."
+)
 FUNCTION = "reward.functions.custom.path"
 
 CLASSIFIER = "reward.classifiers.reward_model"
