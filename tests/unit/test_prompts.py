@@ -52,8 +52,3 @@ def test_rows_that_ask_for_what_does_not_exist_are_mistakes_together():
 def test_tools_count_as_part_of_the_prompt():
     alone, with_tools = survey([task()]).longest, survey([task()], tools=("tests.rollouts:add",)).longest
     assert with_tools > alone
-
-
-def test_tools_that_a_model_knows_by_heart_are_not_in_its_prompt():
-    alone = survey([task()]).longest
-    assert survey([task()], tools=("tests.rollouts:add",), tools_in_prompt=False).longest == alone

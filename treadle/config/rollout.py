@@ -95,9 +95,6 @@ class MultiTurnConfig(Section):
     max_user_turns: int | None = key(None, "turns an environment may add; null for no limit", ge=1)
     tools: Strings = key((), "functions, or classes with one instance per session", names=())
     mcp_servers: Mapping[str, MCPServerConfig] = key({}, "MCP servers by name, whose tools are offered too")
-    tools_in_prompt: bool = key(
-        True, "show the model the schemas of its tools; false for a model that was trained to call them unseen"
-    )
     environment: str | None = key(None, "the environment or user simulator of environment_agent", names=())
     environment_kwargs: Options = key({}, "keyword arguments for the environment")
     environment_timeout_s: float = key(

@@ -121,7 +121,7 @@ async def _check_tools(
         async with await Toolbox.create(multi_turn) as toolbox:
             if toolbox.names:
                 report.note("tools", ", ".join(toolbox.names))
-            return {names: toolbox.shown(names) for names in {task.tools for task in tasks}}
+            return {names: toolbox.schemas(names) for names in {task.tools for task in tasks}}
     except ConfigError as error:
         report.mistakes += error.mistakes
     except (Failure, RunError) as error:
@@ -157,6 +157,8 @@ def _check_prompts(
     report.note("prompts", f"at most {counts[longest]:,} tokens ({longest}); {room}")
     first = renderer.prompt(tasks[0].messages, schemas[tasks[0].tools])
     report.first_prompt, report.first_prompt_tokens = renderer.decode(first), len(first)
+    if any(schemas.values()) and not renderer.proof.shows_tools:
+        report.warnings.append("the chat template does not tell the model about its tools")
     late = sum(count > rollout.prompt_length for count in counts.values())
     if late and rollout.overlong_prompts == "error":
         problem = f"{late} of {len(counts)} prompts are longer than {rollout.prompt_length} tokens: {longest} has "

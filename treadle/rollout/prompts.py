@@ -50,7 +50,7 @@ def _survey(tasks: Sequence[Task], rollout: RolloutConfig, renderer: Renderer, t
     for task in tasks:
         mistakes += _unknown_agent(task, loops, rollout)
         try:
-            length = len(renderer.prompt(task.messages, toolbox.shown(task.tools)))
+            length = len(renderer.prompt(task.messages, toolbox.schemas(task.tools)))
         except PromptFailure:
             continue
         except ToolFailure as failure:

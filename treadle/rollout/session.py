@@ -59,7 +59,6 @@ class Session:
         self._services = services
         self._tools = tools
         self._schemas = tuple(schemas)
-        self._shown = self._schemas if services.rollout.multi_turn.tools_in_prompt else ()
         self._sampling = sampling
         self._ledger: Ledger = parent._ledger if parent else Ledger()
         self._rows: list[OpenRow] = parent._rows if parent else []
@@ -180,7 +179,7 @@ class Session:
             sampling=params,
             position=row.num_sampled,
             messages=tuple(self._messages),
-            tools=self._shown,
+            tools=self._schemas,
             row=row.number,
             attempt=self._attempt,
             said=len(row.ids) - start,
@@ -218,7 +217,7 @@ class Session:
             if turns.max_user_turns is not None and ledger.user_turns >= turns.max_user_turns:
                 return self.end(StopReason.TURN_LIMIT)
             ledger.user_turns += 1
-        ids = self._close_turn() + self._services.codec.observation(said, self._shown)
+        ids = self._close_turn() + self._services.codec.observation(said, self._schemas)
         if len(ids) >= min(self._room, self._services.rollout.response_length - ledger.sampled):
             return self.end(StopReason.LENGTH)
         self._row.add_observed(ids)
@@ -256,7 +255,7 @@ class Session:
     def fork(self, messages: Iterable[Message]) -> "Session":
         """A new row that starts from `messages`: for compaction and sub-agents. It shares budgets and the reward."""
         said = tuple(messages)
-        ids = self._services.codec.prompt(said, self._shown)
+        ids = self._services.codec.prompt(said, self._schemas)
         longest = self._services.rollout.sequence_length()
         if len(ids) >= longest:
             raise PromptFailure(f"a fork's prompt has {len(ids)} tokens; rollout.max_model_len leaves {longest - 1}")

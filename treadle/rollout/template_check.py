@@ -2,8 +2,8 @@
 
 Owns what is refused at the start, with the key to change, and what is only said. The comparison itself is the
 renderer's proof. Knows nothing about engines.
-Invariant: a rollout with tools starts only if the template shows them, they are written into the prompt in the format
-that its parser reads, or `tools_in_prompt` says that the model knows them.
+Invariant: a rollout with tools starts only if the template shows them, or they are written into the prompt in the
+format that its parser reads.
 """
 
 from collections.abc import Iterator
@@ -20,7 +20,7 @@ _TEMPLATE_KEY = "model.custom_chat_template"
 
 def check_template(proof: Proof, multi_turn: MultiTurnConfig) -> list[str]:
     """What there is to say about a template; a ConfigError where it cannot do what the rollout needs."""
-    has_tools = bool(multi_turn.tools or multi_turn.mcp_servers) and multi_turn.tools_in_prompt
+    has_tools = bool(multi_turn.tools or multi_turn.mcp_servers)
     notes = list(_check_tools(proof, multi_turn)) if has_tools else []
     if proof.differences:
         notes.append(f"turn by turn, the chat template gives other ids than all at once:\n{proof}")

@@ -174,7 +174,7 @@ class AgentLoopWorker:
     def _prompt(self, opened: "Opened") -> tuple[int, ...] | Dropped:
         """The prompt's ids, cut or refused as `rollout.overlong_prompts` says."""
         task, rollout = opened.job.task, self._rollout
-        ids = self._services.codec.prompt(task.messages, self._toolbox.shown(task.tools))
+        ids = self._services.codec.prompt(task.messages, self._toolbox.schemas(task.tools))
         if len(ids) <= rollout.prompt_length:
             return ids
         detail = f"the prompt has {len(ids)} tokens; rollout.prompt_length is {rollout.prompt_length}"

@@ -43,7 +43,6 @@ class Toolbox:
         cap = Cap(multi_turn.max_tool_response_length, multi_turn.tool_response_truncate_side)
         self._rules = Rules(policy, cap, Threads())
         self._tools = tools
-        self._in_prompt = multi_turn.tools_in_prompt
         self._servers = servers
         self._subsets: dict[tuple[str, ...] | None, Subset] = {}
 
@@ -64,10 +63,6 @@ class Toolbox:
     def schemas(self, names: tuple[str, ...] | None = None) -> tuple[dict[str, Any], ...]:
         """The named tools, or all, in OpenAI's shape; a ToolFailure if there is no such tool."""
         return self._subset(names).schemas
-
-    def shown(self, names: tuple[str, ...] | None = None) -> tuple[dict[str, Any], ...]:
-        """Those schemas as far as prompts show them: none where `tools_in_prompt` is false."""
-        return self.schemas(names) if self._in_prompt else ()
 
     def open(self, task: Task) -> SessionTools:
         """The tools of one session, to be used as a context; a ToolFailure if the task does not suit them."""
