@@ -165,7 +165,7 @@ def test_explain_a_key():
 
 def test_explain_says_which_values_are_allowed():
     assert "one of native, vllm, openai, scripted" in str(explain(rollout_config(), "rollout.name"))
-    assert "grpo, dr_grpo" in str(explain(training_config(), "algorithm.adv_estimator"))
+    assert "grpo, gdpo, dr_grpo" in str(explain(training_config(), "algorithm.adv_estimator"))
     assert "an import path" in str(explain(training_config(), "algorithm.adv_estimator"))
 
 

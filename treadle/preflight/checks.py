@@ -18,6 +18,7 @@ from urllib.parse import urlsplit
 from treadle.cluster.machine import missing_packages
 from treadle.config import Config, RewardConfig, TrainConfig
 from treadle.config.plugin import load_object
+from treadle.data.proof import IGNORES_TOOLS
 from treadle.data.renderer import Renderer
 from treadle.data.tasks import load_tasks
 from treadle.engine.gpus import visible_gpus
@@ -158,7 +159,7 @@ def _check_prompts(
     first = renderer.prompt(tasks[0].messages, schemas[tasks[0].tools])
     report.first_prompt, report.first_prompt_tokens = renderer.decode(first), len(first)
     if any(schemas.values()) and not renderer.proof.shows_tools:
-        report.warnings.append("the chat template does not tell the model about its tools")
+        report.warnings.append(IGNORES_TOOLS)
     late = sum(count > rollout.prompt_length for count in counts.values())
     if late and rollout.overlong_prompts == "error":
         problem = f"{late} of {len(counts)} prompts are longer than {rollout.prompt_length} tokens: {longest} has "

@@ -16,7 +16,7 @@ from treadle.policy.batch import TrainBatch
 from treadle.policy.protocol import Critic, Policy, Reference
 from treadle.rollout.recall import NO_PAST, Past
 from treadle.trainer.lineage import UNKNOWN_PROVENANCE, Lineage
-from treadle.types import Provenance, Row
+from treadle.types import NOTHING, Provenance, Row
 
 
 class CountingPolicy:
@@ -89,6 +89,8 @@ class NoLineage(Lineage):
 
     def __init__(self) -> None:
         """There is no journal to read."""
+        self._resumes = ()
+        self.set_aside = NOTHING
 
     def refuse_lost_checkpoints(self) -> None: ...
 
