@@ -1,17 +1,21 @@
-"""A real training run that is killed again and again: for the chaos test, and for `bench/chaos.py`.
+"""A real training run that is attacked again and again: for the chaos tests, and for `bench/chaos.py`.
 
-Every start is the same command, `treadle train calculator`, as small as it gets. A cycle starts it, waits for a random
-moment, kills a random part with SIGKILL and sees what comes of it: nothing may be left running, and a run that ends by
-itself says why.
+Every start is the same command, `treadle train calculator`, as small as it gets. A cycle waits for a random moment,
+sends a signal to a random part, fills the disk or takes the run directory away, and sees what comes of it: the run goes
+on, or it ends with a status that is not 0 and says why, and then nothing of it is left running. A run that goes on is
+attacked again; one that has ended is started again by the next cycle.
 """
 
 import asyncio
 import os
+import resource
+import shutil
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
@@ -42,6 +46,13 @@ WORDS = (
     "reward.functions.answer.path=tests.chaos:score",
     "checkpoint.save_freq=2",
 )
+
+RANKS = (
+    *(word for word in WORDS if not word.startswith(("trainer.mode=", "trainer.max_staleness=", "rollout.nnodes="))),
+    "actor._target_=treadle.config.FSDPActorConfig",
+    "trainer.processes_per_node=2",
+)
+"""The same in sync, with the policy on two ranks."""
 
 LIMIT_S = 300.0
 """For a start to make steps, and for one that ends to be gone."""
@@ -77,13 +88,25 @@ async def calculate(expression: str) -> str:
 
 
 class Part(StrEnum):
-    """What can be killed."""
+    """What can be attacked."""
 
     DRIVER = "driver"
     ENGINE = "engine"
     VALIDATION = "validation's engine"
     WORKER = "agent worker"
     REWARD = "reward worker"
+    RANK = "rank"
+
+
+class Fault(StrEnum):
+    """What can happen to a part; the last two to the driver alone."""
+
+    KILL = "SIGKILL"
+    TERM = "SIGTERM"
+    INT = "SIGINT"
+    HUP = "SIGHUP"
+    FULL_DISK = "full disk"
+    VANISHED = "vanished directory"
 
 
 _MARKS: Mapping[Part, str] = {
@@ -91,22 +114,26 @@ _MARKS: Mapping[Part, str] = {
     Part.VALIDATION: "validation-0",
     Part.WORKER: "treadle.rollout.process_main",
     Part.REWARD: "treadle.reward",
+    Part.RANK: "treadle.policy.rank_main",
 }
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Cycle:
-    """One start and its end."""
+    """One attack and what came of it."""
 
     part: Part
+    fault: Fault
     after_s: float
-    """How long after the start the kill came."""
+    """How long after the start of the run it came."""
     steps: int
     """Steps that this start made until then; those that no checkpoint covers are made again."""
-    status: int | None
-    """The run's exit status, where it ended by itself; None where it went on."""
-    cause: str
+    status: int | None = None
+    """The run's exit status, where it ended; None where it went on."""
+    cause: str = ""
     """What it said then."""
+    recovery_s: float | None = None
+    """From the fault to two more steps; where the run ended, from its next start to the first step."""
 
 
 class Start:
@@ -119,7 +146,13 @@ class Start:
         self._log = (run_dir / "stderr.log").open("wb")
         command = [sys.executable, "-m", "treadle", "train", "calculator", f"logging.run_dir={run_dir}", *words]
         self.process = subprocess.Popen(
-            command, cwd=ROOT, env=_environment(), stdout=subprocess.DEVNULL, stderr=self._log, start_new_session=True
+            command,
+            cwd=ROOT,
+            env=_environment(),
+            stdout=subprocess.DEVNULL,
+            stderr=self._log,
+            start_new_session=True,
+            preexec_fn=_hear_signals,
         )
         self.began = time.monotonic()
 
@@ -179,44 +212,99 @@ class Start:
         return (self.run_dir / "stderr.log").read_text(errors="replace").strip()[-2000:]
 
 
-def run_cycle(run_dir: Path, rng: Random, part: Part | None = None) -> Cycle:
-    """Start the run, kill one part of it at a random moment, and see to its end.
+class ChaosRun:
+    """One run directory under attack."""
 
-    None: any part, and maybe while the run starts.
-    """
-    with Start(run_dir, *WORDS) as start:
-        _wait_for_a_moment(start, rng, maybe_early=part is None)
+    def __init__(self, run_dir: Path, rng: Random, words: tuple[str, ...] = WORDS) -> None:
+        self.run_dir, self.cycles = run_dir, list[Cycle]()
+        self._rng, self._words = rng, words
+        self._start: Start | None = None
+
+    def __enter__(self) -> "ChaosRun":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._start is not None:
+            self._start.__exit__()
+
+    def cycle(self, part: Part | None = None, fault: Fault | None = None) -> Cycle:
+        """One attack. None: any part that is there, any fault, and maybe while the run starts."""
+        start = self._running(maybe_early=part is None)
         there = start.parts()
-        victim = part or rng.choice(sorted(there))
-        after_s, done = time.monotonic() - start.began, start.steps
-        os.kill(rng.choice(there[victim]), signal.SIGKILL)
-        if victim is Part.DRIVER:
-            start.end()
-            return Cycle(victim, after_s, done, None, "")
-        enough = done + (8 if victim is Part.VALIDATION else 2)  # validation notices its engine when it is next due
-        if start.wait_for("the end, or some more steps", lambda: start.steps >= enough):
-            assert victim is not Part.VALIDATION, "the run went on without an engine"
-            start.kill()
-            return Cycle(victim, after_s, done, None, "")
-        status, said = start.end(), start.said()
-    assert status > 0, f"the run ended with status {status} after its {victim} was killed: {said}"
-    return Cycle(victim, after_s, done, status, said.splitlines()[-1])
+        if fault is None:
+            fault = self._rng.choice([*Fault] if part in (None, Part.DRIVER) else [*Fault][:4])
+        if fault in (Fault.FULL_DISK, Fault.VANISHED):
+            part = Part.DRIVER
+        part = part or self._rng.choice(sorted(there))
+        cycle = Cycle(part, fault, time.monotonic() - start.began, start.steps)
+        self.cycles.append(cycle)
+        if fault is Fault.FULL_DISK:
+            limits = resource.prlimit(start.process.pid, resource.RLIMIT_FSIZE)
+            resource.prlimit(start.process.pid, resource.RLIMIT_FSIZE, (4096, limits[1]))  # no file grows beyond that
+        elif fault is Fault.VANISHED:
+            self.run_dir.rename(self._away)
+        else:
+            with suppress(ProcessLookupError):  # an earlier attack has ended it by now
+                os.kill(self._rng.choice(there[part]), signal.Signals[fault])
+        self._watch(start, cycle)
+        return cycle
 
+    @property
+    def _away(self) -> Path:
+        return self.run_dir.with_name(f"{self.run_dir.name}-away")
 
-def _wait_for_a_moment(start: Start, rng: Random, *, maybe_early: bool) -> None:
-    """After some steps; or, one time in four, while the run starts its processes."""
-    steps, processes = rng.randrange(1, 5), rng.randrange(1, 9)
-    if maybe_early and rng.random() < 0.25:
-        start.wait_for(f"{processes} processes", lambda: sum(map(len, start.parts().values())) >= processes)
-    else:
-        assert start.wait_for(f"step {steps}", lambda: start.steps >= steps), start.said()
-        time.sleep(rng.uniform(0.0, 1.0))
+    def _running(self, *, maybe_early: bool) -> Start:
+        if self._start is not None:
+            time.sleep(self._rng.uniform(0.0, 2.0))
+            if self._start.process.poll() is None:
+                return self._start
+            cycle = self.cycles[-1]  # it took longer to see what was done to it
+            cycle.recovery_s = None
+            self._end(self._start, cycle)
+        start = self._start = Start(self.run_dir, *self._words)
+        if maybe_early and self._rng.random() < 0.25:
+            count = self._rng.randrange(1, 9)
+            start.wait_for(f"{count} processes", lambda: sum(map(len, start.parts().values())) >= count)
+            return start
+        assert start.wait_for("a step", lambda: start.steps >= 1), start.said()
+        if self.cycles and self.cycles[-1].status is not None:
+            self.cycles[-1].recovery_s = time.monotonic() - start.began
+        time.sleep(self._rng.uniform(0.0, 2.0))
+        return start
 
+    def _watch(self, start: Start, cycle: Cycle) -> None:
+        """Until the run has made some more steps, or has ended."""
+        began = time.monotonic()
+        if cycle.part is not Part.DRIVER:
+            enough = cycle.steps + 2
+            if start.wait_for("the end, or some more steps", lambda: start.steps >= enough):
+                cycle.recovery_s = time.monotonic() - began
+                return
+        self._end(start, cycle)
 
-def finish(run_dir: Path, steps: int = 3) -> int:
-    """Start it once more, let it make some steps, and interrupt it. Its status."""
-    with Start(run_dir, *WORDS) as start:
-        assert start.wait_for(f"{steps} steps", lambda: start.steps >= steps), start.said()
+    def _end(self, start: Start, cycle: Cycle) -> None:
+        self._start = None
+        cycle.status = start.end()
+        if cycle.fault is Fault.VANISHED:
+            shutil.rmtree(self.run_dir, ignore_errors=True)
+            self._away.rename(self.run_dir)
+        said = start.said()
+        cycle.cause = said.splitlines()[-1] if said else ""
+        assert cycle.status != 0, f"status 0 after {cycle.fault} of the {cycle.part}: {said}"
+        if not (cycle.part is Part.DRIVER and cycle.fault is Fault.KILL):
+            assert cycle.status > 0 or cycle.steps == 0, f"status {cycle.status} after {cycle.fault}: {said}"
+            assert cycle.cause or cycle.steps == 0, f"nothing was said after {cycle.fault} of the {cycle.part}"
+
+    def finish(self, steps: int = 3) -> int:
+        """Let it make some steps, and interrupt it as a terminal does. Its status."""
+        if self._start is None or self._start.process.poll() is not None:
+            self._start = Start(self.run_dir, *self._words)
+        start = self._start
+        enough = start.steps + steps
+        assert start.wait_for(f"{steps} steps", lambda: start.steps >= enough), start.said()
+        if self.cycles and self.cycles[-1].status is not None and self.cycles[-1].recovery_s is None:
+            self.cycles[-1].recovery_s = time.monotonic() - start.began
+        self._start = None
         return start.interrupt()
 
 
@@ -233,6 +321,12 @@ def run_python(program: str, *arguments: str) -> "subprocess.CompletedProcess[st
 def _finish(*words: str) -> "subprocess.CompletedProcess[str]":
     line = [sys.executable, *words]
     return subprocess.run(line, cwd=ROOT, env=_environment(), capture_output=True, text=True, timeout=3600, check=False)
+
+
+def _hear_signals() -> None:
+    """As in a terminal: what a shell starts in the background ignores Ctrl-C, and its children do, too."""
+    for number in (signal.SIGINT, signal.SIGHUP):
+        signal.signal(number, signal.SIG_DFL)
 
 
 def _environment() -> dict[str, str]:

@@ -244,3 +244,35 @@ class DiesThenDiesWhileStarting(AgentLoopBase):
             (self.folder / "died").touch()
             (self.folder / "die_at_start").touch()
             os.kill(os.getpid(), signal.SIGKILL)
+
+
+FORGERY = "TREADLE_TEST_FORGERY"
+"""A file with the bytes that `forge` writes; it removes the file, so that it happens once."""
+
+
+def forge(text: str) -> str:
+    """Write foreign bytes to every socket that this process has.
+
+    Args:
+        text: the task's uid
+    """
+    path = Path(os.environ[FORGERY])
+    if text == "task1" and path.exists():
+        data = path.read_bytes()
+        path.unlink()
+        for descriptor in os.listdir("/proc/self/fd"):
+            try:
+                if os.readlink(f"/proc/self/fd/{descriptor}").startswith("socket:"):
+                    os.write(int(descriptor), data)
+            except OSError:
+                continue
+        time.sleep(60)
+    return "did it"
+
+
+class UnsendableLoop(AgentLoopBase):
+    """Keeps something that only Python can hold."""
+
+    async def run(self, session: Session) -> None:
+        await session.generate()
+        session.extra["what"] = object() if session.task.uid == "task1" else {"numbers": (1, 2.5)}

@@ -1,6 +1,8 @@
-"""Questions and answers between a process and those it started: pickles over a socket pair.
+"""Questions and answers between a process and those it started, over a socket pair.
 
-Both ends run our own code as the same user, so pickle is safe here; nothing from outside ever reaches this channel.
+Messages are pickles, which is safe from a process that runs our own code alone. Where the other end has run tools or
+model text, its messages are read by a decoder that runs nothing (`treadle.rollout.serialization`); what that refuses
+ends the channel, with the problem.
 Waits: `ask` waits for its answer or for the other end to go; `serve` waits for messages until the other end goes.
 """
 
@@ -21,31 +23,60 @@ class ChannelClosed(Exception):
     """The other end has gone."""
 
 
+def _to_pickle(message: Any) -> bytes:
+    return pickle.dumps(message, pickle.HIGHEST_PROTOCOL)
+
+
+@dataclass(frozen=True, slots=True)
+class Form:
+    """How messages of one end become bytes, and those of the other end messages."""
+
+    encode: Callable[[Any], bytes] = _to_pickle
+    decode: Callable[[bytes | memoryview], Any] = pickle.loads
+    garbage: tuple[type[Exception], ...] = ()
+    """What `decode` raises for bytes that are no message. A pickle that cannot be read is a bug of ours."""
+    max_bytes: int = 1 << 32
+
+
 class Channel:
     """One end. `send` does not wait: what is under way is bounded by the questions that are open."""
 
-    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, form: "Form") -> None:
         self._reader = reader
         self._writer = writer
+        self._form = form
+        self.problem: str | None = None
+        """What the other end sent that is no message; the channel is closed then."""
 
     @classmethod
-    async def open(cls, end: socket.socket) -> Self:
+    async def open(cls, end: socket.socket, form: "Form | None" = None) -> Self:
         """Take over a connected socket."""
-        return cls(*await asyncio.open_connection(sock=end))
+        return cls(*await asyncio.open_connection(sock=end), form or Form())
 
     def send(self, message: Any) -> None:
         if self._writer.is_closing():
             raise ChannelClosed
-        body = pickle.dumps(message, pickle.HIGHEST_PROTOCOL)
+        body = self._form.encode(message)
         self._writer.write(_HEADER.pack(len(body)) + body)
 
     async def receive(self) -> Any:
         """The next message; ChannelClosed when there will be none."""
         try:
             (size,) = _HEADER.unpack(await self._reader.readexactly(_HEADER.size))
-            return pickle.loads(await self._reader.readexactly(size))
+            if size > self._form.max_bytes:
+                raise self._refuse(f"a message of {size:,} bytes")
+            body = await self._reader.readexactly(size)
+            try:
+                return self._form.decode(body)
+            except self._form.garbage as error:
+                raise self._refuse(str(error)) from error
         except (asyncio.IncompleteReadError, ConnectionError) as error:
             raise ChannelClosed from error
+
+    def _refuse(self, problem: str) -> ChannelClosed:
+        self.problem = problem
+        self.close()
+        return ChannelClosed(problem)
 
     async def each(self, handle: Callable[[Any], None]) -> None:
         """Hand over every message that comes; ChannelClosed when there will be none."""
@@ -178,5 +209,5 @@ class Peer:
         except self._expected as error:
             answer = Answer(ask.number, error, failed=True)
         finally:
-            del self._answering[ask.number]
+            self._answering.pop(ask.number, None)
         self._channel.send(answer)

@@ -20,8 +20,9 @@ from treadle.config import RolloutConfig
 from treadle.context import Captured, capture, restore
 from treadle.engine.channel import ChannelClosed, Peer
 from treadle.engine.interrupt import Interrupted
-from treadle.errors import Failure, LoopFailure, RunError
+from treadle.errors import Failure, LoopFailure, RequestRefused, RunError
 from treadle.observe import Wait
+from treadle.rollout.serialization import WaitReport
 from treadle.rollout.services import Generator
 from treadle.rollout.worker import STAGES, AgentLoopWorker, Dropped, Job
 from treadle.types import Outcome, Trajectory
@@ -47,13 +48,6 @@ class SentJob:
 
     job: Job
     context: Captured
-
-
-@dataclass(frozen=True, slots=True)
-class WaitReport:
-    """What the sessions of a worker wait for. `since` is an age here: clocks differ between machines."""
-
-    waits: tuple[Wait, ...]
 
 
 async def serve_jobs(worker: AgentLoopWorker, peer: Peer) -> None:
@@ -199,7 +193,7 @@ class DistantWorker:
         self._watch()
         try:
             result: Trajectory | Dropped = await life.peer.ask(SentJob(job, capture()))
-            return result
+            return self._checked(result, job)
         except ChannelClosed:
             verdict = self._verdict if life is self._life else None
             if verdict is not None and id(job) not in verdict.blamed:
@@ -218,17 +212,30 @@ class DistantWorker:
             if self._sessions.get(f"{job.task.uid}/{job.sample}") is sent:
                 del self._sessions[f"{job.task.uid}/{job.sample}"]
 
+    def _checked(self, result: Trajectory | Dropped, job: Job) -> Trajectory | Dropped:
+        """The attempt that was asked for, without a score: a worker has none to give."""
+        task = job.task
+        if isinstance(result, Dropped):
+            whose = result.uid == task.uid
+        else:
+            asked = (task.uid, job.sample, job.attempt, task.data_source)
+            whose = (result.uid, result.sample, result.attempt, result.data_source) == asked and result.reward is None
+        if whose:
+            return result
+        failed = Outcome.failed(LoopFailure(f"{self._name} answered with another trajectory than it was asked for"))
+        return Trajectory(task.uid, job.sample, (), failed, attempt=job.attempt, data_source=task.data_source)
+
     async def _answer(self, body: Any) -> Any:
         """What the worker asks for is tokens; what it tells is what its sessions wait for."""
         self._heard = now = asyncio.get_running_loop().time()
         if isinstance(body, WaitReport):
             return self._note(body, now)
         sent = self._sessions.get(body.session)
-        if sent is not None:
-            sent.wait = replace(sent.wait, stage="generate", since=now)
+        if sent is None:  # withdrawn by now, or not one of ours
+            raise RequestRefused(f"{self._name} asked for tokens of session {body.session!r}, which it does not run")
+        sent.wait = replace(sent.wait, stage="generate", since=now)
         completion = await self._engine.generate(body)
-        if sent is not None:
-            sent.wait = replace(sent.wait, stage="loop", since=asyncio.get_running_loop().time())
+        sent.wait = replace(sent.wait, stage="loop", since=asyncio.get_running_loop().time())
         return completion
 
     def _note(self, report: WaitReport, now: float) -> None:

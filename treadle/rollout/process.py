@@ -25,6 +25,7 @@ from treadle.exit_status import describe_exit
 from treadle.reward.kin import kill_group
 from treadle.rollout.distant import Answer, DistantWorker
 from treadle.rollout.environment import may_block
+from treadle.rollout.serialization import DRIVER_END, Ready
 from treadle.rollout.services import Generator
 from treadle.rollout.tools.function import FunctionTool, Mode
 from treadle.rollout.tools.offer import load_tools
@@ -50,13 +51,6 @@ class Setup:
     model: ModelConfig
     path: tuple[str, ...]
     """Where the manager finds modules, so that the worker finds the same."""
-
-
-@dataclass(frozen=True, slots=True)
-class Ready:
-    """The worker's answer: whether it can work, and if not, why."""
-
-    problem: ConfigError | str | None = None
 
 
 class ProcessWorker(DistantWorker):
@@ -87,6 +81,7 @@ class _ProcessLife:
         self._trace = trace
         self._exit: str | None = None
         self._serving = asyncio.ensure_future(self.peer.serve())
+        self._serving.add_done_callback(self._refuse)
 
     @classmethod
     async def start(cls, setup: Setup, name: str, answer: Answer) -> "_ProcessLife":
@@ -97,12 +92,14 @@ class _ProcessLife:
             ends = (theirs.fileno(), trace.fileno())
             command = (sys.executable, "-m", "treadle.rollout.process_main", *map(str, ends))
             process = await asyncio.create_subprocess_exec(*command, pass_fds=ends, start_new_session=True)
-        channel = await Channel.open(ours)
+        channel = await Channel.open(ours, DRIVER_END)
         problem: Exception
         try:
             channel.send(setup)
             async with asyncio.timeout(limits.launch_timeout_s):
-                ready: Ready = await channel.receive()
+                ready = await channel.receive()
+            if not isinstance(ready, Ready):
+                raise ChannelClosed
             if ready.problem is None:
                 return cls(process, channel, answer, limits.close_timeout_s, trace)
             problem = ready.problem if isinstance(ready.problem, ConfigError) else RunError(f"{name}: {ready.problem}")
@@ -110,6 +107,8 @@ class _ProcessLife:
             limit = f"rollout.limits.launch_timeout_s = {limits.launch_timeout_s:g}"
             problem = DeadlineError(f"{name} did not start within {limit}")
         except ChannelClosed:
+            if channel.problem is not None:
+                kill_group(process.pid)
             problem = RunError(f"{name} died while it started: {describe_exit(await process.wait())}")
         channel.close()
         trace.close()
@@ -121,7 +120,14 @@ class _ProcessLife:
     def over(self) -> bool:
         return self._serving.done()
 
+    def _refuse(self, _: "asyncio.Future[None]") -> None:
+        """End a process that sent something else than messages: its tools have the channel."""
+        if self._channel.problem is not None:
+            kill_group(self._process.pid)
+
     async def cause(self) -> str:
+        if self._channel.problem is not None:
+            return f"killed, because it sent what is no message ({self._channel.problem})"
         status = await self._process.wait()
         if self._exit is None:
             self._exit = describe_exit(status)

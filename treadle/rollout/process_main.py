@@ -18,8 +18,9 @@ from treadle.engine.channel import Channel, ChannelClosed, Peer
 from treadle.errors import ConfigError, Failure, TreadleError
 from treadle.observe import Wait
 from treadle.reward.kin import kill_tree, list_children
-from treadle.rollout.distant import WaitReport, run_sent, serve_jobs
-from treadle.rollout.process import Ready, Setup
+from treadle.rollout.distant import run_sent, serve_jobs
+from treadle.rollout.process import Setup
+from treadle.rollout.serialization import WORKER_END, Ready, WaitReport
 from treadle.rollout.worker import AgentLoopWorker
 from treadle.types import Completion, Request
 
@@ -41,7 +42,7 @@ class UpstreamEngine:
 
 async def serve(end: socket.socket) -> None:
     """Set up a worker, then run jobs until the manager's end closes."""
-    channel = await Channel.open(end)
+    channel = await Channel.open(end, WORKER_END)
     setup: Setup = await channel.receive()
     sys.path[:] = setup.path
     engine = UpstreamEngine()

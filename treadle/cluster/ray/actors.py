@@ -17,12 +17,12 @@ from typing import TypeVar
 import ray
 
 from treadle.cluster.ray.guard import descendants, guarded
-from treadle.cluster.ray.link import Address, Door, Link
+from treadle.cluster.ray.link import PICKLES, Address, Door, Link
 from treadle.cluster.ray.messages import GroupScoreOrder, ReplicaSetup, ScoreOrder, ScorerSetup
 from treadle.cluster.ray.station import Station
 from treadle.cluster.ray.tensors import Packed, StoredTensors
 from treadle.data.renderer import Renderer
-from treadle.engine.channel import Peer
+from treadle.engine.channel import Form, Peer
 from treadle.engine.gpus import visible_gpus
 from treadle.engine.protocol import Engine, WeightUpdate
 from treadle.errors import ConfigError, Failure, RewardFailure, TreadleError
@@ -31,8 +31,9 @@ from treadle.reward.surroundings import Surroundings as Lent
 from treadle.rollout.dispatch import first_error
 from treadle.rollout.distant import run_sent, serve_jobs
 from treadle.rollout.engines import start_engine, start_engines
-from treadle.rollout.process import Ready, Setup
+from treadle.rollout.process import Setup
 from treadle.rollout.process_main import UpstreamEngine
+from treadle.rollout.serialization import WORKER_END, Ready
 from treadle.rollout.worker import AgentLoopWorker
 from treadle.types import Completion, Request, Score
 
@@ -80,8 +81,8 @@ class Host:
         raise NotImplementedError
 
     @asynccontextmanager
-    async def _met(self, timeout_s: float) -> AsyncIterator[Link]:
-        link = await Link.open(await self._door.admit(timeout_s))
+    async def _met(self, timeout_s: float, form: Form = PICKLES) -> AsyncIterator[Link]:
+        link = await Link.open(await self._door.admit(timeout_s), form)
         try:
             yield link
         finally:
@@ -162,7 +163,7 @@ class AgentActor(Host):
     """Agent loops and their tools."""
 
     async def serve(self, timeout_s: float) -> None:
-        async with self._met(timeout_s) as link:
+        async with self._met(timeout_s, WORKER_END) as link:
             setup: Setup = await link.receive()
             engine = SlimUpstream() if setup.rollout.uses_gpus() else UpstreamEngine()
             starting = AgentLoopWorker.create(

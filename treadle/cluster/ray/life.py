@@ -14,11 +14,11 @@ from ray.exceptions import RayError
 
 from treadle.cluster.ray.actors import Host, Surroundings
 from treadle.cluster.ray.faults import explain
-from treadle.cluster.ray.link import Address, Link
+from treadle.cluster.ray.link import PICKLES, Address, Link
 from treadle.cluster.ray.seat import Seat
-from treadle.engine.channel import ChannelClosed, Peer
+from treadle.engine.channel import ChannelClosed, Form, Peer
 from treadle.errors import ConfigError, DeadlineError, RunError
-from treadle.rollout.process import Ready
+from treadle.rollout.serialization import Ready
 
 _VERDICT_S = 2.0
 """How long Ray may take to say why an actor is gone, once its socket has closed."""
@@ -38,6 +38,7 @@ class Life:
         self._verdict: asyncio.Future[None] = asyncio.wrap_future(serving.future())
         self._verdict.add_done_callback(lambda _: link.close())
         self._served = asyncio.ensure_future(peer.serve())
+        self._served.add_done_callback(self._refuse)
 
     @classmethod
     async def start(
@@ -50,6 +51,7 @@ class Life:
         answer: Answer,
         expected: type[Exception],
         timeout_s: float,
+        form: Form = PICKLES,
     ) -> "Life":
         """An actor that is ready, or an error within the deadline. `answer` and `expected` are for a `Peer`."""
         actor: Any = ray.remote(kind).options(**seat.options()).remote(Surroundings.here(seat.gpus))
@@ -57,7 +59,7 @@ class Life:
             async with asyncio.timeout(timeout_s):
                 address: Address = await actor.address.remote()
                 serving = actor.serve.remote(timeout_s)
-                link = await Link.connect(address)
+                link = await Link.connect(address, form)
                 await _meet(link, setup, serving, name)
         except BaseException as error:
             ray.kill(actor)
@@ -81,8 +83,15 @@ class Life:
     def over(self) -> bool:
         return self._served.done()
 
+    def _refuse(self, _: "asyncio.Future[None]") -> None:
+        """End an actor that sent something else than messages: its tools have the socket."""
+        if self._link.problem is not None:
+            ray.kill(self._actor)
+
     async def cause(self) -> str:
         """Why it is gone, as far as Ray knows."""
+        if self._link.problem is not None:
+            return f"killed, because it sent what is no message ({self._link.problem})"
         try:
             async with asyncio.timeout(_VERDICT_S):
                 await asyncio.shield(self._verdict)
@@ -113,7 +122,9 @@ async def _meet(link: Link, setup: Any, serving: Any, name: str) -> None:
     """Tell the actor what to be; raise what is in the way."""
     try:
         link.send(setup)
-        ready: Ready = await link.receive()
+        ready = await link.receive()
+        if not isinstance(ready, Ready):
+            raise RunError(f"{name} sent what is no answer while it started")
         if isinstance(ready.problem, ConfigError):
             raise ready.problem
         if ready.problem is not None:

@@ -16,11 +16,12 @@ import struct
 from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
+from functools import partial
 from operator import attrgetter
 from typing import Any, Self, cast
 
 from treadle.cluster.ray.messages import Call, Generate
-from treadle.engine.channel import Answer, Ask, ChannelClosed, Tell
+from treadle.engine.channel import Answer, Ask, ChannelClosed, Form, Tell
 from treadle.errors import DeadlineError
 from treadle.rollout.worker import Job
 from treadle.types import (
@@ -118,6 +119,9 @@ def _dump(message: Any) -> bytes:
     return body.getvalue()
 
 
+PICKLES = Form(encode=_dump)
+
+
 class Link(asyncio.Protocol):
     """A channel that reads and writes once in a turn of the loop, however much there is.
 
@@ -127,7 +131,10 @@ class Link(asyncio.Protocol):
 
     _transport: asyncio.Transport
 
-    def __init__(self) -> None:
+    def __init__(self, form: Form = PICKLES) -> None:
+        self._form = form
+        self.problem: str | None = None
+        """What the other end sent that is no message; the link is closed then."""
         self._loop = asyncio.get_running_loop()
         self._outgoing: list[bytes] = []
         self._incoming = bytearray()
@@ -138,15 +145,15 @@ class Link(asyncio.Protocol):
         self._end: Exception | None = None
 
     @classmethod
-    async def open(cls, end: socket.socket) -> Self:
+    async def open(cls, end: socket.socket, form: Form = PICKLES) -> Self:
         """Take over a connected socket."""
-        _, link = await asyncio.get_running_loop().create_connection(cls, sock=end)
+        _, link = await asyncio.get_running_loop().create_connection(partial(cls, form), sock=end)
         return link
 
     @classmethod
-    async def connect(cls, address: Address) -> Self:
+    async def connect(cls, address: Address, form: Form = PICKLES) -> Self:
         """The driver's end. The caller's deadline applies."""
-        _, link = await asyncio.get_running_loop().create_connection(cls, address.host, address.port)
+        _, link = await asyncio.get_running_loop().create_connection(partial(cls, form), address.host, address.port)
         link._transport.write(address.key)
         return link
 
@@ -160,16 +167,25 @@ class Link(asyncio.Protocol):
         at, have = 0, len(self._incoming)
         while have - at >= _HEADER.size:
             (size,) = _HEADER.unpack_from(self._incoming, at)
+            if size > self._form.max_bytes:
+                return self._refuse(f"a message of {size:,} bytes")
             if have - at < _HEADER.size + size:
                 break
             at += _HEADER.size
             with memoryview(self._incoming) as whole, whole[at : at + size] as body:
-                message = pickle.loads(body)
+                try:
+                    message = self._form.decode(body)
+                except self._form.garbage as error:
+                    return self._refuse(str(error))
             at += size
             self._handle(message)
         del self._incoming[:at]
         if self._messages:
             self._wake()
+
+    def _refuse(self, problem: str) -> None:
+        self.problem = problem
+        self._transport.abort()
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._end = ChannelClosed() if exc is None or isinstance(exc, OSError) else exc
@@ -195,7 +211,7 @@ class Link(asyncio.Protocol):
     def send(self, message: Any) -> None:
         if self._transport.is_closing():
             raise ChannelClosed
-        body = _dump(message)
+        body = self._form.encode(message)
         if not self._outgoing:
             self._loop.call_soon(self._flush)
         self._outgoing += (_HEADER.pack(len(body)), body)

@@ -16,6 +16,7 @@ from treadle.config import ModelConfig, RolloutConfig
 from treadle.errors import Failure
 from treadle.rollout.distant import Answer, DistantWorker
 from treadle.rollout.process import Setup
+from treadle.rollout.serialization import DRIVER_END
 from treadle.rollout.services import Generator
 
 
@@ -40,4 +41,5 @@ async def _start(setup: Setup, seat: Callable[[], Seat], name: str, answer: Answ
         answer=answer,
         expected=Failure,
         timeout_s=setup.rollout.limits.launch_timeout_s,
+        form=DRIVER_END,
     )
