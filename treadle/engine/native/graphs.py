@@ -4,7 +4,8 @@ Owns how a step is recorded and replayed, and which way through the layers it ta
 the modules give, else the modules with our attention in them. A step reads and changes the rows and the cache in
 place, so replaying the graph is all it takes; nothing is copied in. What a step drew is copied to pinned memory while
 the next ones already run: a row that ended takes part in some more steps, in which it is not active and changes
-nothing. Recording needs a model that decides nothing in Python: rope is fixed when a model is loaded.
+nothing. Recording needs a model that decides nothing in Python: rope is fixed when a model is loaded. One that does
+all the same, such as a mixture whose experts are chosen on the host, runs step by step, and says so.
 """
 
 import logging
@@ -108,10 +109,11 @@ class GraphDecoder(Decoder):
     def step(self, count: int, longest: int, *, filtered: bool, penalized: bool = False) -> list[int]:
         """As in `Decoder`, except that it tells which rows ended some steps before."""
         rows = self._bucket(count)
-        if self._eager:
+        graph = None if self._eager else self._graph(rows, filtered, penalized)
+        if graph is None:
             self._advance(rows, filtered, penalized)
         else:
-            self._graph(rows, filtered, penalized).replay()
+            graph.replay()
         copy = self._copies.pop()
         copy.start(self._report, rows, processed=filtered or penalized)
         self._behind.append(copy)
@@ -185,16 +187,26 @@ class GraphDecoder(Decoder):
             hidden = hidden_states(self.module, self.rows.last_id[:count], self.rows.length[:count], self._plan)
         return compute_logits(self.module, hidden, wide=True)
 
-    def _graph(self, rows: int, filtered: bool, penalized: bool) -> torch.cuda.CUDAGraph:
+    def _graph(self, rows: int, filtered: bool, penalized: bool) -> torch.cuda.CUDAGraph | None:
+        """The recording of such a step; None, from then on, for a model whose steps cannot be recorded."""
         key = (rows, filtered, penalized)
         if key not in self._graphs:
-            self._graphs[key] = self._record(*key)
+            active = self.rows.active.clone()
+            try:
+                self._graphs[key] = self._record(*key)
+            except RuntimeError as error:
+                self._eager = True
+                self._graphs.clear()
+                name, reason = type(self.module).__name__, str(error).partition("\n")[0]
+                log.warning("%s decodes without CUDA graphs, which is slower: %s", name, reason)
+                return None
+            finally:
+                self.rows.active.copy_(active)
         return self._graphs[key]
 
     def _record(self, rows: int, filtered: bool, penalized: bool) -> torch.cuda.CUDAGraph:
         """Record a step while no row is active: then neither warm-up nor recording changes a row."""
         device = self.cache.kv.device
-        active = self.rows.active.clone()
         self.rows.active.zero_()
         side = _cuda.Stream(device)
         side.wait_stream(torch.cuda.current_stream(device))
@@ -206,7 +218,6 @@ class GraphDecoder(Decoder):
         with _cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
             self._advance(rows, filtered, penalized)
         self._pool = self._pool or graph.pool()
-        self.rows.active.copy_(active)
         return graph
 
     @torch.inference_mode()
