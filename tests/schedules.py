@@ -58,6 +58,9 @@ class Policy:
     def logprobs(self, rows):
         return torch.zeros(sum(len(row.ids) for row in rows))
 
+    def gradient_norms(self, rows):
+        return torch.ones(sum(len(row.ids) for row in rows))
+
     def tensors(self):
         return {"weight": self.weight}
 

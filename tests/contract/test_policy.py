@@ -149,6 +149,21 @@ def test_logprobs_have_a_value_for_each_response_token(networks: Networks) -> No
         assert torch.equal(found_T < 0, mask_of(batch))
 
 
+def test_gradient_norms_are_those_of_the_model_by_its_logits(networks: Networks, directory: Path) -> None:
+    batch = make_batch()
+    module = AutoModelForCausalLM.from_pretrained(directory).double()
+    expected = []
+    for row in batch.rows:
+        ids = torch.tensor([[*row.prompt_ids, *row.ids]])
+        logits = module(ids).logits[0, len(row.prompt_ids) - 1 : -1].detach().requires_grad_()
+        chosen = logits.log_softmax(-1).gather(1, torch.tensor(row.ids)[:, None]).sum()
+        (slope,) = torch.autograd.grad(chosen, logits)
+        expected.append(slope.square().sum(-1) * torch.tensor(row.mask))
+    found_T = networks.policy.gradient_norms(batch.rows)
+    assert found_T.device == CPU
+    torch.testing.assert_close(found_T.double(), torch.cat(expected), atol=1e-4, rtol=1e-4)
+
+
 def test_rows_without_sampled_tokens_have_no_logprobs(networks: Networks) -> None:
     silent = Row((5, 6), (7, 8), (0, 0), (0.0, 0.0), (-1, -1))
     assert torch.equal(networks.policy.logprobs([silent]), torch.zeros(2))

@@ -72,6 +72,7 @@ def to_inputs(case: Case, token_rewards: bool) -> AdvantageInputs:
         token_rewards_T=flat("token_rewards") if token_rewards else None,
         values_T=flat("values"),
         baselines_G=torch.tensor(case.greedy, dtype=torch.float64),
+        gradient_norms_T=flat("values").abs() + 0.05,
         parts_NF=torch.tensor([parts(sample) for _, sample in samples], dtype=torch.float64),
         part_weights_F=torch.tensor(WEIGHTS, dtype=torch.float64),
     )
@@ -203,6 +204,36 @@ def gae_and_returns(case: Case, use: bool, gamma: float, lam: float) -> tuple[Ro
     return whiten(raw, masks(case)), returns
 
 
+def optimal_token_baseline(case: Case, use: bool, gamma: float, lam: float) -> Rows:
+    """Token by token: of the samples whose main row is that long, the mean of their returns by the energy so far."""
+    rows = []
+    for group in case.groups:
+        known = []
+        for sample in group:
+            row = sample.sequences[0]
+            energies = [abs(value) + 0.05 for value, kept in zip(row.values, row.mask, strict=True) if kept]
+            known.append((to_come(sample, row, use), [sum(energies[: at + 1]) for at in range(len(energies))]))
+        for sample in group:
+            for row in sample.sequences:
+                advantages = to_come(sample, row, use)
+                for at in range(len(advantages)):
+                    there = [(returns[at], energy[at]) for returns, energy in known if len(returns) > at]
+                    if len(group) == 1:
+                        advantages[at] = 0.0
+                    elif len(there) > 1:
+                        advantages[at] -= sum(g * w for g, w in there) / sum(w for _, w in there)
+                placed = np.zeros(len(row.mask))
+                placed[row.mask] = advantages
+                rows.append(placed)
+    return rows
+
+
+def to_come(sample: Sample, row: Sequence, use: bool) -> list[float]:
+    """What the sampled tokens of a row still get, from each on."""
+    given = list(gains(row, use)[row.mask])
+    return [sum(given[at:]) + sample.reward for at in range(len(given))]
+
+
 OURS: dict[str, Callable[[Case, bool, float, float], Rows]] = {
     "grpo": lambda case, use, gamma, lam: by_group(case, use, grpo),
     "gdpo": lambda case, use, gamma, lam: gdpo(case),
@@ -210,6 +241,7 @@ OURS: dict[str, Callable[[Case, bool, float, float], Rows]] = {
     "grpo_passk": lambda case, use, gamma, lam: by_group(case, use, passk),
     "rloo": lambda case, use, gamma, lam: by_group(case, use, rloo),
     "opo": lambda case, use, gamma, lam: by_group(case, use, opo),
+    "optimal_token_baseline": optimal_token_baseline,
     "remax": remax,
     "reinforce_plus_plus": reinforce_plus_plus,
     "reinforce_plus_plus_baseline": reinforce_plus_plus_baseline,

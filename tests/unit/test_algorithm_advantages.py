@@ -29,7 +29,9 @@ def group(*trajectories: Trajectory) -> Group:
 
 
 def advantages(name: str, *groups: Group, **given: torch.Tensor) -> list[float]:
-    return find_estimator(name)(AdvantageInputs.of(groups, **given), AlgorithmConfig()).advantages_T.tolist()
+    inputs = AdvantageInputs.of(groups, **given)
+    inputs = dataclasses.replace(inputs, gradient_norms_T=0.1 + torch.arange(len(inputs.mask_T)) % 3)
+    return find_estimator(name)(inputs, AlgorithmConfig()).advantages_T.tolist()
 
 
 def constant(inputs: AdvantageInputs, algorithm: AlgorithmConfig) -> Advantages:
@@ -91,6 +93,16 @@ def test_tokens_that_were_not_sampled_have_advantage_zero(name: str) -> None:
     found = advantages(name, *groups, values_T=values_T, baselines_G=torch.zeros(1))
     assert [found[1], found[2], found[5]] == [0.0, 0.0, 0.0]
     assert found[0] != 0
+
+
+def test_a_token_baseline_weighs_samples_by_their_gradients_so_far() -> None:
+    """By hand: weights 1 and 3 at the first token, 2 and 4 at the second; nobody is left to compare the third with."""
+    inputs = AdvantageInputs.of([group(sample(1.0, row(1, 0, 1, 1)), sample(0.0, row(1, 1)))])
+    with pytest.raises(MisuseError, match="gradient_norms_T"):
+        find_estimator("optimal_token_baseline")(inputs, AlgorithmConfig())
+    inputs = dataclasses.replace(inputs, gradient_norms_T=torch.tensor([1.0, 99.0, 1.0, 1.0, 3.0, 1.0]))
+    found = find_estimator("optimal_token_baseline")(inputs, AlgorithmConfig()).advantages_T
+    assert found.tolist() == pytest.approx([3 / 4, 0, 4 / 6, 1.0, -1 / 4, -2 / 6])
 
 
 def test_kl_penalties_lower_the_score_of_their_trajectory() -> None:

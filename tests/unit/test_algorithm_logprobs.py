@@ -6,7 +6,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from treadle.algorithm import logprobs
-from treadle.algorithm.logprobs import TokenLogprobs, logprobs_and_entropy
+from treadle.algorithm.logprobs import TokenLogprobs, gradient_norms, logprobs_and_entropy
 
 T, D, V = 13, 8, 50
 
@@ -41,6 +41,26 @@ def gradients(found: TokenLogprobs, *of: Tensor) -> tuple[Tensor, ...]:
     random = torch.Generator().manual_seed(1)
     weights = [torch.randn(T, generator=random).to(found.logprobs_T.dtype) for _ in range(2)]
     return torch.autograd.grad((weights[0] * found.logprobs_T + weights[1] * found.entropy_T).sum(), of)
+
+
+@pytest.mark.parametrize("softcap", [None, 3.0])
+@pytest.mark.parametrize("temperature", [1.0, 0.6])
+@pytest.mark.parametrize("chunk", [1, 5, 100])
+def test_gradient_norms_are_those_that_autograd_finds(chunk: int, temperature: float, softcap: float | None) -> None:
+    hidden, weight, bias, targets = inputs(torch.float32)
+    keys = {"chunk": chunk, "temperature": temperature, "softcap": softcap}
+    found = gradient_norms(hidden, weight, targets, bias_V=bias, **keys)
+    logits = (hidden.double() @ weight.double().T + bias.double()).detach()
+    logits = (logits if softcap is None else softcap * torch.tanh(logits / softcap)) / temperature
+    logits.requires_grad_()
+    (slope,) = torch.autograd.grad(logits.log_softmax(-1).gather(1, targets[:, None]).sum(), logits)
+    torch.testing.assert_close(found.double(), slope.square().sum(-1), atol=1e-6, rtol=1e-5)
+    assert not found.requires_grad
+
+
+def test_the_gradient_norm_of_a_certain_token_is_exactly_nothing() -> None:
+    hidden, weight = torch.tensor([[1000.0]]), torch.tensor([[1.0], [0.0], [-1.0]])
+    assert gradient_norms(hidden, weight, torch.tensor([0])).tolist() == [0.0]
 
 
 @over_tiles

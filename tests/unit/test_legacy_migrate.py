@@ -303,3 +303,14 @@ def test_a_source_that_cannot_be_read_is_an_error(tmp_path: Path, name: str, tex
 def test_a_source_that_is_not_there_is_an_error(tmp_path: Path, name: str) -> None:
     with pytest.raises(ConfigError, match="cannot be read"):
         legacy.migrate(tmp_path / name)
+
+
+@pytest.mark.parametrize("name", ["optimal_token_baseline", "tir_optimal_token_baseline"])
+def test_the_optimal_token_baseline_is_kept_and_its_differences_are_said(tmp_path: Path, name: str) -> None:
+    words = f"algorithm.adv_estimator={name} actor_rollout_ref.actor.calculate_sum_pi_squared=true"
+    script = tmp_path / "run.sh"
+    script.write_text(f"{START} actor_rollout_ref.rollout.n=8 {words}\n", encoding="utf-8")
+    migration = legacy.migrate(script)
+    assert load(migration).algorithm.adv_estimator == "optimal_token_baseline"
+    (entry,) = [item for item in migration.entries if item.old == "algorithm.adv_estimator"]
+    assert "sampled tokens" in str(entry) or "longest sample" in str(entry)

@@ -62,7 +62,10 @@ def score(group: Group, *rewards: float) -> Group:
 
 @pytest.mark.parametrize(
     "estimator",
-    ["grpo", "dr_grpo", "rloo", "opo", "reinforce_plus_plus_baseline", "reinforce_plus_plus", "remax", "gae"],
+    [
+        *("grpo", "dr_grpo", "rloo", "opo", "optimal_token_baseline"),
+        *("reinforce_plus_plus_baseline", "reinforce_plus_plus", "remax", "gae"),
+    ],
 )
 def test_every_estimator_trains(directory: Path, estimator: str) -> None:
     parts = make_parts(directory, AlgorithmConfig(adv_estimator=estimator))

@@ -37,6 +37,8 @@ class AdvantageInputs:
     """What the value model expected before each token, for gae."""
     baselines_G: Tensor | None = None
     """The reward of each group's greedy answer, for remax; NaN where that answer failed."""
+    gradient_norms_T: Tensor | None = None
+    """What `Policy.gradient_norms` says of each token, for optimal_token_baseline."""
 
     def __post_init__(self) -> None:
         assert self.sequence_T.shape == self.mask_T.shape, "one sequence index for each token"
@@ -176,7 +178,7 @@ def scores_to_go(inputs: AdvantageInputs, algorithm: AlgorithmConfig) -> Tensor:
     turns_K = torch.arange(int(inputs.num_turns_N.max()) if len(scores_N) else 1)
     scores_NK = scores_N.unsqueeze(1).repeat(1, len(turns_K))
     if inputs.turn_rewards_T is not None:
-        first_T = ~_is_fork(inputs)[inputs.sequence_T]
+        first_T = ~is_fork(inputs)[inputs.sequence_T]
         cells_T = inputs.trajectory_T * len(turns_K) + inputs.turn_T
         given_T = torch.where(first_T, inputs.turn_rewards_T, 0)
         given_NK = add_up(given_T, cells_T, scores_NK.numel()).view_as(scores_NK)
@@ -184,7 +186,7 @@ def scores_to_go(inputs: AdvantageInputs, algorithm: AlgorithmConfig) -> Tensor:
     return torch.where(turns_K < inputs.num_turns_N.unsqueeze(1), scores_NK, 0)
 
 
-def _is_fork(inputs: AdvantageInputs) -> Tensor:
+def is_fork(inputs: AdvantageInputs) -> Tensor:
     """Whether each sequence is a further row of its trajectory, S."""
     before_S = torch.nn.functional.pad(inputs.trajectory_S[:-1], (1, 0), value=-1)
     return inputs.trajectory_S == before_S

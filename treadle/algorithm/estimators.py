@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from treadle.algorithm.advantage import AdvantageEstimator, AdvantageInputs, Advantages
 from treadle.algorithm.baselines import dr_grpo, gdpo, grpo, grpo_passk, opo, remax, rloo
 from treadle.algorithm.choice import choose
+from treadle.algorithm.token_baseline import optimal_token_baseline
 from treadle.algorithm.whitened import gae, reinforce_plus_plus, reinforce_plus_plus_baseline
 from treadle.config.algorithm import AlgorithmConfig
 
@@ -18,6 +19,7 @@ ESTIMATORS: Mapping[str, AdvantageEstimator] = {
     "reinforce_plus_plus_baseline": reinforce_plus_plus_baseline,
     "remax": remax,
     "opo": opo,
+    "optimal_token_baseline": optimal_token_baseline,
     "gae": gae,
 }
 

@@ -73,6 +73,33 @@ def logprobs_and_entropy(
     return TokenLogprobs(*head.apply(hidden_TD, weight_VD, bias_V, targets_T, chunk, temperature, softcap))
 
 
+@torch.no_grad()
+def gradient_norms(
+    hidden_TD: Tensor,
+    weight_VD: Tensor,
+    targets_T: Tensor,
+    *,
+    chunk: int = 1024,
+    temperature: float = 1.0,
+    bias_V: Tensor | None = None,
+    softcap: float | None = None,
+) -> Tensor:
+    """The squared norm of the gradient of each target's logprob by the logits it comes from, T: 1 - 2π + Σπ².
+
+    A plain path for every device, with a few buffers of chunk × V: it runs once a step, and only for one estimator.
+    """
+    head, hidden = _operands(hidden_TD, weight_VD, bias_V, temperature, softcap)
+    norms_T = torch.empty(len(targets_T), dtype=_wide(hidden_TD.dtype), device=hidden_TD.device)
+    with _plain(hidden_TD):
+        for at in _cut(len(targets_T), chunk):
+            probs_TV = head.logits(hidden[at], slice(0, len(weight_VD)))
+            probs_TV.sub_(probs_TV.logsumexp(1, keepdim=True)).exp_()
+            # With 1 taken off the target, nothing cancels in the sum of squares.
+            probs_TV.scatter_add_(1, targets_T[at, None], torch.full_like(probs_TV[:, :1], -1))
+            norms_T[at] = probs_TV.square_().sum(1)
+    return norms_T
+
+
 @dataclass(frozen=True, slots=True)
 class _Tiling:
     """How the logits are cut; tokens are the outer loop."""

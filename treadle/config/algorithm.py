@@ -4,7 +4,16 @@ from typing import Literal
 
 from treadle.config.section import Section, key
 
-GROUP_ESTIMATORS = ("grpo", "gdpo", "dr_grpo", "grpo_passk", "rloo", "opo", "reinforce_plus_plus_baseline")
+GROUP_ESTIMATORS = (
+    "grpo",
+    "gdpo",
+    "dr_grpo",
+    "grpo_passk",
+    "rloo",
+    "opo",
+    "optimal_token_baseline",
+    "reinforce_plus_plus_baseline",
+)
 """Advantages that compare the samples of one task, so that one sample alone has none."""
 
 TURN_ESTIMATORS = ("grpo", "dr_grpo", "rloo", "reinforce_plus_plus_baseline")
@@ -81,6 +90,10 @@ class AlgorithmConfig(Section):
     kl_ctrl: KLControlConfig = key(KLControlConfig(), "its weight")
     filter_groups: FilterGroupsConfig = key(FilterGroupsConfig(), "dynamic sampling")
     rollout_correction: RolloutCorrectionConfig = key(RolloutCorrectionConfig(), "off-policy correction")
+
+    def needs_gradient_norms(self) -> bool:
+        """Whether the estimator reads how far each token's gradient goes."""
+        return self.adv_estimator == "optimal_token_baseline"
 
     def needs_critic(self) -> bool:
         """Whether the estimator reads a value model."""

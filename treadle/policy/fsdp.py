@@ -88,6 +88,10 @@ class FSDPPolicy(PolicyLearner):
         with self._network.sharding.present():
             return super().logprobs(rows)
 
+    def gradient_norms(self, rows: Rows) -> Tensor:
+        with self._network.sharding.present():
+            return super().gradient_norms(rows)
+
     def full_tensors(self, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
         """The whole weights on the device, one parameter at a time; as the network computes with them, or in `dtype`.
 

@@ -118,6 +118,11 @@ class PolicyLearner:
         sequences = Sequences(rows)
         return sequences.spread(self._logprobs(sequences))
 
+    def gradient_norms(self, rows: Rows) -> Tensor:
+        sequences, network, temperature = Sequences(rows), self._network, self._sampling.temperature
+        norms_M = compute(sequences, lambda packed: network.gradient_norms(packed, temperature), self._desk)
+        return sequences.spread(norms_M)
+
     def close(self) -> None:
         self._optimizer.clear()
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch import Tensor, nn
 
-from treadle.algorithm.logprobs import TokenLogprobs, logprobs_and_entropy
+from treadle.algorithm.logprobs import TokenLogprobs, gradient_norms, logprobs_and_entropy
 from treadle.model.attention import PackedPlan
 from treadle.model.causal import (
     hidden_states,
@@ -59,18 +59,26 @@ class Network:
 
     def logprobs(self, packed: Packed, temperature: float) -> TokenLogprobs:
         """The logprob of each sampled token, and the entropy where it was drawn."""
+        head, options = self._head(packed, temperature)
+        return logprobs_and_entropy(*head, **options)
+
+    def gradient_norms(self, packed: Packed, temperature: float) -> Tensor:
+        """The squared norm of the gradient of each sampled token's logprob by its logits, without gradients."""
+        head, options = self._head(packed, temperature)
+        return gradient_norms(*head, **options)
+
+    def _head(self, packed: Packed, temperature: float) -> tuple[tuple[Tensor, Tensor, Tensor], dict[str, Any]]:
+        """Hidden states, output layer and targets, and how they become probabilities."""
         weight_VD, bias_V = output_weight(self.module), output_bias(self.module)
         scale, softcap = logits_scale(self.module), logits_cap(self.module)
         hidden_MD = self.hidden(packed)
-        return logprobs_and_entropy(
-            hidden_MD if scale == 1 else hidden_MD * scale,
-            weight_VD,
-            packed.targets_M,
-            chunk=max(16, CHUNK_BYTES[self.device.type] // (4 * len(weight_VD))),
-            temperature=temperature,
-            bias_V=bias_V if bias_V is None or scale == 1 else bias_V * scale,
-            softcap=softcap,
-        )
+        options = {
+            "chunk": max(16, CHUNK_BYTES[self.device.type] // (4 * len(weight_VD))),
+            "temperature": temperature,
+            "bias_V": bias_V if bias_V is None or scale == 1 else bias_V * scale,
+            "softcap": softcap,
+        }
+        return (hidden_MD if scale == 1 else hidden_MD * scale, weight_VD, packed.targets_M), options
 
     def begin(self, *, last: bool) -> None:
         """Called before each micro batch's forward; `last` of those that one optimizer step, or one result, is for."""

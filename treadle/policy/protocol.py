@@ -33,6 +33,10 @@ class Policy(Protocol):
         """The current weights' logprob of each sampled token."""
         ...
 
+    def gradient_norms(self, rows: Sequence[Row]) -> Tensor:
+        """The squared norm of the gradient of each sampled token's logprob by its logits, 1 - 2π + Σπ²."""
+        ...
+
     def tensors(self) -> Mapping[str, Any]:
         """The weights by name, as they are, not copied: for a push."""
         ...

@@ -45,6 +45,10 @@ class ShardedPolicy:
         found: Tensor = self.ranks.run("logprobs", _logprobs, FlatRows.of(rows))[0]
         return found
 
+    def gradient_norms(self, rows: Sequence[Row]) -> Tensor:
+        found: Tensor = self.ranks.run("gradient norms", _gradient_norms, FlatRows.of(rows))[0]
+        return found
+
     def tensors(self) -> Mapping[str, Tensor]:
         """The weights by name, gathered by the first rank and copied here: for small models and for proofs.
 
@@ -156,6 +160,10 @@ def _train(rank: FSDPRank, batch: TrainBatch) -> tuple[int, Metrics]:
 
 def _logprobs(rank: FSDPRank, rows: FlatRows) -> Tensor | None:
     return _from_first(rank, rank.policy.logprobs(rows))
+
+
+def _gradient_norms(rank: FSDPRank, rows: FlatRows) -> Tensor | None:
+    return _from_first(rank, rank.policy.gradient_norms(rows))
 
 
 def _tensors(rank: FSDPRank) -> Mapping[str, Tensor] | None:

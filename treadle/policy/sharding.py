@@ -176,7 +176,13 @@ class ShardedNetwork(Network):
     def logprobs(self, packed: Packed, temperature: float) -> TokenLogprobs:
         return TokenLogprobs(*self.sharding(packed, temperature))
 
-    def _compute(self, packed: Packed, temperature: float) -> tuple[Tensor, ...]:
+    def gradient_norms(self, packed: Packed, temperature: float) -> Tensor:
+        (norms_M,) = self.sharding(packed, temperature, True)
+        return norms_M
+
+    def _compute(self, packed: Packed, temperature: float, norms: bool = False) -> tuple[Tensor, ...]:
+        if norms:
+            return (super().gradient_norms(packed, temperature),)
         found = super().logprobs(packed, temperature)
         return found.logprobs_T, found.entropy_T
 

@@ -95,6 +95,9 @@ def train_step(
             batch = replace(batch, old_logprobs_T=parts.policy.logprobs(rows))
         penalty = _penalise(batch, inputs, parts.algorithm, control)
         inputs = replace(inputs, token_rewards_T=penalty.token_rewards_T)
+    if parts.algorithm.needs_gradient_norms():
+        with spans("gradient_norms"):
+            inputs = replace(inputs, gradient_norms_T=parts.policy.gradient_norms(rows))
     advantages = compute_advantages(inputs, parts.algorithm)
     batch = replace(batch, advantages_T=advantages.advantages_T, returns_T=advantages.returns_T)
     if parts.algorithm.mask_truncated:

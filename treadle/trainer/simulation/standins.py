@@ -32,6 +32,9 @@ class CountingPolicy:
     def logprobs(self, rows: Sequence[Row]) -> Tensor:
         return torch.zeros(0)
 
+    def gradient_norms(self, rows: Sequence[Row]) -> Tensor:
+        return torch.zeros(0)
+
     def values(self, rows: Sequence[Row]) -> Tensor:
         return torch.zeros(0)
 

@@ -9,7 +9,7 @@ from treadle.config.legacy.conversion import (
     token_budget,
     words,
 )
-from treadle.config.legacy.rule import Rules, Said, classes, fixed, moved, none, to, under
+from treadle.config.legacy.rule import Rules, Said, classes, fixed, ignored, moved, none, to, under
 from treadle.config.legacy.rules.network import (
     COMPILED,
     ENTROPY,
@@ -110,9 +110,7 @@ RULES: Rules = (
                 note="entropy is computed when actor.entropy_coeff asks for it",
                 otherwise="Set actor.entropy_coeff.",
             ),
-            "calculate_sum_pi_squared": fixed(
-                False, note="no optimal token baseline", otherwise="There is no optimal token baseline."
-            ),
+            "calculate_sum_pi_squared": ignored("it is computed where algorithm.adv_estimator reads it"),
             "freeze_vision_tower": fixed(
                 False, note="text only", otherwise="Models are text only; there is no vision tower."
             ),

@@ -19,7 +19,7 @@ from treadle.config.legacy.rule import (
 )
 
 CORRECTION = "algorithm.rollout_correction"
-ESTIMATORS = "gae grpo dr_grpo rloo reinforce_plus_plus reinforce_plus_plus_baseline remax opo"
+ESTIMATORS = "gae grpo dr_grpo rloo reinforce_plus_plus reinforce_plus_plus_baseline remax opo optimal_token_baseline"
 PREFERENCE = "There is no preference feedback PPO."
 
 _estimators = words(
@@ -27,6 +27,14 @@ _estimators = words(
     | {
         "grpo_vectorized": Said("grpo", "grpo_vectorized computes what grpo does"),
         "rloo_vectorized": Said("rloo", "rloo_vectorized computes what rloo does"),
+        "optimal_token_baseline": Said(
+            "optimal_token_baseline",
+            "samples are compared at the same number of sampled tokens; importance weights do not enter the baseline",
+        ),
+        "tir_optimal_token_baseline": Said(
+            "optimal_token_baseline",
+            "the same, but for what only the longest sample has: it keeps its reward there, and verl's has advantage 0",
+        ),
     },
     f"There is {ESTIMATORS.replace(' ', ', ')}; any other is named by import path, as package.module:function.",
 )
