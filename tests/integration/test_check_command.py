@@ -134,9 +134,11 @@ def test_a_reward_function_that_fails_on_a_row_is_told_with_its_reason(here, run
 @pytest.mark.parametrize("command", ["train", "rollout"])
 def test_runs_begin_with_the_quick_part(here, run, command):
     words = ["data.train_files=[missing.jsonl]", "model.path=nowhere/at-all", "rollout.multi_turn.tools=[nothing:here]"]
+    words.append("reward.functions.right.path=scores:wrong")
     status, _, err = run(command, "my.yaml", *words)
     assert status == 2
     assert "missing.jsonl" in err and "model.path" in err and "rollout.multi_turn.tools" in err
+    assert "reward.functions.right.path: scores has no 'wrong'" in err
     assert not (here / "runs").exists()
 
 

@@ -1,8 +1,11 @@
 """Sharded training against one device, with real processes and real collectives: gloo on this machine's CPU."""
 
+import os
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
+from socket import inet_aton
 from typing import Any
 
 import pytest
@@ -61,6 +64,28 @@ def four(directory: Path) -> Iterator[Ranks]:
     ranks = start(make_spec(directory), 4)
     yield ranks
     ranks.close()
+
+
+def listening(rank: FSDPRank) -> set[str]:
+    """The addresses at which the process of a rank listens, as the kernel spells them."""
+    inodes = set()
+    for descriptor in Path("/proc/self/fd").iterdir():
+        with suppress(OSError):
+            inodes.add(str(descriptor.readlink()).removeprefix("socket:[").removesuffix("]"))
+    rows = [line.split() for name in ("tcp", "tcp6") for line in Path(f"/proc/net/{name}").read_text().splitlines()[1:]]
+    return {row[1].rpartition(":")[0] for row in rows if row[3] == "0A" and row[9] in inodes}
+
+
+def interface(rank: FSDPRank) -> str | None:
+    return os.environ.get("GLOO_SOCKET_IFNAME")
+
+
+@pytest.mark.skipif(not Path("/proc/net/tcp").exists(), reason="sockets are read from Linux's /proc")
+def test_ranks_of_one_machine_listen_on_the_loopback_alone(pair: Ranks) -> None:
+    """Where the host's name is an address of the network, gloo would listen there: it is told the interface."""
+    loopback = inet_aton("127.0.0.1")[::-1].hex().upper()
+    assert pair.run("its sockets", listening) == [{loopback}, {loopback}]
+    assert pair.run("its environment", interface) == ["lo", "lo"]
 
 
 SHARDINGS: dict[str, dict[str, Any]] = {

@@ -48,6 +48,7 @@ ENVIRONMENT = ("cli/", "cluster/")
 ENVIRONMENT_EXEMPT = {
     "reward/limits.py": "a sandbox process sets its own thread counts before a numeric library reads them",
     "engine/gpus.py": "which GPUs a process sees, and what they are called, is said there and nowhere else",
+    "policy/local_ranks.py": "a rank inherits the environment, and an interface for gloo where that names none",
 }
 """Single files that may too, each with the reason it cannot be avoided."""
 

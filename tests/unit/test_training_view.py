@@ -3,6 +3,8 @@
 import io
 import threading
 
+import pytest
+
 from treadle.observe.spans import Spans, add_up
 from treadle.observe.training import TrainingView, draw_curve
 
@@ -52,6 +54,19 @@ def test_on_a_terminal_the_view_is_drawn_with_curve_success_and_seconds():
     assert "0.35 (step 0)" in shown
     assert "1,234 tokens/s" in shown
     assert "rollout 1.50  train 0.50" in shown
+
+
+@pytest.mark.parametrize("terminal", [False, True])
+def test_a_quiet_view_leaves_steps_to_the_log(terminal, caplog):
+    class Stream(io.StringIO):
+        def isatty(self) -> bool:
+            return terminal
+
+    stream = Stream()
+    with caplog.at_level("INFO"), TrainingView(10, stream=stream, heartbeat_s=0.0, quiet=True) as view:
+        view.on_step(1, METRICS)
+    assert stream.getvalue() == ""
+    assert "step 1/10: reward 0.250" in caplog.text
 
 
 def test_a_curve_spans_its_own_range_and_keeps_the_last_values():

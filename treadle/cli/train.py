@@ -60,7 +60,8 @@ def _train(config: "TrainConfig", arguments: Arguments) -> "TrainingResult":
     from treadle.observe.training import TrainingView
     from treadle.trainer.terms import total_steps
 
-    with TrainingView(total_steps(config, load_training_tasks(config.data))) as view:
+    steps, quiet = total_steps(config, load_training_tasks(config.data)), "console" not in config.logging.logger
+    with TrainingView(steps, quiet=quiet) as view:
         changes = {"fresh": arguments.fresh, "allow_changes": arguments.allow_changes}
         return asyncio.run(train_here(config, view, sys.argv, read_keys(config), **changes))
 

@@ -19,7 +19,9 @@ class LoggingConfig(Section):
         "directory that holds everything about the run; null for runs/project/experiment, with -rollout or -validation "
         "after it for treadle rollout",
     )
-    logger: tuple[Tracker, ...] = key(("console",), "where metrics go")
+    logger: tuple[Tracker, ...] = key(
+        ("console",), "where metrics go; without console, training shows no steps on the terminal, and logs them alone"
+    )
     journal: bool = key(True, "keep every trajectory in the run directory")
     journal_max_mb: int = key(
         4096, "size of the journal; the oldest tokens and messages are dropped for it, then the oldest records", ge=1

@@ -47,10 +47,14 @@ class TrainingState:
 class TrainingView:
     """Shows a run while its `with` block runs."""
 
-    def __init__(self, total_steps: int, stream: TextIO | None = None, heartbeat_s: float = HEARTBEAT_S) -> None:
+    def __init__(
+        self, total_steps: int, stream: TextIO | None = None, heartbeat_s: float = HEARTBEAT_S, *, quiet: bool = False
+    ) -> None:
         self._state = TrainingState(total_steps)
         self._phase: Callable[[], str] = str
         self._stream = stream or sys.stderr
+        self._quiet = quiet
+        """Whether lines go to the run's log alone."""
         self._live: Any = None
         self._heartbeat_s = heartbeat_s
         self._said = threading.Event()
@@ -60,6 +64,8 @@ class TrainingView:
         self._thread = threading.Thread(target=self._beat, name="treadle-heartbeat", daemon=True)
 
     def __enter__(self) -> Self:
+        if self._quiet:
+            return self
         if self._stream.isatty():
             from rich.live import Live
 
@@ -93,7 +99,7 @@ class TrainingView:
 
     def _say(self, line: str) -> None:
         log.info("%s", line)
-        if self._live is None:
+        if self._live is None and not self._quiet:
             say(line, file=self._stream)
             self._line_at = time.monotonic()
             self._said.set()

@@ -10,7 +10,7 @@ import os
 import pickle
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass
@@ -24,6 +24,10 @@ from treadle.policy.ranks import LAUNCH_KEY, RankDied, Ranks
 
 CLOSE_S = 10.0
 """How long a rank may take to end by itself."""
+
+LOOPBACK: Mapping[str, str] = {"GLOO_SOCKET_IFNAME": "lo0" if sys.platform == "darwin" else "lo"}
+"""Where gloo listens for the other ranks, unless the user's environment says: it takes the host's name else, which may
+be an address that other machines reach."""
 
 FAREWELL = b""
 """The last message."""
@@ -117,7 +121,9 @@ class _Process:
         self._pipe, theirs = Pipe()
         with theirs:
             command = (sys.executable, "-m", "treadle.policy.rank_main", str(theirs.fileno()))
-            self._process = subprocess.Popen(command, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL)
+            self._process = subprocess.Popen(
+                command, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL, env={**LOOPBACK, **os.environ}
+            )
         self.name = f"policy rank {setup.seat.rank} (pid {self._process.pid})"
         self._open: list[Future[Any]] = []
         self._lock = Lock()

@@ -1,8 +1,9 @@
 """The checks of a preflight: data, prompts, imports, tools, rewards, model, memory, disk, ports and keys.
 
 Owns what is looked at and in which order. Starts no engine and trains nothing. The quick part reads files and imports
-what the config names; the thorough part also renders every prompt, starts MCP servers and reward workers, scores one
-task, and proves the model. Invariant: a check that finds mistakes does not keep the next one from looking.
+what the config names, reward functions in a worker process as they will be; the thorough part also renders every
+prompt, starts MCP servers, scores one task, and proves the model.
+Invariant: a check that finds mistakes does not keep the next one from looking.
 """
 
 import asyncio
@@ -56,8 +57,7 @@ def inspect_run(config: Config, environment: Mapping[str, str], *, thorough: boo
     with report.gather():
         _check_model(config, report, thorough=thorough)
     _check_surroundings(config, environment, report)
-    if thorough and tasks:
-        asyncio.run(_check_rewards(config.reward, tasks[0], report))
+    asyncio.run(_check_rewards(config.reward, tasks[0] if thorough and tasks else None, report))
     return report
 
 
@@ -283,29 +283,35 @@ def _is_public(url: str | None) -> bool:
         return "." in host and not host.endswith((".local", ".internal", ".localhost", ".svc"))
 
 
-async def _check_rewards(reward: RewardConfig, task: Task, report: PreflightReport) -> None:
-    """Functions as they will run, on the first task: its ground truth as the answer, and no answer at all."""
+async def _check_rewards(reward: RewardConfig, task: Task | None, report: PreflightReport) -> None:
+    """Functions are imported where they will run. With a task, they score its ground truth and no answer at all."""
     if not reward.functions:
         return
-    functions = RewardConfig(**{**reward.values(), "classifiers": {}, "judges": {}})
+    workers = min(reward.num_workers, 1)
+    functions = RewardConfig(**{**reward.values(), "classifiers": {}, "judges": {}, "num_workers": workers})
     try:
         async with await Scorer.create(functions) as scorer:
-            group: list[Trajectory] = []
-            for words, answer in (("its ground truth", str(task.ground_truth)), ("an empty answer", "")):
-                try:
-                    trajectory = _answered(task, answer)
-                    score = await scorer.score(task, trajectory)
-                    group.append(replace(trajectory, sample=len(group), reward=score))
-                    given = f"{score.value:g} ({_parts(score)})" if score is not None else "no score"
-                    report.note("rewards", f"{task.uid} with {words}: {given}")
-                except Failure as failure:
-                    report.warnings.append(f"{task.uid} with {words} cannot be scored: {failure}")
-            if scorer.scores_groups and group:
-                await _check_group_rewards(scorer, task, group, report)
+            if task is not None:
+                await _score_answers(scorer, task, report)
     except ConfigError as error:
         report.mistakes += error.mistakes
     except RunError as error:
         report.mistakes.append(Mistake("reward.functions", str(error)))
+
+
+async def _score_answers(scorer: Scorer, task: Task, report: PreflightReport) -> None:
+    group: list[Trajectory] = []
+    for words, answer in (("its ground truth", str(task.ground_truth)), ("an empty answer", "")):
+        try:
+            trajectory = _answered(task, answer)
+            score = await scorer.score(task, trajectory)
+            group.append(replace(trajectory, sample=len(group), reward=score))
+            given = f"{score.value:g} ({_parts(score)})" if score is not None else "no score"
+            report.note("rewards", f"{task.uid} with {words}: {given}")
+        except Failure as failure:
+            report.warnings.append(f"{task.uid} with {words} cannot be scored: {failure}")
+    if scorer.scores_groups and group:
+        await _check_group_rewards(scorer, task, group, report)
 
 
 async def _check_group_rewards(scorer: Scorer, task: Task, group: list[Trajectory], report: PreflightReport) -> None:
