@@ -21,9 +21,8 @@ from torch import Tensor
 
 from tests.halting import Halting
 from tests.loop import Loop
-from treadle.cluster.local import start_native_engine
 from treadle.config import FailureConfig, LimitsConfig, ModelConfig, RolloutConfig
-from treadle.engine.apart import EngineApart
+from treadle.engine.apart import EngineApart, start_native_engine
 from treadle.engine.protocol import Engine, WeightUpdate
 from treadle.engine.router import Router
 from treadle.engine.vllm.engine import VLLMEngine

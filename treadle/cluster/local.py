@@ -23,11 +23,11 @@ from treadle.cluster.machine import reward_gpus
 from treadle.cluster.networks import Networks, load_networks, trainer_devices
 from treadle.cluster.runtime import Runtime, push_timeout_s
 from treadle.cluster.stillness import Stillness
-from treadle.config import ModelConfig, RolloutConfig, TrainConfig
+from treadle.config import ModelConfig, TrainConfig
 from treadle.config.plan import validates_beside
 from treadle.config.transport import runs_apart
 from treadle.data.tasks import TaskSource
-from treadle.engine.apart import EngineApart
+from treadle.engine.apart import start_native_apart
 from treadle.engine.gpus import visible_gpus
 from treadle.engine.native.engine import NativeEngine, choose_dtype
 from treadle.engine.protocol import Engine, Mortal
@@ -143,18 +143,8 @@ async def _start_vllm(config: TrainConfig, name: str, gpus: Sequence[int], num_t
 
 
 async def _start_native(config: TrainConfig, name: str, gpus: Sequence[int], num_threads: int | None) -> Mortal:
-    rollout, device = config.rollout, f"cuda:{gpus[0]}" if gpus else "cpu"
-    start = partial(start_native_engine, rollout, config.model, name, device, num_threads)
-    return await EngineApart.create(start, name=name, limits=rollout.limits)
-
-
-async def start_native_engine(
-    rollout: RolloutConfig, model: ModelConfig, name: str, device: str, num_threads: int | None
-) -> NativeEngine:
-    """In the engine's own process."""
-    if num_threads is not None:
-        torch.set_num_threads(num_threads)
-    return await NativeEngine.create(rollout, model, name=name, device=device)
+    device = f"cuda:{gpus[0]}" if gpus else "cpu"
+    return await start_native_apart(config.rollout, config.model, name, device, num_threads)
 
 
 def _threads(config: TrainConfig) -> int:

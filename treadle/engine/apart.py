@@ -11,9 +11,11 @@ import sys
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Self
 
-from treadle.config.rollout import LimitsConfig
+from treadle.config.model import ModelConfig
+from treadle.config.rollout import LimitsConfig, RolloutConfig
 from treadle.engine.channel import Channel, ChannelClosed, Peer
 from treadle.engine.protocol import Engine, EngineGone, WeightUpdate
 from treadle.errors import ConfigError, DeadlineError, EngineFailure, RunError, TreadleError
@@ -139,6 +141,27 @@ class EngineApart:
         if self._exit is None:
             self._exit = describe_exit(status)
         return self._exit
+
+
+async def start_native_apart(
+    rollout: RolloutConfig, model: ModelConfig, name: str, device: str, num_threads: int | None
+) -> EngineApart:
+    """A native engine in a process of its own: torch is imported, and computes, there alone."""
+    start = partial(start_native_engine, rollout, model, name, device, num_threads)
+    return await EngineApart.create(start, name=name, limits=rollout.limits)
+
+
+async def start_native_engine(
+    rollout: RolloutConfig, model: ModelConfig, name: str, device: str, num_threads: int | None
+) -> Engine:
+    """In the engine's own process. `num_threads` of torch, where it shares the processor with others."""
+    import torch
+
+    from treadle.engine.native.engine import NativeEngine
+
+    if num_threads is not None:
+        torch.set_num_threads(num_threads)
+    return await NativeEngine.create(rollout, model, name=name, device=device)
 
 
 async def _greet(

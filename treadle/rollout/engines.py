@@ -1,11 +1,13 @@
 """Starts the engines a rollout section asks for."""
 
 import asyncio
+import os
 from collections.abc import Sequence
 from functools import partial
 
 from treadle.config import ModelConfig, RolloutConfig
 from treadle.data.renderer import Renderer
+from treadle.engine.apart import start_native_apart
 from treadle.engine.gpus import visible_gpus
 from treadle.engine.openai import OpenAIEngine
 from treadle.engine.protocol import Engine, Gpu, Mortal
@@ -46,6 +48,9 @@ async def start_engines(
                 name = f"{rollout.name}-{at}"
                 if rollout.name == "vllm":
                     engines.append(await crew.hire(name, partial(_start_vllm, rollout, model, name, seat)))
+                elif rollout.name == "native":
+                    start = partial(_start_native, rollout, model, name, seat, _share_cores(len(seats)))
+                    engines.append(await crew.hire(name, start))
                 else:
                     engines.append(await start_engine(rollout, model, renderer, api_key, name, seat))
     except BaseException as error:
@@ -69,7 +74,7 @@ async def start_engine(
     name: str,
     gpus: Sequence[Gpu] = (),
 ) -> Engine:
-    """One replica; on the processor where there are no GPUs."""
+    """One replica, for a process that it has to itself; on the processor where there are no GPUs."""
     if rollout.name == "scripted":
         return ScriptedEngine.create(
             rollout.scripted, name=name, encode=renderer.encode, decode=renderer.decode, seed=rollout.seed
@@ -77,11 +82,23 @@ async def start_engine(
     if rollout.name == "openai":
         return await OpenAIEngine.create(rollout.openai, rollout, encode=renderer.encode, name=name, api_key=api_key)
     if rollout.name == "native":
-        from treadle.engine.native.engine import NativeEngine  # the only one that needs torch
+        from treadle.engine.native.engine import NativeEngine  # in this process, which is the engine's own
 
         device = f"cuda:{gpus[0].number}" if gpus else "cpu"
         return await NativeEngine.create(rollout, model, name=name, device=device)
     return await _start_vllm(rollout, model, name, gpus)
+
+
+def _share_cores(engines: int) -> int | None:
+    """Threads of each engine on a processor; None: as many as torch takes."""
+    return max(1, (os.cpu_count() or 1) // engines) if engines > 1 else None
+
+
+async def _start_native(
+    rollout: RolloutConfig, model: ModelConfig, name: str, gpus: Sequence[Gpu], num_threads: int | None
+) -> Mortal:
+    device = f"cuda:{gpus[0].number}" if gpus else "cpu"
+    return await start_native_apart(rollout, model, name, device, None if gpus else num_threads)
 
 
 async def _start_vllm(rollout: RolloutConfig, model: ModelConfig, name: str, gpus: Sequence[Gpu]) -> Mortal:
