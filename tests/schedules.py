@@ -1,7 +1,7 @@
 """A training run around fakes that keep time on the loop's own clock: for tests of schedules, flow and books."""
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -18,7 +18,7 @@ from treadle.observe.trackers import Trackers
 from treadle.rollout.recall import NO_PAST, Past
 from treadle.rollout.service import Kind
 from treadle.trainer.lineage import Lineage
-from treadle.trainer.parts import Parts, Validator
+from treadle.trainer.parts import Parts, Validator, never
 from treadle.trainer.run import Run
 from treadle.trainer.schedules import SCHEDULES
 from treadle.trainer.step import StepParts, train_step
@@ -88,8 +88,9 @@ class Rollout:
         self.asked += [(kind, item.uid) for item in tasks]
         groups = []
         for item in tasks:
+            begun = self.version
             await asyncio.sleep(self.delay(item.uid))
-            groups.append(self._group(item, self.version, self.version))
+            groups.append(self._group(item, begun, self.version))
         return Batch(tuple(groups))
 
     async def generate_group(self, item, *, past: Past = NO_PAST) -> Group:
@@ -177,6 +178,7 @@ class Trial:
         train_s: float = 0.0,
         on_push: Callable[[Run, int], None] = lambda run, version: None,
         trackers: Trackers | None = None,
+        weights_wanted: Callable[[], Awaitable[None]] = never,
     ) -> None:
         config = loads(BASE, "test", words)
         assert isinstance(config, TrainConfig)
@@ -192,6 +194,7 @@ class Trial:
         self._validation_rollout = validation_rollout
         self._train_s = train_s
         self._on_push = on_push
+        self._weights_wanted = weights_wanted
         self._trackers = trackers or Trackers({})
         self.run: Run
 
@@ -215,6 +218,7 @@ class Trial:
                 lineage=lineage,
                 train=self._train,
                 validator=None if validating is None else Validator(validating, partial(self._push, validating)),
+                weights_wanted=self._weights_wanted,
             )
             self.run = Run(config, parts)
             try:

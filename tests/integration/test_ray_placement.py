@@ -108,7 +108,7 @@ def test_validation_has_a_gpu_that_nobody_uses_and_does_without_where_others_too
         seat = await reservation.validation_seat(timeout_s=10)
         assert seat.node == replica.node and {*seat.gpus, *replica.gpus} == {"0", "1"}
         assert await reservation.validation_seat(timeout_s=0.5) is None, "there is no other"
-        assert "validation shares the engines, and training waits for it: " in caplog.text
+        assert "validation shares the engines, and the next push of weights waits for it: " in caplog.text
 
     asyncio.run(reserved(plan, nodes, main))
 

@@ -281,9 +281,13 @@ def test_plan_says_where_validation_happens(run, here):
     words = ["plan", "train.yaml", "trainer.mode=fully_async", "algorithm.rollout_correction.rollout_is=token"]
     words += ["rollout.nnodes=1", "trainer.test_freq=5", "data.val_files=[held_out.jsonl]"]
     assert "validation beside training: 1 × native, " in run(*words)[1]
-    words += ["trainer.n_gpus_per_node=4", "rollout.n_gpus_per_node=4", "cluster.backend=ray"]
-    assert "validation shares the engines, and training waits" in run(*words, "--machines", "1x8")[1]
-    assert "validation beside training: 1 × native, node0, GPU 8" in run(*words, "--machines", "1x9")[1]
+    words += ["trainer.n_gpus_per_node=4", "rollout.n_gpus_per_node=4"]
+    for backend in ("local", "ray"):
+        said = run(*words, f"cluster.backend={backend}", "--machines", "1x8")[1]
+        assert "validation beside training, on the rollout's engines: no GPU is left for one of its own\n" in said
+        assert "the next push of weights waits until all validation tasks are done\n" in said
+        said = run(*words, f"cluster.backend={backend}", "--machines", "1x9")[1]
+        assert "validation beside training: 1 × native, node0, GPU 8" in said
 
 
 @pytest.mark.parametrize("machines", ["0x8", "8", "x", "8x", "-1x8", "1x8x2", "999999999x8"])

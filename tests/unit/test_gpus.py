@@ -26,18 +26,23 @@ def start(monkeypatch, *, visible: str, **keys) -> list[str]:
     """The device of each engine that is started."""
     devices: list[str] = []
 
-    async def create(rollout, model, *, name, device):
-        devices.append(device)
+    async def hire(self, name, start):
+        return await start()
+
+    async def apart(rollout, model, name, device, num_threads):
+        devices.append(device if num_threads is None else f"{device} with {num_threads} threads")
 
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
-    monkeypatch.setattr("treadle.engine.native.engine.NativeEngine.create", create)
+    monkeypatch.setattr("treadle.engine.steady.Crew.hire", hire)
+    monkeypatch.setattr("treadle.rollout.engines.start_native_apart", apart)
+    monkeypatch.setattr("os.cpu_count", lambda: 7)
     asyncio.run(start_engines(RolloutConfig(**keys), ModelConfig(path="unused"), renderer(), None))
     return devices
 
 
 def test_a_rollout_that_stands_alone_has_an_engine_on_each_of_its_gpus(monkeypatch):
     assert start(monkeypatch, visible="4,5,6", n_gpus_per_node=2) == ["cuda:0", "cuda:1"]
-    assert start(monkeypatch, visible="4,5,6", n_gpus_per_node=0, replicas_per_node=2) == ["cpu", "cpu"]
+    assert start(monkeypatch, visible="4,5,6", n_gpus_per_node=0, replicas_per_node=2) == ["cpu with 3 threads"] * 2
 
 
 def test_gpus_that_are_not_there_are_a_mistake_of_their_key(monkeypatch):

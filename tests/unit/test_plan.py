@@ -258,7 +258,8 @@ def test_validation_beside_training_has_an_engine_of_its_own_where_one_fits():
     assert validation_of(*beside) == "here, CPU"
     assert validation_of("trainer.mode=sync", "trainer.test_freq=5") is None
     assert validation_of("trainer.mode=fully_async") is None, "at the end, nobody waits for it"
-    assert validation_of(*gpus, there=machines(8)) is None, "one process per GPU, and no Ray to place it"
+    assert validation_of(*gpus, there=machines(8)) == "m0, GPU 6–7"
+    assert validation_of(*gpus, there=machines(6)) is None, "no GPU is left"
     ray = [*gpus, RAY]
     assert validation_of(*ray, there=machines(8)) == "m0, GPU 6–7"
     assert make_plan(training_config(*ASYNC, *ray), machines(8)).unused_gpus == 0

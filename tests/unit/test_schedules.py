@@ -188,6 +188,70 @@ def test_validation_goes_on_beside_training_on_one_fixed_version(tmp_path):
     assert not [span for step in steps for span in step["spans"] if span[0] == "validation"]
 
 
+def validated_versions(trial: Trial) -> list[set[int]]:
+    return [{at for row in found.trajectories[0].rows for at in row.versions} for found in trial.run.validations]
+
+
+def validating(mode: str, *words: str) -> tuple[str, ...]:
+    return ("trainer.total_training_steps=10", "trainer.test_freq=4", "data.val_files=unused", *words)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_every_validation_is_of_the_weights_of_its_step(tmp_path, mode):
+    trial = trial_of(tmp_path, mode, *validating(mode), validation=(task("v"),), train_s=1.0)
+    assert [found.step for found in trial.run.validations] == [4, 8, 10]
+    assert validated_versions(trial) == [{4}, {8}, {10}]
+
+
+@pytest.mark.parametrize("mode", ["one_step_off", "fully_async"])
+def test_training_goes_on_while_validation_shares_the_engines(tmp_path, mode):
+    """A step takes 10 s, a validation 9: nobody waits for it between steps. With 25 s only pushes wait."""
+    seconds = {}
+    for takes_s in (0.0, 9.0, 25.0):
+        rollout = Rollout(delay=lambda uid, takes_s=takes_s: takes_s if uid.startswith("validation") else 1.0)
+        trial = Trial(
+            tmp_path / f"{takes_s}",
+            rollout,
+            *words_for(mode, *validating(mode)),
+            num_tasks=40,
+            validation=(task("v"),),
+            train_s=10.0,
+        )
+        seconds[takes_s] = seconds_of(trial)
+        assert validated_versions(trial) == [{4}, {8}, {10}]
+    assert seconds[9.0] == pytest.approx(seconds[0.0] + 9.0), "the last one, after the last step"
+    assert seconds[25.0] <= seconds[0.0] + 25.0 + 2 * 16.0
+
+
+def test_weights_that_are_not_pushed_after_each_step_are_validated_when_they_are(tmp_path):
+    words = validating("fully_async", "trainer.parameter_sync_steps=3", "trainer.max_staleness=3")
+    trial = trial_of(tmp_path, "fully_async", *words, validation=(task("v"),), train_s=1.0)
+    assert [found.step for found in trial.run.validations] == [6, 9, 10]
+    assert validated_versions(trial) == [{6}, {9}, {10}]
+
+
+def test_an_engine_that_waits_for_weights_is_not_kept_waiting_by_validation(tmp_path):
+    """Its only engine died while it validated: what is left of it could never be sampled."""
+    rollout = Rollout(delay=lambda uid: 1e9 if uid == "validation-4/v" else 1.0)
+
+    async def wanted() -> None:
+        if rollout.version != 4:
+            await asyncio.Event().wait()
+        await asyncio.sleep(60.0)
+
+    trial = trial_of(
+        tmp_path,
+        "fully_async",
+        *validating("fully_async"),
+        rollout=rollout,
+        validation=(task("v"),),
+        train_s=10.0,
+        weights_wanted=wanted,
+    )
+    assert [found.step for found in trial.run.validations] == [5, 8, 10]
+    assert validated_versions(trial) == [{5}, {8}, {10}]
+
+
 @pytest.mark.parametrize("mode", MODES)
 def test_a_stop_keeps_what_is_half_done_and_a_resume_goes_on_from_there(tmp_path, mode):
     def stop(run, version):

@@ -75,20 +75,21 @@ def _reward_rows(rewards: "RewardPlaces") -> list[tuple[str, str]]:
 
 
 def _validation_rows(config: "Config", plan: "Plan") -> list[tuple[str, str]]:
-    """Where validation happens that training does not wait for; or that it does."""
+    """Where validation between steps happens, and what waits for it."""
     from treadle.config import TrainConfig
     from treadle.config.plan import validates_beside
+    from treadle.config.reward_places import wishes
 
     if not isinstance(config, TrainConfig) or not validates_beside(config):
         return []
     if plan.validation is not None:
         return [("validation", f"beside training: 1 × {config.rollout.name}, {plan.validation.place()}")]
-    why = (
-        "on Ray an unused GPU would let it go on beside"
-        if config.cluster.backend == "local"
-        else "no GPU is left for it"
-    )
-    return [("validation", f"shares the engines, and training waits for it: {why}")]
+    full = any(wish.share > 0.5 for wish in wishes(config))
+    why = "its reward models leave no room for more of them" if full else "no GPU is left for one of its own"
+    return [
+        ("validation", f"beside training, on the rollout's engines: {why}"),
+        ("", "sampling and training go on; the next push of weights waits until all validation tasks are done"),
+    ]
 
 
 def _batch_rows(batches: "Batches") -> list[tuple[str, str]]:

@@ -19,12 +19,12 @@ from typing import TYPE_CHECKING
 import torch
 
 from treadle.cluster.apart import Apart, Start
-from treadle.cluster.machine import reward_gpus
+from treadle.cluster.machine import reward_gpus, this_machine
 from treadle.cluster.networks import Networks, load_networks, trainer_devices
 from treadle.cluster.runtime import Runtime, push_timeout_s
 from treadle.cluster.stillness import Stillness
 from treadle.config import ModelConfig, TrainConfig
-from treadle.config.plan import validates_beside
+from treadle.config.plan import make_plan, validates_beside
 from treadle.config.transport import runs_apart
 from treadle.data.tasks import TaskSource
 from treadle.engine.apart import start_native_apart
@@ -108,10 +108,11 @@ def _same_dtype(config: TrainConfig, policy: SinglePolicy) -> bool:
 
 
 def _validation(config: TrainConfig) -> RolloutParts | None:
-    """A further engine, where training does not wait for validation; on GPUs none is left for it."""
-    if not validates_beside(config) or config.rollout.n_gpus_per_node:
+    """A further engine, where the plan has a place for it."""
+    placement = make_plan(config, [this_machine()]).validation if validates_beside(config) else None
+    if placement is None:
         return None
-    return RolloutParts(engines=partial(_start_validation, config), gpus=reward_gpus(config))
+    return RolloutParts(engines=partial(_start_validation, config, placement.gpus), gpus=reward_gpus(config))
 
 
 async def _start_here(config: TrainConfig, source: "ModelConfig | PreTrainedModel") -> list[NativeEngine]:
@@ -130,8 +131,8 @@ async def _start_one(config: TrainConfig, name: str, gpus: Sequence[int]) -> Mor
     return await start(config, name, gpus, None if gpus else _threads(config))
 
 
-async def _start_validation(config: TrainConfig) -> Sequence[Engine]:
-    return [await _start_one(config, "validation-0", _seats(config)[0])]
+async def _start_validation(config: TrainConfig, gpus: Sequence[int]) -> Sequence[Engine]:
+    return [await _start_one(config, "validation-0", gpus)]
 
 
 async def _start_vllm(config: TrainConfig, name: str, gpus: Sequence[int], num_threads: int | None) -> Mortal:

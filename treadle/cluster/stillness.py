@@ -16,6 +16,8 @@ class Stillness:
         self._lock = asyncio.Lock()
         self._version: int | None = None
         self._settled = asyncio.Event()
+        self._waiting = 0
+        self._wanted = asyncio.Event()
 
     @asynccontextmanager
     async def changing(self) -> AsyncIterator[None]:
@@ -40,8 +42,24 @@ class Stillness:
     async def still(self) -> AsyncIterator[int]:
         """Wait until the weights are those that engines have, and keep them so; their version."""
         while True:
-            await self._settled.wait()
+            await self._wait_settled()
             async with self._lock:
                 if self._version is not None:
                     yield self._version
                     return
+
+    async def wanted(self) -> None:
+        """Wait until somebody waits for the next push."""
+        await self._wanted.wait()
+
+    async def _wait_settled(self) -> None:
+        if self._settled.is_set():
+            return
+        self._waiting += 1
+        self._wanted.set()
+        try:
+            await self._settled.wait()
+        finally:
+            self._waiting -= 1
+            if not self._waiting:
+                self._wanted.clear()

@@ -199,6 +199,7 @@ async def _assembled(config: TrainConfig, run_dir: Path, request: _Request, sign
                 train=partial(_train, runtime),
                 validator=next((Validator(own, partial(runtime.push, own)) for own in validation), None),
                 watch=runtime.watch,
+                weights_wanted=runtime.stillness.wanted,
             ),
         )
 

@@ -63,7 +63,7 @@ class Plan:
     """How new weights reach the engines; None where nothing trains."""
     unused_gpus: int
     validation: Placement | None = None
-    """An engine of its own, for validation that goes on beside training; None: it shares the others, in turn."""
+    """An engine of its own, for validation that goes on beside training; None: it shares the others."""
     rewards: RewardPlaces | None = None
     """GPUs of reward models; None where they use none."""
 
@@ -103,7 +103,7 @@ def make_plan(config: Config, machines: Sequence[Machine]) -> Plan:
 
 
 def validates_beside(config: TrainConfig) -> bool:
-    """Whether there is validation that training need not wait for, if it has an engine of its own."""
+    """Whether there is validation between steps that goes on beside them."""
     return config.trainer.mode != "sync" and config.trainer.test_freq > 0 and bool(config.data.val_files)
 
 
@@ -144,12 +144,12 @@ def _place(config: Config, room: Room) -> tuple[Placement, ...]:
 
 
 def _place_validation(config: TrainConfig, placements: Sequence[Placement], room: Room) -> Placement | None:
-    """GPUs that nobody wants, where Ray can put an engine on them; on a CPU, beside the last engines."""
+    """GPUs that nobody else wants; on a CPU, beside the last engines. None: it shares the engines of the rollout."""
     if not validates_beside(config) or any(wish.share > 0.5 for wish in wishes(config)):
         return None  # it has reward models of its own, on the same GPUs
     if not _engine_gpus(config):
         return replace(placements[-1], role="validation", node=0)
-    return room.take("validation", 0, _replica_gpus(config)) if config.cluster.backend == "ray" else None
+    return room.take("validation", 0, _replica_gpus(config))
 
 
 def _too_few(config: Config, want: _Wanted, machines: Sequence[Machine]) -> Mistake:

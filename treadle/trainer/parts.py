@@ -27,6 +27,11 @@ Train = Callable[[Sequence[Group], int, KLControl | None, Sequence[float | None]
 """Trains on groups, as a step, with the weight of KL and the baselines that the step needs."""
 
 
+async def never() -> None:
+    """Waits until cancelled."""
+    await asyncio.get_running_loop().create_future()
+
+
 class View(Protocol):
     """Whoever shows the run to a person."""
 
@@ -67,9 +72,11 @@ class Parts:
     inputs: RunInputs | None = None
     """What this start's trajectories are made from."""
     validator: Validator | None = None
-    """None: validation shares the rollout, and training waits for it."""
+    """None: validation shares the rollout's engines."""
     watch: Callable[[], Awaitable[None]] | None = None
     """Goes on until cancelled; raises when a part dies that nobody happens to call."""
+    weights_wanted: Callable[[], Awaitable[None]] = never
+    """Waits until an engine cannot go on without the next push."""
 
     @property
     def version(self) -> int:

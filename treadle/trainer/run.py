@@ -55,7 +55,9 @@ class Run:
         self.lag = lag_of(config)
         self._standing = Standing(config, parts, self._flow)
         self._books = Books(parts, config.logging, self.spans, overlaps=self.lag > 0)
-        self._validations = Validations(parts, config.reward, self._books, self.spans, self._stop)
+        self._validations = Validations(
+            parts, config.reward, self._books, self.spans, self._stop, overlaps=config.trainer.mode != "sync"
+        )
         parts.view.watch(lambda: self.spans.current)
 
     @property
@@ -182,11 +184,13 @@ class Run:
         if self._pushed == self.version or self._stop.requested:
             return
         try:
+            await self._validations.hold()
             report = await self._stop.unless(self._deliver())
         except Interrupted:
             return
         self._books.note(report.metrics())
         self._books.write_weights(report)
+        await self._validations.after_push(report.version)
 
     async def end_step(self, report: StepReport, taken: Taken) -> None:
         """Write the books; validate and save where the config asks."""
@@ -196,7 +200,7 @@ class Run:
         self._note_signal(report)
         trainer = self._config.trainer
         if trainer.test_freq > 0 and self.step % trainer.test_freq == 0 and self.step < self.total_steps:
-            await self._validations.begin(self.step)
+            await self._validations.begin(self.step, arrived=self._pushed == self.version)
         if self._parts.checkpoints.is_due(self.step):
             await self._save()
         if self._stop.requested:
@@ -206,6 +210,7 @@ class Run:
         """The end of the run: the last validation, the last checkpoint."""
         if self._config.trainer.val_only:
             return
+        self._validations.stop()
         await self.push()
         await self._validations.finish(self.step)
         await self._save()

@@ -90,7 +90,7 @@ class Reservation:
                 return await self._annexes.add(len(placement.gpus), self._nodes[placement.machine])
         except TimeoutError:
             problem = f"{placement.place()} was not free within {timeout_s:g} s"
-            log.warning("validation shares the engines, and training waits for it: %s", problem)
+            log.warning("validation shares the engines, and the next push of weights waits for it: %s", problem)
             return None
 
     def _beside(self) -> tuple[Seat, ...]:
