@@ -291,6 +291,8 @@ class Timing:
     generate_s: float = 0.0
     tool_s: float = 0.0
     score_s: float = 0.0
+    queue_s: float = 0.0
+    """Before it began: for a place among the open sessions, and while sessions were held back for new weights."""
 
 
 @dataclass(frozen=True, slots=True)

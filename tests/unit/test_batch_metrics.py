@@ -32,7 +32,7 @@ CUT = replace(
     rows=(row(),),
     outcome=Outcome.ended(StopReason.LENGTH),
     reward=Score(0.5, {"right": 0.0, "format": 0.5}, {"characters": 30, "sure": float("nan")}),
-    timing=Timing(generate_s=4.0),
+    timing=Timing(generate_s=4.0, queue_s=3.0),
     data_source="math",
 )
 BAD = replace(GOOD, sample=2, outcome=Outcome.failed(ToolFailure("gone")), reward=Score(99.0, {"right": 99.0}))
@@ -57,6 +57,7 @@ def test_turns_tools_stops_and_forks_are_counted_over_survivors():
 
 
 def test_seconds_are_over_those_that_spent_any():
+    assert (FOUND["session/queue_s/mean"], FOUND["session/queue_s/max"]) == (3.0, 3.0)
     assert (FOUND["session/generate_s/mean"], FOUND["session/generate_s/max"]) == (3.0, 4.0)
     assert (FOUND["session/tool_s/mean"], FOUND["session/score_s/max"]) == (1.0, 0.5)
 

@@ -181,6 +181,22 @@ def test_no_more_sessions_are_open_than_the_config_allows():
     assert worker.most == 7
 
 
+def test_the_wait_for_a_place_is_in_the_timing():
+    batch = dispatch(Worker(seconds=2.0), count=3, max_concurrent_sessions=4)
+    assert sorted(item.timing.queue_s for item in batch.trajectories) == [0.0] * 4 + [2.0] * 4 + [4.0] * 4
+
+
+def test_time_held_back_for_new_weights_is_in_the_timing():
+    async def main():
+        dispatcher = Dispatcher(rollout(), [Worker(seconds=1.0)], None)
+        async with dispatcher.emptied(restart=False):
+            work = asyncio.ensure_future(dispatcher.generate(tasks(1), ORDER))
+            await asyncio.sleep(3.0)
+        return await work
+
+    assert {item.timing.queue_s for item in run(main()).trajectories} == {3.0}
+
+
 def test_as_many_sessions_are_open_as_fill_the_engines_where_the_config_does_not_say():
     worker = Worker(seconds=1.0)
 

@@ -237,7 +237,8 @@ def headline_values(
         *((None, None) if reward is None else (reward.value, encode(reward.parts))),
         *(len(rows), sum(len(row.turns) for row in rows), len(rows[0].prompt_ids) if rows else 0),
         *(sum(map(len, masks)), sum(mask.count(1) for mask in masks)),
-        *(timing.started_at, timing.total_s, timing.generate_s, timing.tool_s, timing.score_s),
+        *(timing.started_at, timing.total_s, timing.generate_s, timing.tool_s),
+        *(timing.score_s, timing.queue_s),
         *(_provenance_text(trajectory.provenance), body),
     )
     return sealed(values)
@@ -271,8 +272,8 @@ def read_headline(stored: Sequence[Any], has_body: bool) -> Headline:
         outcome=Outcome(Status(status), StopReason(reason), Boundary(boundary) if boundary else None, detail),
         # SQLite keeps a NaN as NULL; the parts say that there was a reward at all.
         reward=None if parts is None else Score(math.nan if reward is None else reward, decode(parts)),
-        timing=Timing(*stored[19:24]),
-        provenance=_read_provenance(stored[24] if intact else None),
+        timing=Timing(*stored[19:25]),
+        provenance=_read_provenance(stored[25] if intact else None),
         is_intact=intact,
         data_source=data_source,
         num_rows=num_rows,

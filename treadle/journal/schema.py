@@ -63,7 +63,7 @@ TRAJECTORIES = Table(
         *("id", "start", "written_at", "uid", "sample", "attempt", "prompt", "data_source"),
         *("status", "reason", "boundary", "detail", "reward", "parts"),
         *("num_rows", "num_turns", "prompt_tokens", "response_tokens", "num_sampled"),
-        *("started_at", "total_s", "generate_s", "tool_s", "score_s"),
+        *("started_at", "total_s", "generate_s", "tool_s", "score_s", "queue_s"),
         *("provenance", "body_digest", "digest"),
     ),
 )
@@ -95,7 +95,7 @@ CREATE TABLE trajectories (
     reward REAL, parts TEXT,
     num_rows INTEGER NOT NULL, num_turns INTEGER NOT NULL,
     prompt_tokens INTEGER NOT NULL, response_tokens INTEGER NOT NULL, num_sampled INTEGER NOT NULL,
-    started_at REAL, total_s REAL, generate_s REAL, tool_s REAL, score_s REAL,
+    started_at REAL, total_s REAL, generate_s REAL, tool_s REAL, score_s REAL, queue_s REAL,
     provenance TEXT, body_digest BLOB NOT NULL, digest BLOB NOT NULL
 );
 CREATE INDEX trajectories_by_sample ON trajectories (uid, sample);

@@ -10,7 +10,7 @@ from math import isfinite
 
 from treadle.types import Group, Status, ToolStatus, Trajectory
 
-STAGES = ("generate", "tool", "score")
+STAGES = ("queue", "generate", "tool", "score")
 
 
 def describe_batch(groups: Sequence[Group]) -> dict[str, float]:

@@ -227,14 +227,17 @@ class Dispatcher:
         whose noise must not be drawn again.
         """
         last = attempt + self._rollout.failures.session_retries
+        clock = asyncio.get_running_loop().time
+        asked = clock()
         async with self._places:
+            queue_s = clock() - asked
             self._tell("start")
             known = order.unscored(task.uid, sample)
-            result = await self._attempt(task, sample, order, redraws, attempt, known)
+            result = await self._attempt(task, sample, order, redraws, attempt, queue_s, known)
             while isinstance(result, Trajectory) and result.outcome.boundary in RETRIED and attempt < last:
                 self._tell("retry", result)
                 attempt += 1
-                result = await self._attempt(task, sample, order, redraws, attempt)
+                result = await self._attempt(task, sample, order, redraws, attempt, queue_s)
         if isinstance(result, Dropped):
             self._tell("drop")
         elif not self._waits_for_group(result):
@@ -255,10 +258,14 @@ class Dispatcher:
         order: Order,
         redraws: Counter[int],
         attempt: int,
+        queue_s: float,
         known: Trajectory | None = None,
     ) -> Trajectory | Dropped:
-        """One attempt, scored and recorded; with `known`, whose tokens there are, only scored and recorded."""
-        result = known or await self._run(Job(task, sample, order.sampling, attempt, redraws[sample]))
+        """One attempt, scored and recorded; with `known`, whose tokens there are, only scored and recorded.
+
+        `queue_s`: how long the sample has waited for its place.
+        """
+        result = known or await self._run(Job(task, sample, order.sampling, attempt, redraws[sample]), queue_s)
         if isinstance(result, Dropped):
             return result
         if order.stamp is not None:
@@ -277,17 +284,22 @@ class Dispatcher:
         if self._journal is not None and self._journal.full:
             await self._journal.drain()
 
-    async def _run(self, job: Job) -> Trajectory | Dropped:
-        """One attempt by a worker; begun again when `emptied` restarts it."""
+    async def _run(self, job: Job, queue_s: float) -> Trajectory | Dropped:
+        """One attempt by a worker; begun again when `emptied` restarts it. Time held back adds to `queue_s`."""
         session, clock = f"{job.task.uid}/{job.sample}", asyncio.get_running_loop().time
         while True:
             if self._gate.shut:
+                held = clock()
                 await self._gate.admit(session)
+                queue_s += clock() - held
             attempt = Flight(session, clock())
             self._attempts[attempt] = None
             try:
                 with attempt:
-                    return await self._worker().run(job)
+                    result = await self._worker().run(job)
+                if isinstance(result, Trajectory):
+                    result = replace(result, timing=replace(result.timing, queue_s=queue_s))
+                return result
             except Interrupted:
                 self._forget(session)
             finally:
