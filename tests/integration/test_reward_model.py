@@ -27,7 +27,7 @@ from treadle.journal import JournalReader
 from treadle.reward.classifier.network import Network
 from treadle.reward.classifier.process import ClassifierProcess
 from treadle.reward.failure import Fault, ScoreFailure
-from treadle.reward.kin import list_children
+from treadle.reward.sandbox.limits import list_children
 from treadle.reward.scorer import Scorer
 from treadle.reward.surroundings import ALONE, Surroundings
 from treadle.rollout.engines import start_engines

@@ -18,7 +18,7 @@ import pytest
 from treadle.config.reward import RewardConfig, RewardFunctionConfig
 from treadle.errors import ConfigError, RewardFailure, RunError
 from treadle.reward.failure import Fault, ScoreFailure
-from treadle.reward.process import WorkerProcess
+from treadle.reward.sandbox.process import WorkerProcess
 from treadle.reward.scorer import Scorer
 from treadle.types import Outcome, Score, StopReason, Task, Trajectory
 
@@ -290,7 +290,7 @@ def test_a_deadline_spent_computing_is_not_tried_again_and_one_spent_waiting_is(
         return await ask(self, payload, names)
 
     monkeypatch.setattr(WorkerProcess, "ask", counted)
-    monkeypatch.setattr("treadle.reward.process.MOSTLY", 0.05)  # others may want the CPU of this machine, too
+    monkeypatch.setattr("treadle.reward.sandbox.process.MOSTLY", 0.05)  # others may want the CPU of this machine, too
     failure, score = asyncio.run(score_after(make_config("misbehave", timeout_s=2.0, retries=1), make_task(how)))
     assert isinstance(failure, ScoreFailure) and failure.past_deadline
     assert len(asked) == attempts + 1, "and one for the good score after it"

@@ -46,7 +46,8 @@ ENVIRONMENT = ("cli/", "cluster/")
 """Who may read or change the environment."""
 
 ENVIRONMENT_EXEMPT = {
-    "reward/limits.py": "a sandbox process sets its own thread counts before a numeric library reads them",
+    "reward/sandbox/process.py": "the allow-list of what reward workers get of the environment is applied there",
+    "reward/sandbox/limits.py": "a sandbox process sets its own thread counts before a numeric library reads them",
     "engine/gpus.py": "which GPUs a process sees, and what they are called, is said there and nowhere else",
     "policy/local_ranks.py": "a rank inherits the environment, and an interface for gloo where that names none",
 }

@@ -6,7 +6,7 @@ from typing import Literal
 
 from treadle.config.model import ModelConfig
 from treadle.config.rollout import FailureConfig, LimitsConfig, OpenAIConfig, RolloutConfig, ScriptedConfig
-from treadle.config.section import REQUIRED, Options, Section, key
+from treadle.config.section import REQUIRED, Options, Section, Strings, key
 
 REWARD_FUNCTIONS = (
     "exact_match",
@@ -44,6 +44,12 @@ class RewardFunctionConfig(Section):
         "what it sees: a sample, or the group of all samples of a task at once, of which it returns a list of scores; "
         "null for what a built-in has, and sample for others",
     )
+    sandbox: bool = key(
+        False,
+        "fence it off from files, network and other processes, each score in a process of its own: for a function that "
+        "evaluates what a model wrote; `math` and `reasoning_gym` always are",
+    )
+    env: Strings = key((), "environment variables it is given beside PATH, HOME and the like; keys and tokens are not")
 
     def effective_scope(self) -> Literal["sample", "group"]:
         return self.scope or ("group" if self.path in GROUP_FUNCTIONS else "sample")
@@ -172,7 +178,11 @@ class RewardConfig(Section):
         (-1e6, 1e6), "lowest and highest score of a function or model, and of the sum; one outside is a failure"
     )
     success_threshold: float = key(1.0, "reward from which a trajectory counts as solved, in pass@k and validation")
-    num_workers: int = key(1, "processes that run untrusted or blocking functions; 0 runs them in this process", ge=0)
+    num_workers: int = key(
+        1,
+        "processes that run functions of yours, and as many for sandboxed ones; 0 runs them in this process",
+        ge=0,
+    )
     timeout_s: float = key(10.0, "deadline of the functions of one score", gt=0)
     on_timeout: float | None = key(None, "score of a function that ran past its deadline; null for a failure")
     cpu_time_s: float = key(60.0, "CPU time of the functions of one score", gt=0)

@@ -14,19 +14,22 @@ generative ones, `treadle.reward.models` what they have in common. What follows 
 
 What a worker process protects the run from
 - Time: a score that passes `timeout_s` is killed with SIGKILL, with every process it started, in C code too.
-- CPU: a score that uses more than `cpu_time_s` is killed by the kernel. Processes it starts are bounded by time only.
-- Memory: private writable memory of the worker, and of each process it starts, is bounded by `memory_mb`.
+- CPU: a score that uses more than `cpu_time_s`, with the processes it started, is killed.
+- Memory: private writable memory of the worker is bounded by `memory_mb`, and so is what its whole tree holds, shared
+  memory included.
 - Crashes: exit, abort, segmentation fault or a full memory end one attempt of one score; the next gets a new process.
 - Leftovers: what a score starts ends with it. A helper that should live on is started when the module is imported.
 - The records: arguments are copies. Results come back as JSON of bounded size; the parent never unpickles them.
 - Noise: standard input is empty; output and core dumps are dropped.
 - The parent's death, by SIGKILL too: the kernel kills the worker's process group.
-- Model text: built-ins whose packages evaluate it (`math`, `reasoning_gym`) run only in workers, and may there neither
-  write, connect, start processes nor call native code.
+- Secrets: a worker's environment is an allow-list, and what `env` of its functions names.
+- Order: replies are numbered; one that nobody asked for ends the worker.
+- Code of a model: functions with `sandbox: true`, and `math` and `reasoning_gym`, may neither write, connect nor reach
+  other processes (`treadle.reward.sandbox`). No built-in runs an answer as code.
 
-What it does not protect from
-- Malicious Python that you import yourself. A function runs as you, can read and write your files, use the network,
-  and report any score it likes. Limits guard against accidents and hostile input, not against hostile code.
+What it does not protect from (SECURITY.md has the whole list)
+- Python that you import yourself, without `sandbox`. It runs as you, and reports any score it likes. So does code that
+  a function runs by `exec`, for its own answer, in a sandbox too: `treadle.reward.sandbox.run_python` is for that.
 - Disk use, GPU memory and the number of processes a score starts.
 - A process that moved to a session of its own, when the worker or the parent then dies by itself.
 - Anything at all where `num_workers` is 0, except that async functions still have their deadline.

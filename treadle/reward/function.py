@@ -34,11 +34,6 @@ class Function:
         """Bounded, and leaves its arguments alone."""
         return self.builtin is not None and not self.builtin.evaluates_text
 
-    @property
-    def fenced(self) -> bool:
-        """Evaluates model text, so it runs behind the fence."""
-        return self.builtin is not None and self.builtin.evaluates_text
-
     def __call__(self, values: Mapping[str, Any]) -> Any:
         """What the function returns, or an awaitable of it. `values` may hold more than it needs."""
         return self.call(**{name: values[name] for name in self.needs}, **self.kwargs)

@@ -18,27 +18,32 @@ from treadle.context import capture
 from treadle.errors import ConfigError, DeadlineError, RunError
 from treadle.reward.argument import Gather
 from treadle.reward.failure import Fault, ScoreFailure, blame_function
-from treadle.reward.packing import pack
-from treadle.reward.process import END_TIMEOUT_S, WorkerProcess
 from treadle.reward.rate import RateLimit
+from treadle.reward.sandbox.process import END_TIMEOUT_S, WorkerProcess
+from treadle.reward.sandbox.protocol import pack
 from treadle.reward.verdict import Answer
 
 
 class Pool:
-    """Workers that have all loaded the same functions."""
+    """Workers that have all loaded the same functions, sandboxed or not."""
 
-    def __init__(self, reward: RewardConfig, names: tuple[str, ...], rate: RateLimit) -> None:
+    def __init__(self, reward: RewardConfig, names: tuple[str, ...], rate: RateLimit, sandbox: bool) -> None:
+        self.names = names
         self.needs: tuple[str, ...] = ()
-        self._reward, self._names, self._rate = reward, names, rate
+        self.missing: tuple[str, ...] = ()
+        """The fences that a sandbox does without on this machine, in words."""
+        self._reward, self._rate, self._sandbox = reward, rate, sandbox
         self._places = asyncio.Semaphore(reward.num_workers)
         self._workers: set[WorkerProcess] = set()
         self._idle: list[WorkerProcess] = []
         self._closed = False
 
     @classmethod
-    async def create(cls, reward: RewardConfig, names: tuple[str, ...], rate: RateLimit) -> "Pool":
+    async def create(
+        cls, reward: RewardConfig, names: tuple[str, ...], rate: RateLimit, sandbox: bool = False
+    ) -> "Pool":
         """A pool whose workers are all up; ConfigError or RunError, and no process left, otherwise."""
-        pool = cls(reward, names, rate)
+        pool = cls(reward, names, rate, sandbox)
         try:
             starts = (pool._start() for _ in range(reward.num_workers))
             started = await asyncio.gather(*starts, return_exceptions=True)
@@ -46,7 +51,7 @@ class Pool:
                 if isinstance(worker, BaseException):
                     raise worker
                 pool._idle.append(worker)
-                pool.needs = worker.needs
+                pool.needs, pool.missing = worker.report.needs, worker.report.missing
         except BaseException as error:
             await asyncio.shield(pool.close())
             if isinstance(error, ScoreFailure | OSError):
@@ -56,13 +61,17 @@ class Pool:
             raise
         return pool
 
-    async def run(self, names: tuple[str, ...], gather: Gather) -> dict[str, Answer]:
-        """What each of these functions says, from one worker. Nothing is packed before there is a place."""
+    async def run(self, names: tuple[str, ...], gather: Gather, *, turn: bool = True) -> dict[str, Answer]:
+        """What each of these functions says, from one worker. Nothing is packed before there is a place.
+
+        `turn`: it counts for the rate limit. A score that needs two pools counts once.
+        """
         async with self._places:
             with self._explain_close():
                 worker = self._take() or await self._restart()
                 try:
-                    await self._rate.turn()
+                    if turn:
+                        await self._rate.turn()
                     return await worker.ask(self._pack_arguments(gather), names)
                 finally:
                     if worker.usable:
@@ -71,7 +80,7 @@ class Pool:
                         worker.kill()
 
     def _pack_arguments(self, gather: Gather) -> bytes:
-        with blame_function(", ".join(self._names)):
+        with blame_function(", ".join(self.names)):
             return pack((gather(self.needs), capture()))
 
     def _take(self) -> WorkerProcess | None:
@@ -88,11 +97,11 @@ class Pool:
         try:
             return await self._start()
         except (ConfigError, OSError) as error:
-            names = ", ".join(self._names)
+            names = ", ".join(self.names)
             raise ScoreFailure(Fault.CRASH, f"could not be loaded again: {error}", names) from error
 
     async def _start(self) -> WorkerProcess:
-        worker = await WorkerProcess.start(self._reward, self._names)
+        worker = await WorkerProcess.start(self._reward, self.names, self._sandbox)
         self._workers.add(worker)
         worker.gone.add_done_callback(lambda _: self._workers.discard(worker))
         if self._closed:
@@ -102,7 +111,7 @@ class Pool:
     @contextmanager
     def _explain_close(self) -> Iterator[None]:
         """A worker that `close` killed under its score did not crash."""
-        closed = ScoreFailure(Fault.CLOSED, "was ended: the scorer is closed", ", ".join(self._names))
+        closed = ScoreFailure(Fault.CLOSED, "was ended: the scorer is closed", ", ".join(self.names))
         if self._closed:
             raise closed
         try:

@@ -16,19 +16,20 @@ from types import TracebackType
 from typing import Any
 
 from treadle.aio import in_own_task
-from treadle.config.reward import RewardConfig
+from treadle.config.reward import RewardConfig, RewardFunctionConfig
 from treadle.errors import ConfigError, Mistake, MisuseError
 from treadle.reward.argument import Gather, gather, gather_group
 from treadle.reward.builtin import BUILTINS
 from treadle.reward.failure import Fault, ScoreFailure, blame_function, name_function
 from treadle.reward.function import Function, load_function
 from treadle.reward.models import Models, prepare_models
-from treadle.reward.packing import copy
 from treadle.reward.pool import Pool
-from treadle.reward.process import locate
 from treadle.reward.rate import RateLimit
+from treadle.reward.sandbox.process import locate
+from treadle.reward.sandbox.protocol import copy
 from treadle.reward.surroundings import ALONE, Surroundings
 from treadle.reward.verdict import Answer, check_count, combine, extend, read_session, settle_answer
+from treadle.terminal import warn
 from treadle.types import Score, Task, Trajectory
 
 
@@ -39,11 +40,11 @@ class Scorer:
         self,
         reward: RewardConfig,
         inline: Mapping[str, Function],
-        pool: Pool | None,
+        pools: tuple[Pool, ...],
         rate: RateLimit,
         models: Models | None = None,
     ) -> None:
-        self._reward, self._inline, self._pool, self._rate, self._models = reward, inline, pool, rate, models
+        self._reward, self._inline, self._pools, self._rate, self._models = reward, inline, pools, rate, models
         self._weights = reward.weights() | reward.session_weights()
         self._of_samples = tuple(name for name, item in reward.functions.items() if item.effective_scope() == "sample")
         self._of_groups = tuple(name for name in reward.functions if name not in self._of_samples)
@@ -57,26 +58,21 @@ class Scorer:
 
         `surroundings`: what a rollout lends to judges.
         """
-        sandboxed = tuple(name for name in reward.functions if _needs_worker(reward, name))
+        apart = tuple(name for name in reward.functions if _needs_worker(reward, name))
         rate = RateLimit(reward.rate_limit_per_s, shared_by=_limited(reward))
         mistakes: list[Mistake] = []
-        inline = _load_inline(reward, [name for name in reward.functions if name not in sandboxed], mistakes)
+        inline = _load_inline(reward, [name for name in reward.functions if name not in apart], mistakes)
         prepared = await prepare_models(reward, surroundings)
         mistakes += prepared.mistakes
-        pool = None
-        try:
-            pool = await Pool.create(reward, sandboxed, rate) if sandboxed else None
-        except ConfigError as error:
-            mistakes += error.mistakes
+        pools = await _start_pools(reward, apart, rate, mistakes)
         try:
             if mistakes:
                 raise ConfigError(mistakes)
             models = await Models.start(reward, prepared, rate, surroundings) if prepared.any else None
         except BaseException:
-            if pool is not None:
-                await asyncio.shield(pool.close())
+            await asyncio.shield(_close_pools(pools))
             raise
-        return cls(reward, inline, pool, rate, models)
+        return cls(reward, inline, pools, rate, models)
 
     async def score(self, task: Task, trajectory: Trajectory) -> Score | None:
         """The score of a finished trajectory; None where nothing is configured to give one, and its session gave none.
@@ -140,14 +136,16 @@ class Scorer:
 
     async def _attempt(self, names: Sequence[str], gather: Gather) -> dict[str, Answer]:
         answers: dict[str, Answer] = {}
-        if names and self._pool is None:
+        if names and not self._pools:
             await self._rate.turn()
         for name, function in self._inline.items():
             if name in names:
                 answers[name] = await self._run_inline(function, gather)
-        elsewhere = tuple(name for name in names if name not in self._inline)
-        if self._pool is not None and elsewhere:
-            answers |= await self._pool.run(elsewhere, gather)
+        turn = True
+        for pool in self._pools:
+            if chosen := tuple(name for name in pool.names if name in names):
+                answers |= await pool.run(chosen, gather, turn=turn)
+                turn = False
         return answers
 
     async def _run_inline(self, function: Function, gather: Gather) -> Answer:
@@ -182,8 +180,7 @@ class Scorer:
             if self._models is not None:
                 await asyncio.shield(self._models.close())
         finally:
-            if self._pool is not None:
-                await asyncio.shield(self._pool.close())
+            await asyncio.shield(_close_pools(self._pools))
 
     async def __aenter__(self) -> "Scorer":
         return self
@@ -204,7 +201,41 @@ def _limited(reward: RewardConfig) -> tuple[str, ...]:
 
 def _needs_worker(reward: RewardConfig, name: str) -> bool:
     builtin = BUILTINS.get(reward.functions[name].path)
-    return reward.num_workers > 0 and (builtin is None or builtin.evaluates_text)
+    return reward.num_workers > 0 and (builtin is None or _is_sandboxed(reward.functions[name]))
+
+
+def _is_sandboxed(function: RewardFunctionConfig) -> bool:
+    builtin = BUILTINS.get(function.path)
+    return function.sandbox or (builtin is not None and builtin.evaluates_text)
+
+
+async def _start_pools(
+    reward: RewardConfig, names: tuple[str, ...], rate: RateLimit, mistakes: list[Mistake]
+) -> tuple[Pool, ...]:
+    """Workers for plain functions, and others for sandboxed ones; what is wrong with them is added to `mistakes`."""
+    pools: list[Pool] = []
+    try:
+        for sandbox in (False, True):
+            chosen = tuple(name for name in names if _is_sandboxed(reward.functions[name]) is sandbox)
+            try:
+                if chosen:
+                    pools.append(await Pool.create(reward, chosen, rate, sandbox))
+            except ConfigError as error:
+                mistakes += error.mistakes
+    except BaseException:
+        await asyncio.shield(_close_pools(pools))
+        raise
+    for item in dict.fromkeys(item for pool in pools for item in pool.missing):
+        warn(f"reward sandbox: {item}")
+    return tuple(pools)
+
+
+async def _close_pools(pools: Sequence[Pool]) -> None:
+    """All of them, whatever one says."""
+    found = await asyncio.gather(*(pool.close() for pool in pools), return_exceptions=True)
+    for error in found:
+        if error is not None:
+            raise error
 
 
 def _load_inline(reward: RewardConfig, names: list[str], mistakes: list[Mistake]) -> dict[str, Function]:
@@ -212,8 +243,7 @@ def _load_inline(reward: RewardConfig, names: list[str], mistakes: list[Mistake]
     loaded: dict[str, Function] = {}
     for name in names:
         function = reward.functions[name]
-        builtin = BUILTINS.get(function.path)
-        if builtin is not None and builtin.evaluates_text:
+        if _is_sandboxed(function):
             problem = f"{function.path!r} evaluates model text and runs only in a worker process"
             mistakes.append(locate(reward, name, Mistake("path", problem, fix="set reward.num_workers to 1 or more")))
             continue

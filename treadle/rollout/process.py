@@ -22,7 +22,7 @@ from treadle.config import ModelConfig, RolloutConfig
 from treadle.engine.channel import Channel, ChannelClosed, Peer
 from treadle.errors import ConfigError, DeadlineError, Failure, RunError
 from treadle.exit_status import describe_exit
-from treadle.reward.kin import kill_group
+from treadle.reward.sandbox.limits import kill_group
 from treadle.rollout.distant import Answer, DistantWorker
 from treadle.rollout.environment import may_block
 from treadle.rollout.serialization import DRIVER_END, Ready

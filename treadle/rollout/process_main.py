@@ -17,7 +17,7 @@ from functools import partial
 from treadle.engine.channel import Channel, ChannelClosed, Peer
 from treadle.errors import ConfigError, Failure, TreadleError
 from treadle.observe import Wait
-from treadle.reward.kin import kill_tree, list_children
+from treadle.reward.sandbox.limits import kill_tree, list_children
 from treadle.rollout.distant import run_sent, serve_jobs
 from treadle.rollout.process import Setup
 from treadle.rollout.serialization import WORKER_END, Ready, WaitReport

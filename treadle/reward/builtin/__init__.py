@@ -11,11 +11,12 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Builtin:
-    """Where a built-in lives, and whether the text a model wrote can make it run code or run on."""
+    """Where a built-in lives, and whether the text a model wrote can make it compute for long."""
 
     module: str
     evaluates_text: bool = False
-    """True: only ever in a worker process. False: pure and bounded, so it runs in the parent."""
+    """True: only ever in a sandboxed worker process, though no text is run as code. False: pure and bounded, so it runs
+    in the parent."""
 
 
 BUILTINS: Mapping[str, Builtin] = {

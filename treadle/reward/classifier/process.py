@@ -21,8 +21,8 @@ from treadle.config.reward import ClassifierConfig
 from treadle.errors import ConfigError, Mistake
 from treadle.exit_status import describe_exit
 from treadle.reward.failure import Fault, ScoreFailure
-from treadle.reward.frame import HEADER
-from treadle.reward.kin import kill_tree
+from treadle.reward.sandbox.limits import kill_tree
+from treadle.reward.sandbox.protocol import HEADER
 from treadle.reward.verdict import MAX_RESULT_BYTES
 
 BOOT = (

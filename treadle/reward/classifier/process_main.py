@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any
 
 from treadle.errors import ConfigError
 from treadle.reward.failure import Fault, ScoreFailure, blame_function
-from treadle.reward.frame import read_frame, write_frame
-from treadle.reward.limits import die_with_parent
+from treadle.reward.sandbox.limits import die_with_parent
+from treadle.reward.sandbox.protocol import read_frame, write_frame
 from treadle.reward.verdict import encode_failure
 
 if TYPE_CHECKING:

@@ -17,7 +17,7 @@ from treadle.errors import ConfigError, Mistake
 from treadle.reward.argument import gather, gather_group
 from treadle.reward.failure import Fault, ScoreFailure, blame_function
 from treadle.reward.function import Function, load_function
-from treadle.reward.packing import copy
+from treadle.reward.sandbox.protocol import copy
 from treadle.reward.verdict import UNBOUNDED, check_count, read_number, settle_answer
 from treadle.types import Score, Task, Trajectory
 

@@ -1,0 +1,15 @@
+"""Sandbox of reward functions: processes that are limited, fenced off, and killed.
+
+    process.py    the parent's side: start a worker, ask it, watch it, kill it
+    worker.py     the process itself; a sandboxed function runs in a child of it, one for each score
+    protocol.py   frames, numbered requests and replies, the first messages
+    limits.py     CPU, memory and process trees
+    confine.py    kernel fences: seccomp, Landlock, namespaces
+    code.py       `run_python`, for rewards that run the code a model wrote
+
+What is protected from whom: SECURITY.md.
+"""
+
+from treadle.reward.sandbox.code import CodeResult, run_python
+
+__all__ = ["CodeResult", "run_python"]

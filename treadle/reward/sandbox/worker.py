@@ -1,0 +1,176 @@
+"""Worker: the process that runs reward functions.
+
+Imports its functions, then answers one score at a time until its channel closes. Imports no torch.
+
+    plain function          runs here, and keeps what it keeps in memory between scores
+    built-in of a sandbox   runs here, behind the kernel's fences
+    your function there     runs in a child of this process, one for each score, which has no channel but a pipe for its
+                            one result; this process reads it, kills what is left, and answers with the request's number
+
+Owns nothing that lasts: the parent may kill it at any moment.
+Invariant: one reply per function and score, as JSON; standard input is empty. In a sandbox no code of a score outlives
+it, changes a later one, or holds the channel.
+
+Results leave on a channel of their own, so a function may print what it likes: lines go to the run's console and log.
+"""
+
+import asyncio
+import gc
+import inspect
+import json
+import os
+import pickle
+import sys
+from collections.abc import Iterator
+from contextvars import copy_context
+from typing import Any, NoReturn
+
+from treadle.context import restore
+from treadle.errors import ConfigError, Mistake
+from treadle.reward.failure import Fault, ScoreFailure, blame_function, name_function
+from treadle.reward.function import Function, load_function
+from treadle.reward.printed import LabelledOutput
+from treadle.reward.sandbox.confine import die_with_starter, hide, leave_network, put_up
+from treadle.reward.sandbox.limits import (
+    bound_memory,
+    bound_score,
+    die_with_parent,
+    end_strays,
+    kill_tree,
+    limit_cpu,
+    list_children,
+)
+from treadle.reward.sandbox.protocol import (
+    WorkerSetup,
+    explain_status,
+    past_cpu_time,
+    read_frame,
+    read_stamped,
+    stamp,
+    write_frame,
+    write_report,
+)
+from treadle.reward.verdict import MAX_RESULT_BYTES, encode, encode_failure
+
+
+def main() -> None:
+    """Load, say what was loaded, then score until the parent hangs up."""
+    channel, lifeline = int(sys.argv[2]), int(sys.argv[3])
+    for descriptor in (channel, lifeline):
+        os.set_inheritable(descriptor, False)
+    die_with_parent(lifeline)
+    setup: WorkerSetup = pickle.loads(read_frame(channel) or b"")
+    sys.stdout = sys.stderr = _OUTPUT
+    missing = [leave_network()] if setup.sandbox else []
+    bound_memory(setup.memory_mb)
+    functions, mistakes = _load(setup)
+    kept = list_children(os.getpid())
+    if setup.sandbox:
+        hide()
+        missing += put_up()
+        gc.freeze()  # pages that children share stay shared
+    write_frame(channel, write_report(functions, mistakes, [item for item in missing if item]))
+    with asyncio.Runner() as runner:
+        while (asked := read_frame(channel)) is not None and (payload := read_frame(channel)) is not None:
+            number, token, names = read_stamped(asked)
+            chosen = [item for item in functions if item.name in set(json.loads(names))]
+            for at, reply in enumerate(_score_all(chosen, payload, setup, runner, kept)):
+                end_strays(kept)
+                write_frame(channel, stamp(number + at, token, reply))
+
+
+_OUTPUT = LabelledOutput(1)
+"""What functions print."""
+
+
+def _load(setup: WorkerSetup) -> tuple[list[Function], dict[str, tuple[Mistake, ...]]]:
+    """Every function that can be used, and every mistake; with mistakes the parent hangs up after the report."""
+    functions: list[Function] = []
+    mistakes: dict[str, tuple[Mistake, ...]] = {}
+    for name, path, kwargs, scope in setup.functions:
+        _OUTPUT.label = name
+        try:
+            functions.append(load_function(name, path, kwargs, scope))
+        except ConfigError as error:
+            mistakes[name] = error.mistakes
+    return functions, mistakes
+
+
+def _score_all(
+    functions: list[Function], payload: bytes, setup: WorkerSetup, runner: asyncio.Runner, kept: set[int]
+) -> Iterator[bytes]:
+    """A reply from each function, up to the first that fails: the parent reads no further."""
+    try:
+        for function in functions:
+            _OUTPUT.label = function.name
+            if setup.sandbox and function.builtin is None:
+                reply = _score_in_child(function, payload, setup, kept)
+            else:
+                with limit_cpu(setup.cpu_time_s):
+                    reply = _score(function, payload, runner)
+            _OUTPUT.end()
+            yield reply
+    except ScoreFailure as failure:
+        yield encode_failure(failure)
+
+
+def _score(function: Function, payload: bytes, runner: asyncio.Runner) -> bytes:
+    """One function's score as JSON. Each unpacks its own arguments, so none sees what another did to them."""
+    with blame_function(function.name):
+        values, variables = pickle.loads(payload)
+        context = copy_context()
+        context.run(restore, variables)
+        result = context.run(function, values)
+        if inspect.isawaitable(result):
+            result = runner.run(_wait_for(result), context=context)
+        return encode(function.read(result))
+
+
+async def _wait_for(result: Any) -> Any:
+    return await result
+
+
+def _score_in_child(function: Function, payload: bytes, setup: WorkerSetup, kept: set[int]) -> bytes:
+    """One function's reply, from a child that does nothing else and is gone afterwards with all it started."""
+    ours, theirs = os.pipe()
+    child = os.fork()
+    if child == 0:
+        _run_child(function, payload, setup, theirs)
+    os.close(theirs)
+    try:
+        with name_function(function.name):
+            reply = read_frame(ours, MAX_RESULT_BYTES)
+            if reply is not None:
+                kill_tree(child)
+            _, ended, used = os.wait4(child, 0)
+            end_strays(kept)
+            if reply is None and used.ru_utime + used.ru_stime > 0.9 * setup.cpu_time_s:
+                raise past_cpu_time(setup.cpu_time_s)
+            if reply is None:
+                raise explain_status(os.waitstatus_to_exitcode(ended), setup.cpu_time_s)
+            if os.read(ours, 1):
+                raise ScoreFailure(Fault.CRASH, "gave more than one result")
+            return reply
+    finally:
+        kill_tree(child)
+        os.close(ours)
+
+
+def _run_child(function: Function, payload: bytes, setup: WorkerSetup, result: int) -> NoReturn:
+    """The child: close every descriptor but output and the result's, put up the fences, score, end."""
+    try:
+        die_with_starter()
+        os.dup2(result, 3)
+        os.closerange(4, os.sysconf("SC_OPEN_MAX") if os.sysconf("SC_OPEN_MAX") > 0 else 65_536)
+        os.set_inheritable(3, False)
+        bound_score(setup.cpu_time_s, setup.memory_mb)
+        put_up()
+        try:
+            with asyncio.Runner() as runner:
+                reply = _score(function, payload, runner)
+        except ScoreFailure as failure:
+            reply = encode_failure(failure)
+        _OUTPUT.end()
+        write_frame(3, reply)
+    finally:
+        os._exit(0)
