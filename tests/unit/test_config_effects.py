@@ -4,6 +4,9 @@ A new key needs a line in `EFFECTS`. `UNPROVEN` lists the keys whose effect noth
 one, with tests of their own elsewhere, but one that is read by nothing would not be found. The list may only shrink.
 """
 
+import asyncio
+import os
+import socket
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -27,10 +30,13 @@ from treadle.config.algorithm import AlgorithmConfig, KLControlConfig, RolloutCo
 from treadle.config.data import DataConfig
 from treadle.config.logging import LoggingConfig
 from treadle.config.outline import key_paths
+from treadle.config.reward import RewardConfig, RewardFunctionConfig
 from treadle.config.rollout import SamplingConfig
 from treadle.data.tasks import load_tasks
 from treadle.policy.schedule import learning_rate
+from treadle.reward.scorer import Scorer
 from treadle.rollout.service import Kind, RolloutService
+from treadle.types import Outcome, StopReason, Task, Trajectory
 
 SIZES = (6, 1, 9, 4, 5, 3)
 NUM_TOKENS = sum(SIZES)
@@ -129,6 +135,31 @@ def tasks(directory: Path, **keys: Any) -> list[Any]:
         [str(directory / name) for name in data.val_files], data, data.val_max_samples, validation=True
     )
     return [(item.messages, item.ground_truth, item.data_source) for part in (training, held_out) for item in part]
+
+
+def reach(response: str) -> float:
+    """A reward function: 1 where it can open a socket, 2 more where it sees a key."""
+    try:
+        socket.socket().close()
+        opened = 1.0
+    except PermissionError:
+        opened = 0.0
+    return opened + 2.0 * ("KEY_OF_A_JUDGE" in os.environ)
+
+
+def worker_reach(**keys: Any) -> float:
+    """What a function in a worker process can reach."""
+
+    async def score() -> float:
+        functions = {"reach": RewardFunctionConfig(path=f"{__name__}:reach", **keys)}
+        async with await Scorer.create(RewardConfig(functions=functions, timeout_s=60.0)) as scorer:
+            found = await scorer.score(Task("t", ()), Trajectory("t", 0, (), Outcome.ended(StopReason.STOP)))
+        assert found is not None
+        return found.value
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("KEY_OF_A_JUDGE", "secret")
+        return asyncio.run(score())
 
 
 Case = tuple[Callable[..., Any], dict[str, Any], dict[str, Any]]
@@ -232,6 +263,7 @@ EFFECTS: dict[str, Case] = {
         *(("train_max_samples", -1, 2), ("val_max_samples", -1, 2), ("prompt_key", "prompt", "question")),
         *(("answer_key", "answer", "truth"), ("reward_fn_key", "data_source", "set")),
     ),
+    **cases("reward.functions.*", worker_reach, ("sandbox", False, True), ("env", (), ("KEY_OF_A_JUDGE",))),
     **cases(
         "logging",
         lambda **keys: LoggingConfig(**keys).directory(),
