@@ -52,7 +52,9 @@ def test_turns_tools_stops_and_forks_are_counted_over_survivors():
     assert FOUND["tools/calls"] == 2.0
     assert FOUND["tools/errors"] == FOUND["tools/timeouts"] == FOUND["tools/invalid"] == 0.25
     assert FOUND["stop/stop"] == FOUND["stop/length"] == FOUND["rollout/truncated"] == 0.5
-    assert FOUND["rollout/forks"] == 0.5
+    assert FOUND["rollout/forks"] == 0.5 and "rollout/drift" not in FOUND
+    drifted = [replace(CUT, extra={"drift": drift}) for drift in (0.0, 1.0, 1.0, 0.0)]
+    assert describe_batch([Group(Task("a", ()), (GOOD, *drifted))])["rollout/drift"] == 0.5
     assert FOUND["failed/tool"] == 1.0
 
 

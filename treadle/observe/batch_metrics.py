@@ -38,10 +38,12 @@ def _ends(survivors: Sequence[Trajectory]) -> dict[str, float]:
     count = len(survivors)
     reasons = Counter(str(trajectory.outcome.reason) for trajectory in survivors)
     truncated = sum(trajectory.outcome.status is Status.TRUNCATED for trajectory in survivors)
+    compared = [float(trajectory.extra["drift"]) for trajectory in survivors if "drift" in trajectory.extra]
     return {
         **{f"stop/{reason}": number / count for reason, number in sorted(reasons.items())},
         "rollout/truncated": truncated / count,
         "rollout/forks": sum(trajectory.num_rows - 1 for trajectory in survivors) / count,
+        **({"rollout/drift": sum(compared) / len(compared)} if compared else {}),
     }
 
 

@@ -7,8 +7,9 @@ Invariant: `run` returns a trajectory (or says that the prompt was dropped) for 
 import asyncio
 import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, Self
+from zlib import crc32
 
 from treadle.aio import GIVE_UP_S, abandon, describe, end, place, where
 from treadle.config import ModelConfig, RolloutConfig
@@ -29,6 +30,9 @@ CUT_SIDES: Mapping[str, Literal["left", "middle", "right"]] = {
     "truncate_middle": "middle",
     "truncate_right": "right",
 }
+
+DRIFT_SHARE = 8
+"""One task in so many has the row of its first sample compared with a rendering of the whole conversation."""
 
 CLEANUP_S = 20.0
 """How long an environment may take to close."""
@@ -97,7 +101,24 @@ class AgentLoopWorker:
             del self._open[id(job)]
         if isinstance(outcome, Dropped):
             return outcome
-        return _trajectory(opened, outcome, started_at, clock() - began)
+        trajectory = _trajectory(opened, outcome, started_at, clock() - began)
+        if job.sample == 0 and crc32(job.task.uid.encode()) % DRIFT_SHARE == 0:
+            return self._with_drift(trajectory, opened)
+        return trajectory
+
+    def _with_drift(self, trajectory: Trajectory, opened: "Opened") -> Trajectory:
+        """The trajectory with a note of whether its row is what the template makes of the whole conversation."""
+        said = [at for at, message in enumerate(trajectory.messages) if message["role"] == "assistant"]
+        if not trajectory.outcome.ok or len(trajectory.rows) != 1 or opened.cut or len(said) < 2:
+            return trajectory
+        row = trajectory.rows[0]
+        shown = self._toolbox.schemas(opened.job.task.tools)
+        try:
+            whole = self._services.codec.prompt(trajectory.messages[: said[-1]], shown)
+        except Failure:
+            return trajectory
+        drift = float(whole != (*row.prompt_ids, *row.ids[: row.turns[-1].start]))
+        return replace(trajectory, extra={**trajectory.extra, "drift": drift})
 
     async def _settled(self, opened: "Opened", attempt: "asyncio.Task[Outcome | Dropped]") -> Outcome | Dropped:
         """What an attempt came to. One that outlives its deadline, whatever it does about it, is abandoned."""
