@@ -157,9 +157,9 @@ def test_by_source_scores_as_the_data_set_does(source: str, response: str, truth
     assert by_source.score(response, truth, source) == expected
 
 
-@pytest.mark.parametrize(("source", "why"), [("mine", "no rule scores"), ("taco", "running programs"), ("", "no rule")])
-def test_by_source_refuses_a_source_without_a_rule_by_name(source: str, why: str) -> None:
-    with pytest.raises(ValueError, match=f"{why}.*|.*{source!r}"):
+@pytest.mark.parametrize("source", ["mine", ""])
+def test_by_source_refuses_a_source_without_a_rule_by_name(source: str) -> None:
+    with pytest.raises(ValueError, match=f"no rule scores data source {source!r}"):
         by_source.score("x", "y", source)
 
 

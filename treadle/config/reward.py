@@ -12,6 +12,7 @@ REWARD_FUNCTIONS = (
     "exact_match",
     "number_match",
     "by_source",
+    "code_tests",
     "math",
     "format",
     "reasoning_gym",

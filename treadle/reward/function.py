@@ -32,7 +32,7 @@ class Function:
     @property
     def pure(self) -> bool:
         """Bounded, and leaves its arguments alone."""
-        return self.builtin is not None and not self.builtin.evaluates_text
+        return self.builtin is not None and not self.builtin.evaluates_text and not self.builtin.starts_processes
 
     def __call__(self, values: Mapping[str, Any]) -> Any:
         """What the function returns, or an awaitable of it. `values` may hold more than it needs."""

@@ -201,7 +201,8 @@ def _limited(reward: RewardConfig) -> tuple[str, ...]:
 
 def _needs_worker(reward: RewardConfig, name: str) -> bool:
     builtin = BUILTINS.get(reward.functions[name].path)
-    return reward.num_workers > 0 and (builtin is None or _is_sandboxed(reward.functions[name]))
+    elsewhere = builtin is None or builtin.starts_processes or _is_sandboxed(reward.functions[name])
+    return reward.num_workers > 0 and elsewhere
 
 
 def _is_sandboxed(function: RewardFunctionConfig) -> bool:

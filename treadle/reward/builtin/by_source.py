@@ -9,9 +9,10 @@ r"""Scores each answer by the rule of its data source, as verl does where no rew
     math, math_dapo, aime…                    the last line `Answer: …`, or else the last \\boxed{}   1 or -1
     searchR1_…                                the last <answer> is one of the ground truths, but for
                                               case, articles and punctuation                           1 or 0
+    codecontests, apps, codeforces, taco      the share of tests that the program passes (`code_tests`)  0 to 1
 
-Any other source is a failure that names it. Answers are compared as text: nothing is evaluated, and every rule is
-linear in the length of the text. `math` compares as mathematics, and costs a process.
+Any other source is a failure that names it. Answers that are not programs are compared as text: nothing is evaluated,
+and every such rule is linear in the length of the text. `math` compares as mathematics.
 """
 
 import re
@@ -19,7 +20,7 @@ import string
 from collections.abc import Mapping
 from typing import Any
 
-from treadle.reward.builtin import number_match
+from treadle.reward.builtin import code_tests, number_match
 from treadle.reward.builtin.tag import read_tag
 
 TAIL = 4096
@@ -71,7 +72,7 @@ def score(response: str, ground_truth: Any, data_source: str) -> float:
         answer = read_tag(response, "answer")
         return float(answer is not None and plain_words(answer) in map(plain_words, _accepted(ground_truth)))
     if data_source in PROGRAMS:
-        raise ValueError(f"data source {data_source!r} is scored by running programs: name a reward function that does")
+        return code_tests.score(response, ground_truth)
     raise ValueError(f"no rule scores data source {data_source!r}: name a reward function in reward.functions")
 
 
