@@ -34,7 +34,7 @@ def machines(nodes):
 
 async def reserved(plan, nodes, body):
     """Run `body` on a reservation that is given back."""
-    reservation = await Reservation.reserve(plan, nodes, timeout_s=10)
+    reservation = await Reservation.reserve(plan, nodes, timeout_s=60)
     try:
         await body(reservation)
     finally:
@@ -105,7 +105,7 @@ def test_validation_has_a_gpu_that_nobody_uses_and_does_without_where_others_too
 
     async def main(reservation) -> None:
         (replica,) = reservation.replica_seats()
-        seat = await reservation.validation_seat(timeout_s=10)
+        seat = await reservation.validation_seat(timeout_s=60)
         assert seat.node == replica.node and {*seat.gpus, *replica.gpus} == {"0", "1"}
         assert await reservation.validation_seat(timeout_s=0.5) is None, "there is no other"
         assert "validation shares the engines, and the next push of weights waits for it: " in caplog.text
@@ -129,7 +129,6 @@ def test_validation_without_gpus_sits_with_the_engines_and_is_counted_among_them
 JUDGED = """
 model: {path: somewhere}
 data: {train_files: [tasks.jsonl], train_batch_size: 64}
-reward: {functions: {answer: {path: exact_match}}}
 rollout: {n: 8}
 reward:
   classifiers: {helpful: {path: there, device: cuda}, harmless: {path: there, device: cuda}}
@@ -184,7 +183,7 @@ def test_a_place_that_others_hold_is_refused_in_time_and_by_name(unequal):
         asyncio.run(Reservation.reserve(plan, nodes, timeout_s=1))
     assert time.monotonic() - began < 5
     remove_placement_group(taken)
-    asyncio.run(Reservation.reserve(plan, nodes, timeout_s=10)).release()
+    asyncio.run(Reservation.reserve(plan, nodes, timeout_s=60)).release()
 
 
 def _with_gpus(nodes, count):
