@@ -83,7 +83,7 @@ async def start_voice(
     with _told_of_judge():
         try:
             replicas = await surroundings.start_engines(rollout, model, speech.renderer, api_key, gpus)
-        except EngineFailure as failure:
+        except (EngineFailure, RunError) as failure:
             raise RunError(f"the engine of reward.judges.{name} did not start: {failure}") from failure
     router = Router(
         replicas,
