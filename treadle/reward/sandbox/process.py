@@ -126,7 +126,8 @@ class WorkerProcess(asyncio.SubprocessProtocol):
         await loop.create_unix_connection(lambda: self._stream, sock=ours)
         arguments = (json.dumps(sys.path), str(theirs), str(lifeline_end))
         nowhere, here, same = subprocess.DEVNULL, subprocess.PIPE, subprocess.STDOUT
-        named = [variable for name in self._names for variable in self._reward.functions[name].env]
+        functions = (self._reward.functions[name] for name in self._names)
+        named = [variable for function in functions for variable in function.env]
         await loop.subprocess_exec(
             lambda: self, sys.executable, "-c", BOOT, *arguments,
             stdin=nowhere, stdout=here, stderr=same, pass_fds=(theirs, lifeline_end), start_new_session=True,
