@@ -41,6 +41,10 @@ class Mistake:
     value: Any = None
     origin: object = None
     fix: str | None = None
+    missing: str = ""
+    """The config may be right, and this machine lacks something: its kind (model, file, package, GPU). Else empty."""
+    count: int = 1
+    """How many of that kind; 0 where they are not counted, as with memory."""
 
     def __str__(self) -> str:
         lines = [f"{self.key}: {self.problem}"]

@@ -1,14 +1,22 @@
 """Exit statuses of processes, in words, and the memory limit of the container (cgroup v1 and v2) that a kill may be of.
 
-Owns what is said of a process that has ended, whoever started it. An exit status cannot tell a kill by the kernel for
-memory from any other SIGKILL; the counter of such kills in the control group can. Each kill that it counts explains one
-death. Where it counts one of a process that was not ours, a later SIGKILL from elsewhere is taken for one for memory.
+Owns the statuses that our own commands end with, and what is said of a process that has ended, whoever started it. An
+exit status cannot tell a kill by the kernel for memory from any other SIGKILL; the counter of such kills in the control
+group can. Each kill that it counts explains one death. Where it counts one of a process that was not ours, a later
+SIGKILL from elsewhere is taken for one for memory.
 """
 
 import signal
 from collections.abc import Iterator
 from pathlib import Path
 from threading import Lock
+
+STATUS_FAILED = 1
+STATUS_CONFIG = 2
+"""A config is wrong: it would be on every machine."""
+STATUS_MISSING = 3
+"""A config is right, as far as it could be checked, and this machine lacks something that it asks for."""
+STATUS_INTERRUPTED = 130
 
 GB = 1e9
 

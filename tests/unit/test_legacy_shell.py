@@ -56,6 +56,18 @@ def test_a_default_is_taken_and_mentioned_when_the_variable_is_not_set() -> None
     assert [note for note in launch(script).notes if "$C is not set" in note and "'3'" in note]
 
 
+def test_the_working_directory_is_where_our_paths_start() -> None:
+    script = f'DIR=${{DIR:-"$PWD"}}\n{START} a=$DIR/data b=$(pwd)/x c=${{PWD:-/no}}'
+    assert words(script) == ["a=./data", "b=./x", "c=."]
+    assert unknown(f"cd /elsewhere\n{START} a=$PWD/data") == ["$PWD is not known after line 1 changes it"]
+
+
+def test_a_value_that_the_script_demands_is_not_empty_later() -> None:
+    script = f'M=${{M:-${{OTHER:-}}}}\n: "${{M:?set M}}"\n{START} a=$M'
+    assert unknown(script) == ["$M has no value in the script"]
+    assert words(f'M=m\n: "${{M:?set M}}"\n{START} a=$M') == ["a=m"]
+
+
 def test_defaults_nest() -> None:
     script = f'HOMEDIR=${{HOMEDIR:-"${{ROOT:-/r}}/verl"}}\n{START} a="${{OUT:-"${{HOMEDIR}}/ckpts"}}"'
     assert words(script) == ["a=/r/verl/ckpts"]

@@ -1,17 +1,19 @@
 """`treadle check`: everything about a run that can be known without running it."""
 
+import json
 import os
 import sys
+from dataclasses import asdict
 from typing import TYPE_CHECKING
 
 from treadle.cli.parser import Arguments, Commands, add_command, add_words, load_words
-from treadle.errors import ConfigError, Mistake
+from treadle.errors import ConfigError
+from treadle.exit_status import STATUS_CONFIG, STATUS_MISSING
 from treadle.terminal import say, warn
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from treadle.config import Config, Plan
+    from treadle.preflight.report import PreflightReport
 
 
 def register(commands: Commands) -> None:
@@ -22,33 +24,63 @@ def register(commands: Commands) -> None:
     trained, no run directory is made. `treadle train` and `treadle rollout` begin with the quick part of it;
     `treadle config check` looks at the config alone, at once.
 
+    exit status:
+      0  nothing is wrong and nothing is missing
+      2  something is wrong: it would be on every machine
+      3  the config is right, and this machine lacks something: a model, files, packages, GPUs, API keys
+
     examples:
       treadle check calculator
       treadle check my.yaml trainer.mode=fully_async rollout.nnodes=1
+      treadle check my.yaml --json | jq '.findings[] | select(.kind == "wrong")'
     """
-    add_words(add_command(commands, "check", check, examples))
+    parser = add_command(commands, "check", check, examples)
+    add_words(parser)
+    parser.add_argument("--json", action="store_true", help="findings, plan and first prompt as one JSON object")
 
 
-def check(arguments: Arguments) -> None:
+def check(arguments: Arguments) -> int:
     """Check a config, its data, imports, tools, rewards, model and machine before a run.
 
-    Status 0 when nothing is wrong, 2 with every mistake in one report.
+    What is wrong in the config and what is missing on this machine come apart, in two sections of one report.
     """
-    config = load_words(arguments.words)
+    from treadle.preflight.report import PreflightReport
 
-    from treadle.preflight.checks import inspect_run
+    report, config, plan = PreflightReport(), None, None
+    with report.gather():
+        config = load_words(arguments.words)
+    if config is not None:
+        from treadle.preflight.checks import inspect_run
 
-    report = inspect_run(config, os.environ, thorough=True)
-    plan, problems = _plan(config)
-    say(report.describe())
-    if plan is not None:
+        report = inspect_run(config, os.environ, thorough=True)
+        plan = _plan(config, report)
+    status = STATUS_CONFIG if report.wrong else STATUS_MISSING if report.missing else 0
+    if arguments.json:
+        say(json.dumps(_as_json(report, plan, status), indent=2, default=str))
+        return status
+    if found := report.describe():
+        say(found)
+    if config is not None and plan is not None:
         from treadle.cli.plan import describe_plan
 
         say(f"\n{describe_plan(config, plan)}")
-    if mistakes := [*report.mistakes, *problems]:
-        sys.stdout.flush()
-        raise ConfigError(mistakes)
-    say("\nfine: nothing is wrong as far as can be known without running it")
+    sys.stdout.flush()
+    if mistakes := report.describe_mistakes():
+        warn(f"{mistakes}\n\n{report.conclude()}")
+    else:
+        say(f"\n{report.conclude()}")
+    return status
+
+
+def _as_json(report: "PreflightReport", plan: "Plan | None", status: int) -> dict[str, object]:
+    return {
+        "status": status,
+        "conclusion": report.conclude(),
+        "findings": report.findings(),
+        "first_prompt": report.first_prompt or None,
+        "first_prompt_tokens": report.first_prompt_tokens,
+        "plan": None if plan is None else asdict(plan),
+    }
 
 
 def require_preflight(config: "Config") -> None:
@@ -62,11 +94,20 @@ def require_preflight(config: "Config") -> None:
         warn(f"warning: {warning}")
 
 
-def _plan(config: "Config") -> "tuple[Plan | None, Sequence[Mistake]]":
+def _plan(config: "Config", report: "PreflightReport") -> "Plan | None":
+    """What runs where; on the machines that the config asks for, where those here are too few."""
     from treadle.cli.machines import find_machines
     from treadle.config import make_plan
+    from treadle.config.plan import asked_machines
 
     try:
-        return make_plan(config, find_machines(config.cluster)), ()
+        return make_plan(config, find_machines(config.cluster))
     except ConfigError as error:
-        return None, error.mistakes
+        report.add(error.mistakes)
+        if not all(mistake.missing for mistake in error.mistakes):
+            return None
+    with report.gather():
+        plan = make_plan(config, asked_machines(config))
+        report.warnings.append("the plan below is for machines as the config asks for them; they are not here")
+        return plan
+    return None

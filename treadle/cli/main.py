@@ -16,11 +16,9 @@ from typing import NoReturn
 from treadle.cli import audit, check, config, plan, replay, rollout, simulate, timeline, train
 from treadle.cli.parser import Parser, new_parser, parse
 from treadle.errors import ConfigError, Failure, RunError
+from treadle.exit_status import STATUS_CONFIG, STATUS_FAILED, STATUS_INTERRUPTED
 from treadle.terminal import warn
 
-STATUS_FAILED = 1
-STATUS_CONFIG = 2
-STATUS_INTERRUPTED = 130
 LAST_WARNING = 2
 """Ctrl-C so many times: the next one is the system's to deal with."""
 

@@ -127,6 +127,15 @@ def _wanted(config: Config) -> Iterator[_Wanted]:
         yield _Wanted("rollout", rollout.nnodes or 1, rollout.n_gpus_per_node, "rollout.n_gpus_per_node")
 
 
+def asked_machines(config: Config) -> list[Machine]:
+    """Machines that hold what a config asks for by its own numbers, whether or not there are such machines."""
+    asked = [want.gpus for want in _wanted(config) for _ in range(want.nodes)]
+    rewards = list(wishes(config))
+    if rewards:
+        asked.append(max(sum(wish.num_gpus for wish in rewards), *(1 + (wish.fixed or 0) for wish in rewards)))
+    return [Machine(f"node{at}", gpus) for at, gpus in enumerate(asked)]
+
+
 def _place(config: Config, room: Room) -> tuple[Placement, ...]:
     """Give each node a machine, the largest nodes first."""
     placed: dict[str, list[Placement]] = {want.role: [] for want in _wanted(config)}
@@ -135,7 +144,8 @@ def _place(config: Config, room: Room) -> tuple[Placement, ...]:
         for node in range(want.nodes):
             placement = room.take(want.role, node, want.gpus)
             if placement is None:
-                mistakes.append(_too_few(config, want, room.machines))
+                lacking = max(1, (want.nodes - node) * want.gpus - room.unused_gpus)
+                mistakes.append(replace(_too_few(config, want, room.machines), missing="GPU", count=lacking))
                 break
             placed[want.role].append(placement)
     if mistakes:

@@ -33,12 +33,13 @@ def _import(name: str, path: str, key: str) -> Any:
     if here not in sys.path:
         sys.path.append(here)
     if name.endswith(".py") and not Path(name).expanduser().is_file():
-        raise _mistake(key, path, f"there is no file {name}", "paths start from the working directory, or with / or ~")
+        fix = "paths start from the working directory, or with / or ~"
+        raise ConfigError([Mistake(key, f"there is no file {name}", name, fix=fix, missing="file")])
     try:
         return _import_file(Path(name).expanduser().resolve()) if name.endswith(".py") else import_module(name)
     except ModuleNotFoundError as error:
-        problem = f"there is no module {error.name!r}"
-        raise _mistake(key, path, problem, "install it, or start from the directory that holds it") from error
+        problem, fix = f"there is no module {error.name!r}", "install it, or start from the directory that holds it"
+        raise ConfigError([Mistake(key, problem, error.name, fix=fix, missing="Python module")]) from error
     except Exception as error:
         raise _mistake(key, path, f"importing {name} failed: {type(error).__name__}: {error}", None) from error
 

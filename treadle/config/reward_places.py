@@ -5,7 +5,7 @@ them. Invariant: what is asked of one GPU, as fractions of its memory, is never 
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from treadle.config.machines import Placement, Room
 from treadle.config.root import Config
@@ -63,7 +63,8 @@ def place_rewards(config: Config, placements: Sequence[Placement], room: Room) -
         raise ConfigError([_refuse(config, wish, "names a GPU, but Ray chooses it", "write cuda") for wish in fixed])
     largest = max((machine.num_gpus for machine in room.machines), default=0)
     if missing := [wish for wish in fixed if wish.fixed is not None and wish.fixed >= largest]:
-        raise ConfigError([_refuse(config, wish, "no machine has that GPU", "write cuda, or cpu") for wish in missing])
+        refused = [_refuse(config, wish, "no machine has that GPU", "write cuda, or cpu") for wish in missing]
+        raise ConfigError([replace(mistake, missing="GPU") for mistake in refused])
     free = [wish for wish in wanted if wish.fixed is None]
     own = room.take(REWARD, 0, sum(wish.num_gpus for wish in free)) if free else None
     if own is not None:
@@ -83,7 +84,8 @@ def _share(
         problem = (
             f"{most} GPUs of one machine wanted for the reward model {largest.name!r}: none has them free, or to share"
         )
-        raise ConfigError([_refuse(config, largest, problem, "ask for fewer, or run it on the CPU")])
+        refused = _refuse(config, largest, problem, "ask for fewer, or run it on the CPU")
+        raise ConfigError([replace(refused, missing="GPU", count=most)])
     host = hosts[0]
     gpus = {**_deal(free, host.gpus), **_named(fixed)}
     if mistakes := list(_overfull(config, [*free, *fixed], gpus, host)):

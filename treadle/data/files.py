@@ -32,7 +32,7 @@ def read_records(file: str, label: str, key: str) -> Iterator[Record]:
     """The rows of a file. `label` stands for the file in ids; `key` is the config key that named it."""
     path = Path(file).expanduser()
     if not path.is_file():
-        raise ConfigError([Mistake(key, f"no file {file!r}", value=file, fix=f"give {FORMS}")])
+        raise ConfigError([Mistake(key, f"no file {file!r}", value=file, fix=f"give {FORMS}", missing="file")])
     if path.suffix not in FORMATS:
         raise ConfigError([Mistake(key, f"{file!r} is not one of {', '.join(FORMATS)}", value=file)])
     rows = _read_parquet(path, key) if path.suffix == ".parquet" else _read_jsonl(path)
@@ -69,7 +69,8 @@ def _read_parquet(path: Path, key: str) -> Iterator[tuple[Mapping[str, Any], str
         from pyarrow.parquet import ParquetFile
     except ImportError as error:
         fix = "pip install 'treadle[parquet]'"
-        raise ConfigError([Mistake(key, f"reading {path} needs pyarrow", value=str(path), fix=fix)]) from error
+        problem = f"reading {path} needs pyarrow"
+        raise ConfigError([Mistake(key, problem, value="pyarrow", fix=fix, missing="package")]) from error
     try:
         file = ParquetFile(path)
     except ArrowInvalid as error:

@@ -124,7 +124,8 @@ def _make_dataset(name: str, options: Mapping[str, Any], source: str, key: str) 
         from reasoning_gym.factory import DATASETS
     except ImportError as error:
         fix = "pip install 'treadle[reasoning-gym]'"
-        raise ConfigError([Mistake(key, f"{source} needs the package reasoning-gym", source, fix=fix)]) from error
+        problem, package = f"{source} needs the package reasoning-gym", "reasoning-gym"
+        raise ConfigError([Mistake(key, problem, package, fix=fix, missing="package")]) from error
     if name not in DATASETS:
         fix = nearest(name, DATASETS) or f"it has {len(DATASETS)}, such as {', '.join(sorted(DATASETS)[:5])}"
         raise ConfigError([Mistake(key, f"reasoning-gym has no dataset {name!r}", source, fix=fix)])

@@ -196,7 +196,11 @@ def _read_all(files: Sequence[str], data: DataConfig, key: str, validation: bool
             rows, nothing = _read_function(file, labels[file], data, key), "the function makes no rows"
         else:
             rows, nothing = _read_file(file, labels[file], data, key), "the file holds no rows"
-        first = next(rows, None)
+        try:
+            first = next(rows, None)
+        except ConfigError as error:  # of the whole file: the others are read all the same
+            yield _Found(file, mistakes=error.mistakes)
+            continue
         yield first if first is not None else _Found(file, mistakes=(Mistake(file, nothing),))
         yield from rows
 

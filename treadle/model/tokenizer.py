@@ -42,6 +42,8 @@ class ChatTokenizer(Protocol):
 
 def find_model_path(path: str) -> Path | None:
     """The directory behind a model's path, if there is one on this machine."""
+    if not path:
+        return None  # not the working directory
     owner, _, name = path.partition("/")
     if owner == "treadle" and name in bundled_models():
         return BUNDLED / name
@@ -53,7 +55,8 @@ def resolve_model_path(path: str, key: str = "model.path", origin: object = None
     """The directory behind a model's path; a ConfigError that says what was looked for, if there is none."""
     found = find_model_path(path)
     if found is None:
-        raise ConfigError([Mistake(key, _missing(path), value=path, origin=origin, fix=_fix(path))])
+        missing = "" if not path or path.startswith("treadle/") else "model"
+        raise ConfigError([Mistake(key, _missing(path), path, origin, _fix(path), missing)])
     return found
 
 
@@ -117,6 +120,8 @@ def _find_in_cache(path: str) -> Path | None:
 
 
 def _missing(path: str) -> str:
+    if not path:
+        return "is empty"
     if path.startswith("treadle/"):
         return f"no bundled model {path!r}"
     if Path(path).expanduser().is_file():

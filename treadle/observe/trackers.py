@@ -167,8 +167,8 @@ class Trackers:
                 try:
                     started[name] = TRACKERS[name](logging, run_dir, config)
                 except ImportError as error:
-                    fix = f"pip install 'treadle[{name}]'"
-                    mistakes.append(Mistake("logging.logger", f"{name} is not installed ({error})", name, fix=fix))
+                    problem, fix = f"{name} is not installed ({error})", f"pip install 'treadle[{name}]'"
+                    mistakes.append(Mistake("logging.logger", problem, name, fix=fix, missing="package"))
                 except Exception as error:  # noqa: BLE001  whatever a tracker's start raises means it cannot start
                     problem = f"{name} cannot start: {type(error).__name__}: {error}"
                     mistakes.append(Mistake("logging.logger", problem, name))

@@ -2,13 +2,14 @@
 
 Owns what is looked at and in which order. Starts no engine and trains nothing. The quick part reads files and imports
 what the config names, reward functions in a worker process as they will be; the thorough part also renders every
-prompt, starts MCP servers, scores one task, and proves the model.
-Invariant: a check that finds mistakes does not keep the next one from looking.
+prompt, starts MCP servers, scores one task, reads the prompts of judges, and proves the model.
+Invariant: a check that finds mistakes does not keep the next one from looking; what it could not look at, it says.
 """
 
 import asyncio
 import socket
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from importlib.util import find_spec
 from ipaddress import ip_address
@@ -17,7 +18,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from treadle.cluster.machine import missing_packages
-from treadle.config import Config, RewardConfig, TrainConfig
+from treadle.config import Config, DataConfig, RewardConfig, TrainConfig
 from treadle.config.plugin import load_object
 from treadle.data.proof import IGNORES_TOOLS
 from treadle.data.renderer import Renderer
@@ -30,7 +31,10 @@ from treadle.observe.prometheus import HOST
 from treadle.observe.trackers import TRACKERS
 from treadle.preflight import memory
 from treadle.preflight.report import PreflightReport
+from treadle.reward.failure import ScoreFailure
+from treadle.reward.models import prepare_models
 from treadle.reward.scorer import Scorer
+from treadle.reward.surroundings import Surroundings
 from treadle.rollout.agent_loop import LoopFactory
 from treadle.rollout.tools import Toolbox
 from treadle.types import Outcome, Score, StopReason, Task, Trajectory
@@ -44,21 +48,32 @@ Schemas = Mapping[tuple[str, ...] | None, tuple[dict[str, Any], ...]]
 def inspect_run(config: Config, environment: Mapping[str, str], *, thorough: bool) -> PreflightReport:
     """Everything that can be known about a run before it starts. `environment`: the variables it will see."""
     report = PreflightReport()
-    report.mistakes += missing_packages(config)
+    report.add(missing_packages(config))
     tasks = _check_data(config, report)
     with report.gather():
         _check_imports(config)
     renderer: Renderer | None = None
     with report.gather():
         renderer = Renderer.create(config.model)
-    toolbox_schemas = asyncio.run(_check_tools(config, tasks, report, thorough=thorough))
-    if renderer is not None and tasks and toolbox_schemas is not None:
-        _check_prompts(config, renderer, tasks, toolbox_schemas, report, thorough=thorough)
-    with report.gather():
-        _check_model(config, report, thorough=thorough)
+    schemas = asyncio.run(_check_tools(config, tasks, report, thorough=thorough))
+    if renderer is not None and tasks and schemas is not None:
+        _check_prompts(config, renderer, tasks, schemas, report, thorough=thorough)
+    else:
+        report.skip("prompts, their lengths and the chat template", _why_unread(renderer, tasks))
+    _check_model(config, report, thorough=thorough)
     _check_surroundings(config, environment, report)
     asyncio.run(_check_rewards(config.reward, tasks[0] if thorough and tasks else None, report))
+    if thorough:
+        asyncio.run(_check_reward_models(config, renderer, environment, report))
+        if config.reward.functions and not tasks:
+            report.skip("scores of the first task", "no task could be read")
     return report
+
+
+def _why_unread(renderer: Renderer | None, tasks: Sequence[Task]) -> str:
+    if renderer is None:
+        return "the model's tokenizer could not be loaded"
+    return "its tools could not be loaded" if tasks else "no task could be read"
 
 
 def _check_data(config: Config, report: PreflightReport) -> list[Task]:
@@ -68,13 +83,26 @@ def _check_data(config: Config, report: PreflightReport) -> list[Task]:
     for files, most, validation in wanted:
         if not files and (validation or data.val_files):
             continue
-        with report.gather():
-            found = list(load_tasks(files, data, most, validation=validation))
+        found = _read_tasks(files, data, most, validation, report)
+        if found:
             sources = sorted({task.data_source for task in found if task.data_source})
             named = f", data sources: {', '.join(sources[:5])}{' …' if len(sources) > 5 else ''}" if sources else ""
             report.note("data", f"{len(found):,} tasks for {'validation' if validation else 'training'}{named}")
             _check_batch(config, len(found), validation, report)
             tasks += found
+    return tasks
+
+
+def _read_tasks(
+    files: Sequence[str], data: DataConfig, most: int, validation: bool, report: PreflightReport
+) -> list[Task]:
+    """The tasks of all files; with mistakes, those of each file that has none."""
+    with report.gather():
+        return list(load_tasks(files, data, most, validation=validation))
+    tasks: list[Task] = []
+    for file in files if len(files) > 1 else ():
+        with suppress(ConfigError):  # it is in the report
+            tasks += load_tasks([file], data, most, validation=validation)
     return tasks
 
 
@@ -117,6 +145,7 @@ async def _check_tools(
     multi_turn = config.rollout.multi_turn
     servers = multi_turn.mcp_servers
     if servers and not thorough:
+        report.skip("tools of MCP servers", "they are started by `treadle check` and by the run only")
         return None
     try:
         async with await Toolbox.create(multi_turn) as toolbox:
@@ -124,10 +153,12 @@ async def _check_tools(
                 report.note("tools", ", ".join(toolbox.names))
             return {names: toolbox.schemas(names) for names in {task.tools for task in tasks}}
     except ConfigError as error:
-        report.mistakes += error.mistakes
-    except (Failure, RunError) as error:
-        key = "rollout.multi_turn.mcp_servers" if isinstance(error, RunError) else "rollout.multi_turn.tools"
-        report.mistakes.append(Mistake(key, str(error)))
+        report.add(error.mistakes)
+    except RunError as error:
+        fix = "start it, install its command, or look at what it wrote"
+        report.add([Mistake("rollout.multi_turn.mcp_servers", str(error), fix=fix, missing="MCP server")])
+    except Failure as error:
+        report.add([Mistake("rollout.multi_turn.tools", str(error))])
     return None
 
 
@@ -150,7 +181,7 @@ def _check_prompts(
         try:
             ids = renderer.prompt(task.messages, schemas[task.tools])
         except Failure as failure:
-            report.mistakes.append(Mistake(task.uid, f"its prompt cannot be rendered: {failure}"))
+            report.add([Mistake(task.uid, f"its prompt cannot be rendered: {failure}")])
             return
         counts[task.uid] = len(ids)
     longest = max(counts, key=counts.__getitem__)
@@ -166,7 +197,7 @@ def _check_prompts(
         fix = f"raise it to {counts[longest]}, or set rollout.overlong_prompts to drop or truncate_left"
         key = "rollout.prompt_length"
         problem += f"{counts[longest]}"
-        report.mistakes.append(Mistake(key, problem, rollout.prompt_length, config.origin(key), fix))
+        report.add([Mistake(key, problem, rollout.prompt_length, config.origin(key), fix)])
     elif late:
         what = "dropped" if rollout.overlong_prompts == "drop" else "cut"
         report.warnings.append(f"{late} of {len(counts)} prompts are too long and are {what}: {longest} is the longest")
@@ -176,8 +207,13 @@ def _check_model(config: Config, report: PreflightReport, *, thorough: bool) -> 
     """Weights that are there and fit, on a model that is computed as its authors wrote it."""
     if config.rollout.name in ("openai", "scripted") and not isinstance(config, TrainConfig):
         return
-    model = config.model
-    directory = resolve_model_path(model.path, origin=model.origin("path"))
+    model, directory = config.model, None
+    with report.gather():
+        directory = resolve_model_path(model.path, origin=model.origin("path"))
+    if directory is None:
+        proof = "memory, disk and the model's proof" if thorough else "memory and disk"
+        report.skip(proof, f"there is no {model.path} here")
+        return
     parameters = memory.count_parameters(directory)
     if parameters is None:
         report.warnings.append(f"{directory} has no safetensors files: its size is not known")
@@ -185,7 +221,8 @@ def _check_model(config: Config, report: PreflightReport, *, thorough: bool) -> 
         report.note("model", f"{parameters / 1e6:,.1f} million parameters")
         _check_room(config, parameters, report, thorough=thorough)
     if thorough:
-        _prove_model(config, directory, report)
+        with report.gather():
+            _prove_model(config, directory, report)
 
 
 def _check_room(config: Config, parameters: int, report: PreflightReport, *, thorough: bool) -> None:
@@ -195,18 +232,20 @@ def _check_room(config: Config, parameters: int, report: PreflightReport, *, tho
     if not on_gpu:
         limit, whose = memory_limit()
         report.note("memory", f"weights: {parts}; {whose} has {memory.describe_bytes(limit)}")
-        report.mistakes += memory.check_memory(config, needs, limit, whose)
+        report.add(memory.check_memory(config, needs, limit, whose))
     elif thorough and visible_gpus():
         import torch
 
         total = int(torch.cuda.get_device_properties(0).total_memory)
         report.note("memory", f"weights, on each device: {parts}; a GPU has {memory.describe_bytes(total)}")
-        report.mistakes += memory.check_gpu_memory(config, needs, total)
+        report.add(memory.check_gpu_memory(config, needs, total))
+    elif thorough:
+        report.skip("memory of the GPUs", "none is visible here")
     if isinstance(config, TrainConfig):
         free = memory.free_bytes(Path(config.logging.directory()).absolute())
         one = memory.describe_bytes(memory.checkpoint_bytes(config, parameters))
         report.note("disk", f"{memory.describe_bytes(free)} free; a checkpoint has about {one}")
-        report.mistakes += memory.check_disk(config, parameters, free)
+        report.add(memory.check_disk(config, parameters, free))
 
 
 def _prove_model(config: Config, directory: Path, report: PreflightReport) -> None:
@@ -233,16 +272,16 @@ def _prove_model(config: Config, directory: Path, report: PreflightReport) -> No
 
 def _check_surroundings(config: Config, environment: Mapping[str, str], report: PreflightReport) -> None:
     """Trackers, ports and keys."""
-    report.mistakes += _missing_trackers(config)
-    report.mistakes += _taken_port(config)
-    report.mistakes += _missing_keys(config, environment)
+    report.add(_missing_trackers(config))
+    report.add(_taken_port(config))
+    report.add(_missing_keys(config, environment))
 
 
 def _missing_trackers(config: Config) -> Iterator[Mistake]:
     for name in config.logging.logger:
         if name in TRACKERS and find_spec(name) is None:
             origin, fix = config.origin("logging.logger"), f"pip install 'treadle[{name}]'"
-            yield Mistake("logging.logger", f"{name} is not installed", name, origin, fix)
+            yield Mistake("logging.logger", f"{name} is not installed", name, origin, fix, "package")
 
 
 def _taken_port(config: Config) -> Iterator[Mistake]:
@@ -255,7 +294,7 @@ def _taken_port(config: Config) -> Iterator[Mistake]:
             probe.bind((HOST, port))
         except OSError as error:
             problem = f"cannot listen on {HOST}: {error.strerror}"
-            yield Mistake(key, problem, port, config.origin(key), "choose another port")
+            yield Mistake(key, problem, port, config.origin(key), "choose another port", "free port")
 
 
 def _missing_keys(config: Config, environment: Mapping[str, str]) -> Iterator[Mistake]:
@@ -272,7 +311,8 @@ def _missing_keys(config: Config, environment: Mapping[str, str]) -> Iterator[Mi
     for key, openai in endpoints:
         if _is_public(openai.base_url) and not environment.get(openai.api_key_env):
             problem = f"the environment variable {openai.api_key_env} is not set, and {openai.base_url} wants a key"
-            yield Mistake(f"{key}.api_key_env", problem, openai.api_key_env, fix=f"export {openai.api_key_env}=…")
+            variable = openai.api_key_env
+            yield Mistake(f"{key}.api_key_env", problem, variable, None, f"export {variable}=…", "API key")
 
 
 def _is_public(url: str | None) -> bool:
@@ -293,10 +333,24 @@ async def _check_rewards(reward: RewardConfig, task: Task | None, report: Prefli
         async with await Scorer.create(functions) as scorer:
             if task is not None:
                 await _score_answers(scorer, task, report)
-    except ConfigError as error:
-        report.mistakes += error.mistakes
-    except RunError as error:
-        report.mistakes.append(Mistake("reward.functions", str(error)))
+    except (ConfigError, RunError) as error:
+        report.add(error.mistakes if isinstance(error, ConfigError) else [Mistake("reward.functions", str(error))])
+        if task is not None:
+            report.skip("scores of the first task", "a reward function could not be loaded")
+
+
+async def _check_reward_models(
+    config: Config, renderer: Renderer | None, environment: Mapping[str, str], report: PreflightReport
+) -> None:
+    """Prompts, patterns and tokenizers of judges and classifiers; their weights are not loaded."""
+    reward, judges = config.reward, dict(config.reward.judges)
+    if renderer is None and (borrowing := [name for name, judge in judges.items() if judge.path is None]):
+        report.skip(f"judges {', '.join(borrowing)}", "they use the model's tokenizer, which could not be loaded")
+        judges = {name: judge for name, judge in judges.items() if judge.path is not None}
+    if judges or reward.classifiers:
+        alone = RewardConfig(**{**reward.values(), "judges": judges})
+        surroundings = Surroundings(config.model, renderer, api_keys=environment)
+        report.add((await prepare_models(alone, surroundings)).mistakes)
 
 
 async def _score_answers(scorer: Scorer, task: Task, report: PreflightReport) -> None:
@@ -309,7 +363,7 @@ async def _score_answers(scorer: Scorer, task: Task, report: PreflightReport) ->
             given = f"{score.value:g} ({_parts(score)})" if score is not None else "no score"
             report.note("rewards", f"{task.uid} with {words}: {given}")
         except Failure as failure:
-            report.warnings.append(f"{task.uid} with {words} cannot be scored: {failure}")
+            report.add([_unscored(f"{task.uid} with {words} cannot be scored", failure)])
     if scorer.scores_groups and group:
         await _check_group_rewards(scorer, task, group, report)
 
@@ -320,7 +374,13 @@ async def _check_group_rewards(scorer: Scorer, task: Task, group: list[Trajector
         given = "; ".join(f"{score.value:g} ({_parts(score)})" for score in await scorer.score_group(task, group))
         report.note("rewards", f"{task.uid} with these {len(group)} answers as a group: {given}")
     except Failure as failure:
-        report.warnings.append(f"{task.uid} cannot be scored as a group: {failure}")
+        report.add([_unscored(f"{task.uid} cannot be scored as a group", failure)])
+
+
+def _unscored(what: str, failure: Failure) -> Mistake:
+    function = failure.function if isinstance(failure, ScoreFailure) else ""
+    key = f"reward.functions.{function}" if function else "reward.functions"
+    return Mistake(key, f"{what}: {failure}", fix="return a number for whatever a model may answer")
 
 
 def _parts(score: Score) -> str:

@@ -74,7 +74,7 @@ def check_memory(config: Config, needs: dict[str, int], limit: int, whose: str) 
         parts = ", ".join(f"{name} {_gib(size)}" for name, size in needs.items())
         problem = f"its weights need {_gib(wanted)} ({parts}); {whose} has {_gib(limit)}"
         fix = "choose a smaller model, or train on GPUs: trainer.n_gpus_per_node"
-        yield Mistake("model.path", problem, config.model.path, config.model.origin("path"), fix)
+        yield Mistake("model.path", problem, config.model.path, config.model.origin("path"), fix, "memory", 0)
 
 
 def check_gpu_memory(config: Config, needs: dict[str, int], total: int) -> Iterator[Mistake]:
@@ -85,7 +85,7 @@ def check_gpu_memory(config: Config, needs: dict[str, int], total: int) -> Itera
         parts = ", ".join(f"{name} {_gib(size)}" for name, size in needs.items())
         problem = f"its weights need {_gib(wanted)} on each GPU ({parts}); a GPU has {_gib(total)}"
         fix = "train on more GPUs with FSDP sections, or choose a smaller model"
-        yield Mistake("model.path", problem, config.model.path, config.model.origin("path"), fix)
+        yield Mistake("model.path", problem, config.model.path, config.model.origin("path"), fix, "memory", 0)
 
 
 def checkpoint_bytes(config: TrainConfig, parameters: int) -> int:
@@ -109,7 +109,7 @@ def check_disk(config: TrainConfig, parameters: int, free: int) -> Iterator[Mist
         problem = f"{_gib(free)} are free there; {kept} checkpoints and one being written need {_gib(wanted)}"
         fix = f"free space, or lower checkpoint.keep_last; the journal takes up to {_gib(journal)} more"
         key = "logging.run_dir"
-        yield Mistake(key, problem, config.logging.directory(), config.origin(key), fix)
+        yield Mistake(key, problem, config.logging.directory(), config.origin(key), fix, "disk space", 0)
 
 
 def describe_bytes(count: int) -> str:

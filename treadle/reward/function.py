@@ -112,6 +112,7 @@ def _prepare(module: Any, path: str, kwargs: Mapping[str, Any]) -> None:
         module.prepare(**kwargs)
     except ImportError as error:
         fix = f"pip install 'treadle[{module.EXTRA}]'"
-        raise _wrong_path(path, f"needs an optional package: {error}", fix) from error
+        problem, package = f"{path!r} needs an optional package: {error}", error.name or module.EXTRA
+        raise ConfigError([Mistake("path", problem, package, fix=fix, missing="package")]) from error
     except (TypeError, ValueError) as error:
         raise ConfigError([Mistake("kwargs", f"{path!r} refuses them: {error}", value=dict(kwargs))]) from error

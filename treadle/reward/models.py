@@ -8,7 +8,7 @@ Invariant: a failure carries the name of its model; after `close` nothing a mode
 import asyncio
 from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Protocol, TypeVar
 
@@ -161,4 +161,4 @@ def _place(reward: RewardConfig, place: str, mistake: Mistake) -> Mistake:
         origin = reward.origin(key)
     except KeyError:
         origin = None  # an engine blames something that a judge has no key for
-    return Mistake(f"reward.{key}", mistake.problem, mistake.value, origin, mistake.fix)
+    return replace(mistake, key=f"reward.{key}", origin=origin)

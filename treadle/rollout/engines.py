@@ -22,7 +22,7 @@ def _first_gpus(rollout: RolloutConfig) -> tuple[Gpu, ...]:
     if wanted > len(here):
         problem = f"{wanted}, but a process here sees {len(here)} GPUs"
         origin, fix = rollout.origin("n_gpus_per_node"), "lower it, or look at CUDA_VISIBLE_DEVICES"
-        raise ConfigError([Mistake("rollout.n_gpus_per_node", problem, wanted, origin, fix)])
+        raise ConfigError([Mistake("rollout.n_gpus_per_node", problem, wanted, origin, fix, "GPU", wanted - len(here))])
     return here[:wanted]
 
 

@@ -23,4 +23,5 @@ def require_ray(cluster: ClusterConfig) -> None:
     if find_spec("ray") is None:
         problem = "Ray is not installed"
         fix = "install it with `pip install 'ray>=2.49'`, or use cluster.backend=local"
-        raise ConfigError([Mistake("cluster.backend", problem, cluster.backend, cluster.origin("backend"), fix)])
+        origin = cluster.origin("backend")
+        raise ConfigError([Mistake("cluster.backend", problem, cluster.backend, origin, fix, "package")])

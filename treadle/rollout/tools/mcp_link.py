@@ -199,7 +199,9 @@ def _require_sdk() -> None:
         from mcp import Client as _  # noqa: F401  only to see whether it is there
     except ImportError as error:
         problem = f"needs the MCP SDK, version 2 or later: {error}"
-        raise ConfigError([Mistake(KEY, problem, fix="pip install 'treadle[mcp]'")]) from error
+        raise ConfigError(
+            [Mistake(KEY, problem, "mcp", fix="pip install 'treadle[mcp]'", missing="package")]
+        ) from error
 
 
 def _startup_error(name: str, server: MCPServerConfig, error: Exception, tail: StderrTail, late: bool) -> RunError:

@@ -3,8 +3,8 @@
 Owns variables, arrays, defaults, arithmetic, conditions, loops and functions. Reads nothing from the environment:
 values come from the script itself, or from the caller (`given`), and those of the caller win. A variable that has no
 value is empty in a condition, as in bash, and unknown in a value: it is never guessed. A condition that cannot be
-decided is followed both ways, and what the two ways do not agree on is unknown. `$HOME` is written `~`, which means the
-same.
+decided is followed both ways, and what the two ways do not agree on is unknown. `$HOME` is written `~` and `$PWD` `.`,
+which mean the same.
 """
 
 import re
@@ -271,6 +271,8 @@ class Interpreter:
             raise _Exit
         if name in ("return", "break", "continue"):
             raise _Return
+        if name == "cd":
+            self._set("PWD", [Expanded("$PWD", line, (f"$PWD is not known after line {line} changes it",))])
         if name in _SUCCEED:
             return name != "false"
         if name in ("echo", "printf", "shift", "unset"):
@@ -385,6 +387,8 @@ class Interpreter:
             return found
         if name == "HOME":
             return [Expanded(HOME, line)]
+        if name == "PWD":
+            return [Expanded(".", line)]  # where the script is started, which is where our paths start
         if name == "#":
             return [Expanded(str(len(self._state.arguments)), line)]
         if self._in_condition and name not in ("?", "$", "!", "-"):
@@ -406,6 +410,8 @@ class Interpreter:
 
     def _substitution(self, text: str, line: int) -> Expanded:
         """What `$(text)` writes, where that follows from the script alone."""
+        if text.strip() == "pwd":
+            return _join(self._known("PWD", line), line)
         unknown = Expanded(f"$({text})", line, (f"$({text}) would have to be run",))
         if self._calls >= MAX_ROUNDS:
             return unknown
@@ -441,7 +447,7 @@ class Interpreter:
         """`${NAME:-word}` and its kin; with a colon, an empty value counts as none."""
         self.read.add(name)
         positional = name.isdigit() and 0 < int(name) <= len(self._state.arguments)
-        is_set = name in self._state.values or name == "HOME" or positional
+        is_set = name in self._state.values or name in ("HOME", "PWD") or positional
         value = _join(self._known(name, line), line, " ") if is_set else Expanded("", line)
         if value.unknown:
             return value
@@ -451,8 +457,10 @@ class Interpreter:
             return self._joined(grammar.parse_word(word, line)) if there else Expanded("", line)
         if there:
             return value
-        if kind == "?":
-            return Expanded(f"${name}", line, (f"${name} has no value in the script",))
+        if kind == "?":  # bash ends here; whatever the script does with it later is to be decided
+            value = Expanded(f"${name}", line, (f"${name} has no value in the script",))
+            self._set(name, [value])
+            return value
         value = self._joined(grammar.parse_word(word, line))
         if not is_set and not value.unknown:
             shown = value.text.replace(HOME, "~")
