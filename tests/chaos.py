@@ -1,9 +1,9 @@
 """A real training run that is attacked again and again: for the chaos tests, and for `bench/chaos.py`.
 
 Every start is the same command, `treadle train calculator`, as small as it gets. A cycle waits for a random moment,
-sends a signal to a random part, fills the disk or takes the run directory away, and sees what comes of it: the run goes
-on, or it ends with a status that is not 0 and says why, and then nothing of it is left running. A run that goes on is
-attacked again; one that has ended is started again by the next cycle.
+sends a signal to a part, fills the disk or takes the run directory away, and sees what comes of it: the run goes on, or
+it ends with a status that is not 0 and says why, and then nothing of it is left running. A run that goes on is attacked
+again; one that has ended is started again by the next cycle. After each cycle the journal is audited.
 """
 
 import asyncio
@@ -27,6 +27,7 @@ from treadle.errors import RunError
 from treadle.journal import JournalReader
 from treadle.recipes.calculator import tools
 from treadle.reward.builtin.number_match import score as match_numbers
+from treadle.trainer.audit import audit
 
 ROOT = Path(__file__).parents[1]
 
@@ -34,10 +35,11 @@ WORDS = (
     "trainer.mode=fully_async",
     "trainer.max_staleness=2",
     "trainer.total_training_steps=100000",
-    "trainer.test_freq=3",
+    "trainer.test_freq=-1",
+    "trainer.val_before_train=false",
     "algorithm.rollout_correction.rollout_is=token",
     "data.train_batch_size=2",
-    "data.val_max_samples=2",
+    "data.val_files=[]",
     "actor.ppo_mini_batch_size=2",
     "rollout.nnodes=1",
     "rollout.n=2",
@@ -46,6 +48,13 @@ WORDS = (
     "reward.functions.answer.path=tests.chaos:score",
     "checkpoint.save_freq=2",
 )
+
+VALIDATED = (
+    *(word for word in WORDS if not word.startswith(("trainer.test_freq=", "trainer.val_", "data.val_"))),
+    "trainer.test_freq=3",
+    "data.val_max_samples=2",
+)
+"""With validations, on an engine of their own."""
 
 RANKS = (
     *(word for word in WORDS if not word.startswith(("trainer.mode=", "trainer.max_staleness=", "rollout.nnodes="))),
@@ -134,6 +143,8 @@ class Cycle:
     """What it said then."""
     recovery_s: float | None = None
     """From the fault to two more steps; where the run ended, from its next start to the first step."""
+    problems: tuple[str, ...] = ()
+    """What the audit after it found, and the audit before it had not."""
 
 
 class Start:
@@ -184,7 +195,7 @@ class Start:
             if reached():
                 return True
             assert time.monotonic() < deadline, f"{what} took more than {limit_s:g} s; it said: {self.said()}"
-            time.sleep(0.05)
+            time.sleep(0.1)
         return False
 
     def interrupt(self) -> int:
@@ -215,10 +226,11 @@ class Start:
 class ChaosRun:
     """One run directory under attack."""
 
-    def __init__(self, run_dir: Path, rng: Random, words: tuple[str, ...] = WORDS) -> None:
+    def __init__(self, run_dir: Path, words: tuple[str, ...] = WORDS) -> None:
         self.run_dir, self.cycles = run_dir, list[Cycle]()
-        self._rng, self._words = rng, words
+        self._words = words
         self._start: Start | None = None
+        self._problems: tuple[str, ...] = ()
 
     def __enter__(self) -> "ChaosRun":
         return self
@@ -227,15 +239,10 @@ class ChaosRun:
         if self._start is not None:
             self._start.__exit__()
 
-    def cycle(self, part: Part | None = None, fault: Fault | None = None) -> Cycle:
-        """One attack. None: any part that is there, any fault, and maybe while the run starts."""
-        start = self._running(maybe_early=part is None)
-        there = start.parts()
-        if fault is None:
-            fault = self._rng.choice([*Fault] if part in (None, Part.DRIVER) else [*Fault][:4])
-        if fault in (Fault.FULL_DISK, Fault.VANISHED):
-            part = Part.DRIVER
-        part = part or self._rng.choice(sorted(there))
+    def cycle(self, rng: Random, part: Part, fault: Fault, *, early: bool = False) -> Cycle:
+        """One attack on a part, at a random moment. `early`: where the run must be started for it, while it starts."""
+        start = self._running(rng, part, early=early)
+        pids = start.parts().get(part, [])
         cycle = Cycle(part, fault, time.monotonic() - start.began, start.steps)
         self.cycles.append(cycle)
         if fault is Fault.FULL_DISK:
@@ -244,32 +251,42 @@ class ChaosRun:
         elif fault is Fault.VANISHED:
             self.run_dir.rename(self._away)
         else:
+            assert pids, f"the run has no {part}: {start.said()}"
             with suppress(ProcessLookupError):  # an earlier attack has ended it by now
-                os.kill(self._rng.choice(there[part]), signal.Signals[fault])
+                os.kill(rng.choice(pids), signal.Signals[fault])
         self._watch(start, cycle)
+        self._audit(cycle)
         return cycle
+
+    def _audit(self, cycle: Cycle) -> None:
+        try:
+            problems = audit(self.run_dir).problems
+        except RunError:
+            return  # it was ended before it wrote anything
+        cycle.problems += tuple(problem for problem in problems if problem not in self._problems)
+        self._problems = problems
 
     @property
     def _away(self) -> Path:
         return self.run_dir.with_name(f"{self.run_dir.name}-away")
 
-    def _running(self, *, maybe_early: bool) -> Start:
+    def _running(self, rng: Random, part: Part, *, early: bool) -> Start:
         if self._start is not None:
-            time.sleep(self._rng.uniform(0.0, 2.0))
-            if self._start.process.poll() is None:
+            time.sleep(rng.uniform(0.0, 2.0))
+            if self._start.wait_for(f"the {part}", lambda: part in self._start.parts()):
                 return self._start
-            cycle = self.cycles[-1]  # it took longer to see what was done to it
-            cycle.recovery_s = None
-            self._end(self._start, cycle)
+            self._end_late(self._start)
         start = self._start = Start(self.run_dir, *self._words)
-        if maybe_early and self._rng.random() < 0.25:
-            count = self._rng.randrange(1, 9)
-            start.wait_for(f"{count} processes", lambda: sum(map(len, start.parts().values())) >= count)
+        if early:
+            count = rng.randrange(1, 9) if part is Part.DRIVER else 1
+            started = lambda: part in start.parts() and sum(map(len, start.parts().values())) >= count  # noqa: E731
+            assert start.wait_for(f"the {part} and {count} processes", started), start.said()
+            time.sleep(rng.uniform(0.0, 1.0))
             return start
         assert start.wait_for("a step", lambda: start.steps >= 1), start.said()
         if self.cycles and self.cycles[-1].status is not None:
             self.cycles[-1].recovery_s = time.monotonic() - start.began
-        time.sleep(self._rng.uniform(0.0, 2.0))
+        time.sleep(rng.uniform(0.0, 2.0))
         return start
 
     def _watch(self, start: Start, cycle: Cycle) -> None:
@@ -295,17 +312,26 @@ class ChaosRun:
             assert cycle.status > 0 or cycle.steps == 0, f"status {cycle.status} after {cycle.fault}: {said}"
             assert cycle.cause or cycle.steps == 0, f"nothing was said after {cycle.fault} of the {cycle.part}"
 
+    def _end_late(self, start: Start) -> None:
+        """The run took longer to see what was done to it."""
+        self.cycles[-1].recovery_s = None
+        self._end(start, self.cycles[-1])
+
     def finish(self, steps: int = 3) -> int:
         """Let it make some steps, and interrupt it as a terminal does. Its status."""
-        if self._start is None or self._start.process.poll() is not None:
-            self._start = Start(self.run_dir, *self._words)
-        start = self._start
-        enough = start.steps + steps
-        assert start.wait_for(f"{steps} steps", lambda: start.steps >= enough), start.said()
+        if self._start is not None:
+            enough = self._start.steps + steps
+            if not self._start.wait_for(f"{steps} steps", lambda: self._start.steps >= enough):
+                self._end_late(self._start)
+        start = self._start = self._start or Start(self.run_dir, *self._words)
+        assert start.wait_for(f"{steps} steps", lambda: start.steps >= steps), start.said()
         if self.cycles and self.cycles[-1].status is not None and self.cycles[-1].recovery_s is None:
             self.cycles[-1].recovery_s = time.monotonic() - start.began
         self._start = None
-        return start.interrupt()
+        status = start.interrupt()
+        if self.cycles:
+            self._audit(self.cycles[-1])
+        return status
 
 
 def command(*words: str | Path) -> "subprocess.CompletedProcess[str]":

@@ -11,13 +11,14 @@ REPLACED = (Part.WORKER, Part.REWARD, Part.ENGINE)
 
 
 def test_whatever_is_attacked_nothing_is_lost_and_nothing_is_trained_twice(tmp_path):
-    with ChaosRun(tmp_path / "run", Random(3)) as run:
+    with ChaosRun(tmp_path / "run") as run:
+        rng = Random(3)
         for part in REPLACED:
             for fault in (Fault.KILL, Fault.TERM):
-                assert run.cycle(part, fault).status is None, f"{part}: it is replaced, and the run goes on"
-        assert run.cycle(Part.DRIVER, Fault.FULL_DISK).status == 1
-        assert run.cycle(Part.DRIVER, Fault.TERM).status == 130
-        assert run.cycle(Part.DRIVER, Fault.KILL).status == -9
+                assert run.cycle(rng, part, fault).status is None, f"{part}: it is replaced, and the run goes on"
+        assert run.cycle(rng, Part.DRIVER, Fault.FULL_DISK).status == 1
+        assert run.cycle(rng, Part.DRIVER, Fault.TERM).status == 130
+        assert run.cycle(rng, Part.DRIVER, Fault.KILL).status == -9
         assert run.finish() == 130
     audited = command("audit", tmp_path / "run")
     assert audited.returncode == 0, audited.stdout
