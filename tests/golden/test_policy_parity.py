@@ -1,7 +1,7 @@
 """One step of the policy against a plain one: padded, unpacked, whole logits, written out with none of our parts."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
 import pytest
@@ -15,7 +15,7 @@ from treadle.config.actor import OptimConfig
 from treadle.config.algorithm import AlgorithmConfig
 from treadle.config.trainer import TrainerConfig
 from treadle.trainer.step import StepParts, train_step
-from treadle.types import Group
+from treadle.types import Group, Outcome, StopReason
 
 LR = 1e-3
 CLIP = 0.7
@@ -70,11 +70,11 @@ def plain_step(directory: Path, batch: Padded, mode: str, temperature: float) ->
 
 
 def treadle_step(
-    directory: Path, groups: Sequence[Group], mode: str, **keys: object
+    directory: Path, groups: Sequence[Group], mode: str, algorithm: AlgorithmConfig | None = None, **keys: object
 ) -> tuple[float, float, dict[str, Tensor]]:
     optim = OptimConfig(lr=LR, weight_decay=0.01)
     policy = make_policy(directory, loss_agg_mode=mode, grad_clip=CLIP, optim=optim, **keys)
-    parts = StepParts(policy, policy._actor, AlgorithmConfig(), TrainerConfig())
+    parts = StepParts(policy, policy._actor, algorithm or AlgorithmConfig(), TrainerConfig())
     metrics = train_step(parts, groups, step=1).metrics
     return metrics["actor/pg_loss"], metrics["actor/grad_norm"], dict(policy.tensors())
 
@@ -98,6 +98,36 @@ def test_a_step_equals_a_plain_padded_one(directory: Path, mode: str, temperatur
     assert loss == pytest.approx(plain[0], abs=1e-6)
     assert norm == pytest.approx(plain[1], rel=1e-5)
     assert largest_gap(weights, plain[2]) < 1e-6
+
+
+def cut_off(group: Group, samples: Sequence[int]) -> Group:
+    ended = Outcome.ended(StopReason.LENGTH)
+    return replace(
+        group,
+        trajectories=tuple(replace(t, outcome=ended) if t.sample in samples else t for t in group.trajectories),
+    )
+
+
+@pytest.mark.parametrize("budget", [10_000, 45])
+@pytest.mark.parametrize("mode", ["token-mean", "seq-mean-token-sum"])
+def test_masked_truncated_answers_count_in_the_baseline_and_in_no_mean_of_the_loss(
+    directory: Path, mode: str, budget: int
+) -> None:
+    """DAPO's overlong filtering: advantages of whole groups, then a batch in which the cut answers do not occur."""
+    first, second, third = make_groups(3, num_groups=3, forks=2)
+    groups = [cut_off(first, [0, 2]), cut_off(second, [0, 1, 2, 3]), third]  # rows: five, five and five
+    batch = pad(groups)
+    kept = torch.tensor(
+        [t.outcome.reason is not StopReason.LENGTH for group in groups for t in group.trajectories for _ in t.rows]
+    )
+    batch = Padded(*(getattr(batch, field.name)[kept] for field in fields(batch)))
+    plain = plain_step(directory, batch, mode, 1.0)
+    algorithm = AlgorithmConfig(mask_truncated=True)
+    loss, norm, weights = treadle_step(directory, groups, mode, algorithm, ppo_max_token_len_per_gpu=budget)
+    assert loss == pytest.approx(plain[0], abs=1e-6)
+    assert norm == pytest.approx(plain[1], rel=1e-5)
+    assert largest_gap(weights, plain[2]) < 1e-6
+    assert largest_gap(weights, treadle_step(directory, groups, mode)[2]) > 1e-5, "without it, they would train"
 
 
 @pytest.mark.parametrize("mode", ["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"])
