@@ -158,6 +158,8 @@ class Completion:
     processed_logprobs: tuple[float, ...] = ()
     """Of the distribution that was sampled from: after penalties, min-p, top-k and top-p. Empty where none of these was
     asked for: then `logprobs`, of the whole softmax, are the same numbers."""
+    queue_s: float = field(default=0.0, compare=False)
+    """Seconds it waited for a place in the engine's running batch; 0 from engines that do not tell."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -292,7 +294,8 @@ class Timing:
     tool_s: float = 0.0
     score_s: float = 0.0
     queue_s: float = 0.0
-    """Before it began: for a place among the open sessions, and while sessions were held back for new weights."""
+    """For a place among the open sessions, while sessions were held back for new weights, and in the queues of engines
+    that tell; the last is not in `generate_s`."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -499,6 +499,22 @@ def test_the_launch_deadline_is_kept(directory: Path) -> None:
         asyncio.run(VLLMEngine.create(rollout, ModelConfig(path=str(directory))))
 
 
+def test_time_in_vllms_queue_is_told_where_its_statistics_are_on(loop: Loop) -> None:
+    """One row for two requests: the second waits for the first."""
+    sizes = {"prompt_length": 32, "response_length": 96, "max_num_seqs": 1, "max_num_batched_tokens": 256}
+    on = {"vllm": {"disable_log_stats": False}}
+    rollout = RolloutConfig(name="vllm", limits=LIMITS, engine_kwargs=on, **sizes)
+
+    async def body() -> None:
+        engine = await VLLMEngine.create(rollout, ModelConfig(path="treadle/tiny-calculator"))
+        asked = [Request("t", sample, (5, 6), SamplingParams(90)) for sample in range(2)]
+        first, second = await asyncio.gather(*map(engine.generate, asked))
+        assert second.queue_s > 0.01 > first.queue_s >= 0, (first.queue_s, second.queue_s)
+        await engine.close()
+
+    loop.run(body())
+
+
 def test_a_server_whose_weights_are_torn_ends_so_that_another_can_take_its_place(loop: Loop, tmp_path: Path) -> None:
     """vLLM's loader cannot begin again: what it has of a layer would count for the next update."""
     rollout = RolloutConfig(name="vllm", prompt_length=32, response_length=32, max_num_seqs=4, limits=LIMITS)

@@ -45,6 +45,11 @@ async def main():
     await made[0].close()
     found["left"] = engines()
     found["torch"] = "torch" in sys.modules
+    narrow = load("calculator", ["rollout.max_num_seqs=1", "rollout.n=4"]).rollout
+    async with await AgentLoopManager.create(rollout=narrow, model=config.model, reward=config.reward) as manager:
+        batch = await manager.generate_sequences(tasks[:1])
+    timings = [trajectory.timing for trajectory in batch.trajectories]
+    found["timings"] = [(timing.total_s, timing.generate_s, timing.queue_s) for timing in timings]
 
 asyncio.run(main())
 print(json.dumps(found))
@@ -71,3 +76,10 @@ def test_an_engine_that_is_killed_is_started_again_and_samples_the_same(found: d
     first, second = found["batches"]
     assert first == second and any(first)
     assert found["left"] == []
+
+
+def test_time_in_the_engines_queue_is_queue_time_and_not_generation(found: dict[str, Any]) -> None:
+    """Four samples share one row of the engine: whoever comes last has waited for all others."""
+    total, generate, queue = zip(*found["timings"], strict=True)
+    assert max(queue) > sum(generate) - max(generate) > 0
+    assert all(whole >= part for whole, part in zip(total, generate, strict=True))

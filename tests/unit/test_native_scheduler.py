@@ -128,6 +128,22 @@ def test_a_late_report_does_not_end_the_next_one_in_the_same_row() -> None:
     assert isinstance(second, Completion) and len(second.ids) == 5
 
 
+def test_time_in_the_queue_is_told_with_the_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One row for two requests: the second waits for every step of the first, and for none of its own."""
+    now = 100.0
+    monkeypatch.setattr("treadle.engine.native.ticket.monotonic", lambda: now)
+    stand = Stand(rollout=RolloutConfig(prompt_length=40, response_length=60, max_num_seqs=1))
+    stand.scheduler.add(ticket("a", 5))
+    stand.scheduler.add(ticket("b", 5))
+    stand.scheduler.add(ticket("c", 5))
+    while "b/0" not in stand.answers:
+        now += 1.0
+        stand.scheduler.turn()
+    stand.scheduler.abort(lambda other: True)
+    waited = [stand.answers[f"{name}/0"] for name in "abc"]
+    assert [answer.queue_s for answer in waited if isinstance(answer, Completion)] == [1.0, 6.0, 10.0]
+
+
 def test_steps_of_others_leave_pages_in_prefill_alone() -> None:
     rollout = RolloutConfig(prompt_length=40, response_length=60, max_num_seqs=16, max_num_batched_tokens=4)
     single, together = Talk(4, 0, (0,)), Talk(4, 0, (3,))

@@ -25,7 +25,7 @@ def test_an_order_arrives_as_it_left(ids, stops, stream, temperature, top_k) -> 
 )
 def test_an_answer_arrives_with_its_logprobs_to_the_last_bit(parts, stop) -> None:
     ids, logprobs = tuple(at for at, _ in parts), tuple(value for _, value in parts)
-    answer = Answer(ids, logprobs, ((3, len(ids)),) if ids else (), stop)
+    answer = Answer(ids, logprobs, ((3, len(ids)),) if ids else (), stop, queue_s=0.1 * len(ids))
     again = Answer.unpack(answer.pack())
     assert again == answer and again.versions() == (3,) * len(ids)
 

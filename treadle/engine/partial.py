@@ -124,4 +124,5 @@ def join_parts(saved: Sequence[Completion], last: Completion, replica: str) -> C
         calls=last.calls,
         preemptions=sum(part.preemptions for part in parts),
         processed_logprobs=processed,
+        queue_s=sum(part.queue_s for part in parts),
     )

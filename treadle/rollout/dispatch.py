@@ -298,7 +298,8 @@ class Dispatcher:
                 with attempt:
                     result = await self._worker().run(job)
                 if isinstance(result, Trajectory):
-                    result = replace(result, timing=replace(result.timing, queue_s=queue_s))
+                    timing = replace(result.timing, queue_s=queue_s + result.timing.queue_s)
+                    result = replace(result, timing=timing)
                 return result
             except Interrupted:
                 self._forget(session)

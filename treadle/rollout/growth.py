@@ -28,6 +28,9 @@ class Ledger:
     preemptions: int = 0
     invalid_streak: int = 0
     generate_s: float = 0.0
+    """Of whole requests, with their time in an engine's queue."""
+    queue_s: float = 0.0
+    """Of that, in an engine's queue."""
     tool_s: float = 0.0
     environment_s: float = 0.0
     ended: StopReason | None = None

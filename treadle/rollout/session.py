@@ -165,6 +165,7 @@ class Session:
             ledger.settle(granted, count)
         row.add_sampled(part)
         ledger.preemptions += part.preemptions
+        ledger.queue_s += part.queue_s
         ledger.server = part.replica
         if part.stop is StopReason.LENGTH and count == granted < wanted:
             return replace(part, stop=StopReason.ABORT)  # there may be more to reserve by now

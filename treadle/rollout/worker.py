@@ -271,7 +271,9 @@ def _trajectory(opened: Opened, outcome: Outcome, started_at: float, total_s: fl
         rows=record.rows() if record else (),
         outcome=outcome,
         messages=record.messages if record else job.task.messages,
-        timing=Timing(started_at, total_s, ledger.generate_s, ledger.tool_s),
+        timing=Timing(
+            *(started_at, total_s, max(0.0, ledger.generate_s - ledger.queue_s), ledger.tool_s), queue_s=ledger.queue_s
+        ),
         attempt=job.attempt,
         data_source=job.task.data_source,
         extra=extra,

@@ -98,6 +98,7 @@ class Scheduler:
         """End tickets where they are; those that have sampled keep their tokens."""
         for ticket in [ticket for ticket in self._waiting if chosen(ticket)]:
             self._waiting.remove(ticket)
+            ticket.leave_queue()
             self._seating.drop_parked(ticket, for_session=not ticket.stale)
             self._close(ticket, ticket.said)
         for ticket in [ticket for prefill in self._prefills for ticket in prefill.tickets if chosen(ticket)]:
@@ -140,6 +141,7 @@ class Scheduler:
             self._prefills.leave(ticket)
             del self._seated[ticket]
             self._seating.leave(ticket)
+            ticket.wait()
         self._waiting.extendleft(reversed(back))
 
     def release(self) -> bool:
@@ -173,6 +175,7 @@ class Scheduler:
                 self._blocked = (ticket, self._seating.changes)
                 break
             self._waiting.popleft()
+            ticket.leave_queue()
             self._seated[ticket] = None
             if start == len(ticket.prefix):
                 self._ready.append(ticket)
@@ -243,6 +246,7 @@ class Scheduler:
         del self._seated[ticket]
         self._seating.park(ticket, tokens)
         self._waiting.appendleft(ticket)
+        ticket.wait()
         self._look_around()
         ticket.preemptions += 1
         self.preemptions += 1
@@ -317,6 +321,7 @@ class Scheduler:
             replica=self._name,
             preemptions=ticket.preemptions,
             processed_logprobs=processed,
+            queue_s=ticket.queue_s,
         )
         self._answer(ticket, completion)
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from time import monotonic
 
 from treadle.engine.native.parking import Parked
 from treadle.engine.native.rows import Response, RowStart
@@ -34,6 +35,9 @@ class Ticket:
     parked: Parked | None = None
     """What it had computed when it was preempted."""
     preemptions: int = 0
+    waits_since: float = field(default_factory=lambda: monotonic())
+    queue_s: float = 0.0
+    """How long it has waited for a row, before it began and after preemptions."""
     finder: StopFinder | None = None
     """Looks for stop strings, where the request has any."""
     stopped_at: int | None = None
@@ -94,6 +98,13 @@ class Ticket:
             response = self.cut(response)
         self.said = self.said.then(response)
         self.prefix = (*self.request.ids, *self.said.ids)[:-1]
+
+    def wait(self) -> None:
+        """It is in the queue again."""
+        self.waits_since = monotonic()
+
+    def leave_queue(self) -> None:
+        self.queue_s += monotonic() - self.waits_since
 
     def leave_version(self, tokens: int, version: int) -> None:
         """New weights sample what follows these tokens."""

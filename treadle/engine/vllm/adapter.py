@@ -165,7 +165,7 @@ class VLLMSampler:
         finally:
             if not finished:
                 await self._llm.abort(queue.request_id, internal=True)
-        piece = _read(output.outputs[0])
+        piece = dataclasses.replace(_read(output.outputs[0]), queue_s=_queued(output.metrics))
         return await self._with_processed(piece, ticket) if ticket.order.is_processed else piece
 
     async def _with_processed(self, piece: Piece, ticket: "_Segment") -> Piece:
@@ -338,6 +338,11 @@ def _read(output: Any) -> Piece:
     values = list(logprobs.logprobs) if logprobs is not None else []
     assert len(values) == len(ids), f"vLLM reports {len(values)} logprobs for {len(ids)} tokens"
     return Piece(ids, values, _STOPS[output.finish_reason])
+
+
+def _queued(stats: Any) -> float:
+    """Seconds between vLLM's queue and its running batch; 0 where its statistics are off."""
+    return max(0.0, stats.scheduled_ts - stats.queued_ts) if stats is not None and stats.scheduled_ts else 0.0
 
 
 def _failure(error: Exception) -> EngineFailure:

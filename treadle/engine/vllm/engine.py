@@ -179,7 +179,7 @@ class VLLMEngine:
             del self._sessions[number]
         text = self._text(answer.ids, request) if self._decode else ""
         columns = (answer.ids, answer.logprobs, answer.versions(), answer.stop)
-        return Completion(*columns, text, self.name, processed_logprobs=answer.processed)
+        return Completion(*columns, text, self.name, processed_logprobs=answer.processed, queue_s=answer.queue_s)
 
     def _text(self, ids: tuple[int, ...], request: Request) -> str:
         assert self._decode is not None

@@ -31,6 +31,8 @@ class Piece:
     stop: StopReason
     processed: Sequence[float] = ()
     """Of the distribution sampled from, where that is another; not numbers where vLLM tells only one of the two."""
+    queue_s: float = 0.0
+    """In vLLM's queue; 0 where its statistics are off."""
 
 
 Ticket = TypeVar("Ticket")
@@ -76,6 +78,7 @@ class _Flight(Generic[Ticket]):
     ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     processed: list[float] = field(default_factory=list)
+    queue_s: float = 0.0
     spans: list[tuple[int, int]] = field(default_factory=list)
     ticket: Ticket | None = None
     ended: asyncio.Event = field(default_factory=asyncio.Event)
@@ -83,7 +86,8 @@ class _Flight(Generic[Ticket]):
     aborted: bool = False
 
     def answer(self, stop: StopReason) -> Answer:
-        return Answer(tuple(self.ids), tuple(self.logprobs), merge_spans(self.spans), stop, tuple(self.processed))
+        columns = (tuple(self.ids), tuple(self.logprobs), merge_spans(self.spans))
+        return Answer(*columns, stop, tuple(self.processed), self.queue_s)
 
     def extend(self, piece: Piece, version: int) -> None:
         known = piece.processed or piece.logprobs
@@ -92,6 +96,7 @@ class _Flight(Generic[Ticket]):
         self.ids += piece.ids
         self.logprobs += piece.logprobs
         self.processed += piece.processed
+        self.queue_s += piece.queue_s
         self.spans.append((version, len(piece.ids)))
 
 

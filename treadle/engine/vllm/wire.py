@@ -21,7 +21,7 @@ from treadle.types import StopReason
 
 _FRAME = struct.Struct("<IBQ")
 _ORDER = struct.Struct("<IIIdddddddiQII")
-_ANSWER = struct.Struct("<BIIB")
+_ANSWER = struct.Struct("<BIIBd")
 _STOPS = (StopReason.STOP, StopReason.LENGTH, StopReason.ABORT)
 _PART = 1 << 20
 """Bytes a stream reader holds before the other end has to wait."""
@@ -128,23 +128,26 @@ class Answer:
     stop: StopReason
     processed: tuple[float, ...] = ()
     """Logprobs of the distribution sampled from, where that is another."""
+    queue_s: float = 0.0
+    """In vLLM's queue, where its statistics are on."""
 
     def pack(self) -> bytes:
-        head = _ANSWER.pack(_STOPS.index(self.stop), len(self.ids), len(self.spans), bool(self.processed))
+        counts = (len(self.ids), len(self.spans), bool(self.processed))
+        head = _ANSWER.pack(_STOPS.index(self.stop), *counts, self.queue_s)
         spans = array("q", [number for span in self.spans for number in span])
         floats = array("d", (*self.logprobs, *self.processed))
         return head + spans.tobytes() + floats.tobytes() + array("i", self.ids).tobytes()
 
     @classmethod
     def unpack(cls, body: bytes) -> "Answer":
-        stop, num_ids, num_spans, has_processed = _ANSWER.unpack_from(body)
+        stop, num_ids, num_spans, has_processed, queue_s = _ANSWER.unpack_from(body)
         spans_end = _ANSWER.size + 16 * num_spans
         floats_end = spans_end + 8 * num_ids * (1 + has_processed)
         flat = array("q", body[_ANSWER.size : spans_end]).tolist()
         spans = tuple(zip(flat[::2], flat[1::2], strict=True))
         floats = tuple(array("d", body[spans_end:floats_end]))
         ids = tuple(array("i", body[floats_end:]))
-        return cls(ids, floats[:num_ids], spans, _STOPS[stop], floats[num_ids:])
+        return cls(ids, floats[:num_ids], spans, _STOPS[stop], floats[num_ids:], queue_s)
 
     def versions(self) -> tuple[int, ...]:
         """The policy version of each token."""
