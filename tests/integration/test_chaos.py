@@ -16,7 +16,9 @@ def test_whatever_is_attacked_nothing_is_lost_and_nothing_is_trained_twice(tmp_p
         for part in REPLACED:
             for fault in (Fault.KILL, Fault.TERM):
                 assert run.cycle(rng, part, fault).status is None, f"{part}: it is replaced, and the run goes on"
-        assert run.cycle(rng, Part.DRIVER, Fault.FULL_DISK).status == 1
+        full = run.cycle(rng, Part.DRIVER, Fault.FULL_DISK)
+        assert full.status == 1
+        assert "no file may grow beyond 4,096 bytes (RLIMIT_FSIZE)" in full.cause
         assert run.cycle(rng, Part.DRIVER, Fault.TERM).status == 130
         assert run.cycle(rng, Part.DRIVER, Fault.KILL).status == -9
         assert run.finish() == 130

@@ -8,11 +8,9 @@ Owns names, order and retention. Knows a policy only as something that saves its
 Invariant: what `latest` returns was written to its end and is, byte for byte, what was written.
 """
 
-import errno
 import json
 import logging
 import re
-import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -25,6 +23,7 @@ from treadle.checkpoint.export import copy_tokenizer
 from treadle.checkpoint.manifest import Damaged, read_manifest, verify, write_manifest
 from treadle.config.model import ModelConfig
 from treadle.config.trainer import CheckpointConfig
+from treadle.disk import explain_disk_error
 from treadle.errors import ConfigError, Mistake, RunError
 from treadle.policy.protocol import Critic, Policy, Reference
 
@@ -180,24 +179,15 @@ def _disk_errors(target: Path) -> Iterator[None]:
     """A save that the disk does not take is a RunError in a sentence, whichever library met it."""
     try:
         yield
-    except RunError:
-        raise
     except Exception as error:
-        full = "No space left" in str(error) or (isinstance(error, OSError) and error.errno == errno.ENOSPC)
-        if not full and not isinstance(error, OSError):
+        disk = explain_disk_error(error, target)
+        if disk is None and not isinstance(error, OSError):
             raise
-        reason = getattr(error, "strerror", None) or str(error).splitlines()[0]
-        if full:
-            reason = f"no space left on the disk ({_free_mb(target):,} MB free)"
+        problem = disk.problem if disk else getattr(error, "strerror", None) or error
         raise RunError(
-            f"the checkpoint {target} cannot be saved: {reason}. Earlier checkpoints are whole: "
-            f"{'free some space' if full else 'see the cause'} and start again to go on from the newest"
+            f"the checkpoint {target} cannot be saved: {problem}. Earlier checkpoints are whole: "
+            f"{disk.fix if disk else 'see the cause'} and start again to go on from the newest"
         ) from error
-
-
-def _free_mb(target: Path) -> int:
-    place = next((parent for parent in target.parents if parent.is_dir()), None)
-    return shutil.disk_usage(place).free >> 20 if place else 0
 
 
 def _looks_whole(path: Path) -> bool:

@@ -8,13 +8,14 @@ import threading
 import traceback
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from errno import ENOSPC
 from io import TextIOWrapper
+from pathlib import Path
 from types import FrameType
 from typing import NoReturn
 
 from treadle.cli import audit, check, config, plan, replay, rollout, simulate, timeline, train
 from treadle.cli.parser import Parser, new_parser, parse
+from treadle.disk import explain_disk_error
 from treadle.errors import ConfigError, Failure, RunError
 from treadle.exit_status import STATUS_CONFIG, STATUS_FAILED, STATUS_INTERRUPTED
 from treadle.terminal import warn
@@ -146,7 +147,11 @@ def _run(run: object, parsed: object) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return STATUS_FAILED
     except OSError as error:
-        if error.errno != ENOSPC:
+        disk = explain_disk_error(error, Path(error.filename or "."))
+        if disk is None:
             raise
-        warn(f"cannot write: {error.strerror}")
+        if error.filename:
+            warn(f"cannot write {error.filename}: {disk.problem}: {disk.fix} and try again")
+        else:  # our own output, wherever it goes
+            warn(f"cannot write: {error.strerror}")
         return STATUS_FAILED

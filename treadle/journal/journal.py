@@ -18,6 +18,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
+from treadle.disk import explain_disk_error
 from treadle.errors import DeadlineError, MisuseError, RunError
 from treadle.journal import schema
 from treadle.journal.directory import DIRECTORY_MODE, RunFile, write_config
@@ -252,13 +253,18 @@ def _ending(error: BaseException | None) -> tuple[RunStatus, str | None]:
 
 
 def _cannot_write(run_dir: Path, error: OSError) -> RunError:
-    return RunError(f"cannot write to logging.run_dir {run_dir}: {error.strerror or error}")
+    disk = explain_disk_error(error, run_dir)
+    problem = f"{disk.problem}: {disk.fix} and start again" if disk else error.strerror or error
+    return RunError(f"cannot write to logging.run_dir {run_dir}: {problem}")
 
 
 def _close_all() -> None:
     """A journal that nobody closed: its last records are written before the process ends."""
     for journal in tuple(_open_journals):
-        journal.close_blocking(RunStatus.INTERRUPTED, "the process ended first", _EXIT_TIMEOUT_S)
+        try:
+            journal.close_blocking(RunStatus.INTERRUPTED, "the process ended first", _EXIT_TIMEOUT_S)
+        except RunError as error:
+            log.error("%s", error)  # raised from here it would be a traceback, and change no status
 
 
 def _disown_all() -> None:

@@ -31,8 +31,12 @@ class MetricsFile:
     def append(self, lines: Sequence[str]) -> None:
         """Write lines that hold no line break of their own."""
         rest = memoryview("".join(f"{line}\n" for line in lines).encode())
-        while rest:
-            rest = rest[os.write(self._descriptor, rest) :]
+        try:
+            while rest:
+                rest = rest[os.write(self._descriptor, rest) :]
+        except OSError as error:
+            error.filename = str(self._path)  # a write knows no name, and the journal has other files
+            raise
 
     def rewind(self, step: int) -> None:
         """Take away what was measured after `step`; lines that are not ours stay."""

@@ -25,6 +25,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
+from treadle.disk import explain_disk_error
 from treadle.errors import RunError
 
 FILE_NAME = "journal.sqlite"
@@ -136,7 +137,9 @@ def connect_writer(path: Path, *, max_bytes: int) -> sqlite3.Connection:
         _prepare(connection, path, max_bytes)
     except sqlite3.Error as error:
         connection.close()
-        raise RunError(f"cannot use {path} as a journal: {error}{what_is_left(path)}") from error
+        disk = explain_disk_error(error, path)
+        problem = f"{disk.problem}: {disk.fix} and start again" if disk else f"{error}{what_is_left(path)}"
+        raise RunError(f"cannot use {path} as a journal: {problem}") from error
     except RunError:
         connection.close()
         raise

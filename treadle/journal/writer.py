@@ -14,13 +14,13 @@ nobody waits for it.
 
 import errno
 import os
-import sqlite3
 import threading
 from collections import Counter, deque
 from concurrent.futures import Future
 from contextlib import closing
 from pathlib import Path
 
+from treadle.disk import explain_disk_error
 from treadle.errors import MisuseError, RunError
 from treadle.journal.record import Stamped
 from treadle.journal.store import Store
@@ -160,11 +160,13 @@ class Writer:
         unwritten = [*self._in_hand, *(thing for thing in self._queue.copy() if isinstance(thing, Stamped))]
         kinds = Counter(type(thing.record).__name__ for thing in unwritten)
         lost = ", ".join(f"{count} × {kind}" for kind, count in kinds.items()) or "nothing"
-        fix = "free some space" if _disk_is_full(cause) else "see the cause"
         if _identify(self._path) != self._file:
             return f"the journal {self._path} is gone: {_GONE}. What it held went with it"
+        disk = explain_disk_error(cause, self._path)
+        problem, fix = (disk.problem, disk.fix) if disk else (cause, "see the cause")
+        file = f" ({cause.filename})" if isinstance(cause, OSError) and cause.filename else ""
         return (
-            f"the journal {self._path} cannot be written: {cause}. Lost: {lost}. "
+            f"the journal {self._path} cannot be written{file}: {problem}. Lost: {lost}. "
             f"The {self._num_written} records before are safe and readable; {fix} and start again to continue"
         )
 
@@ -185,9 +187,3 @@ def _identify(path: Path) -> tuple[int, int] | None:
     except OSError:
         return None
     return found.st_dev, found.st_ino
-
-
-def _disk_is_full(cause: BaseException) -> bool:
-    if isinstance(cause, sqlite3.Error):
-        return cause.sqlite_errorcode == sqlite3.SQLITE_FULL
-    return isinstance(cause, OSError) and cause.errno == errno.ENOSPC
