@@ -33,6 +33,7 @@ from treadle.types import Completion, Request, SamplingParams
 
 CPU = torch.device("cpu")
 CLOSE = 5e-5
+needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
 
 @pytest.fixture(autouse=True)
@@ -264,16 +265,21 @@ def test_dynamic_ntk_beyond_its_trained_length_is_refused_beside_vllm(tmp_path: 
         create(40, "vllm")
 
 
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=needs_gpu)])
 @pytest.mark.parametrize("name", ["deepseek_v3", "gpt_oss", "phi3-longrope"])
-def test_an_engine_of_such_models_samples_with_the_logprobs_of_a_plain_forward(name: str) -> None:
+def test_an_engine_of_such_models_samples_with_the_logprobs_of_a_plain_forward(name: str, device: str) -> None:
+    """On a GPU the steps of models that choose experts on the host cannot be recorded: they run without a graph."""
     module = build_small(shrink(make_config(name)))
     reference = deepcopy(module)
     prompt = tuple(range(5, 30))
 
     async def sample() -> Completion:
-        engine = await NativeEngine.create(RolloutConfig(prompt_length=30, response_length=20), module, prove=False)
+        rollout, there = RolloutConfig(prompt_length=30, response_length=20), torch.device(device)
+        engine = await NativeEngine.create(rollout, module.to(there), device=there, prove=False)
         done = await engine.generate(Request("task", 0, prompt, SamplingParams(20, seed=3), 0))
+        again = await engine.generate(Request("task", 0, prompt, SamplingParams(20, seed=3), 0))
         await engine.close()
+        assert again.ids == done.ids
         return done
 
     done = asyncio.run(sample())
@@ -281,4 +287,4 @@ def test_an_engine_of_such_models_samples_with_the_logprobs_of_a_plain_forward(n
     with torch.no_grad():  # 45 tokens: the module itself chooses the factors that the engine's 50 do
         table = reference(ids, use_cache=False).logits[0].log_softmax(-1)
     expected = [table[at - 1, ids[0, at]].item() for at in range(len(prompt), ids.shape[1])]
-    assert list(done.logprobs) == pytest.approx(expected, abs=CLOSE)
+    assert list(done.logprobs) == pytest.approx(expected, abs=CLOSE if device == "cpu" else 20 * CLOSE)
