@@ -1,6 +1,7 @@
 """One door to several replicas: each request goes to the least busy one, and moves on when that fails.
 
 Owns where sessions live, deadlines and retries. Refuses to know what an engine is made of; it is one itself.
+An answer that no model can have given (`AnswerCheck`) counts as a failure of its replica.
 Invariant: every request ends, by an answer, an abort or an `EngineFailure` that names replica, age and session; and
 whatever way it ends, nothing of it is counted any more.
 
@@ -23,6 +24,7 @@ from treadle.engine.fleet import Fleet, Routing
 from treadle.engine.gate import Gate
 from treadle.engine.interrupt import Flight, Flights, Interrupted
 from treadle.engine.protocol import ABORTED, Engine, Forgetter, Sleeper, WeightUpdate
+from treadle.engine.refusal import AnswerCheck
 from treadle.engine.replica import FlightState, Replica, ReplicaState
 from treadle.errors import DeadlineError, EngineFailure, RequestRefused
 from treadle.types import Completion, Request, StopReason
@@ -42,12 +44,14 @@ class Router:
         rng: random.Random,
         routing: Routing = DEFAULT_ROUTING,
         name: str = "router",
+        check: AnswerCheck | None = None,
     ) -> None:
         self.name = name
         self._limits = limits
         self._failures = failures
         self._rng = rng
         self._routing = routing
+        self._check = check
         self._fleet = Fleet(replicas, routing)
         self._gate = Gate()
         self._homes: OrderedDict[str, Replica] = OrderedDict()
@@ -259,6 +263,8 @@ class Router:
             replica.flights.land(flight)
         if flight.grace_until is not None and not completion.ids and completion.stop is StopReason.ABORT:
             raise self._late(replica, flight, f"no answer in {self._limits.request_timeout_s:g} s")
+        if self._check is not None:
+            self._check.refuse_broken(completion, replica.name, session)
         if replica.failures or replica.backoff_s:
             replica.failures, replica.backoff_s = 0, 0.0
         return completion

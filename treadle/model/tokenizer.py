@@ -105,6 +105,20 @@ def read_stop_ids(directory: Path) -> tuple[int, ...]:
     return tuple(listed) if isinstance(listed, list) else () if listed is None else (listed,)
 
 
+def read_vocabulary_size(model: ModelConfig) -> int | None:
+    """How many token ids the model of a config embeds, as its config.json says; None where there is none."""
+    directory = find_model_path(model.path)
+    file = directory / "config.json" if directory else None
+    if file is None or not file.is_file():
+        return None
+    try:
+        written = {**json.loads(file.read_text(encoding="utf-8")), **model.override_config}
+        size = written.get("vocab_size", (written.get("text_config") or {}).get("vocab_size"))
+    except (ValueError, TypeError, AttributeError) as error:
+        raise ConfigError([Mistake("model.path", f"{file} cannot be read: {error}", value=str(directory))]) from error
+    return size if isinstance(size, int) else None
+
+
 def _find_in_cache(path: str) -> Path | None:
     """A repository that an earlier download left in the local cache; looks at the disk only."""
     if not re.fullmatch(r"[\w-][\w.-]*/[\w-][\w.-]*", path):

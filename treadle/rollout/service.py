@@ -17,8 +17,10 @@ from treadle.config import ModelConfig, RewardConfig, RolloutConfig
 from treadle.config.trainer import OnWeightUpdate
 from treadle.data.renderer import Renderer
 from treadle.engine.protocol import Engine, Gpu, WeightUpdate
+from treadle.engine.refusal import AnswerCheck
 from treadle.engine.router import Router
 from treadle.journal import Journal
+from treadle.model.tokenizer import read_vocabulary_size
 from treadle.observe import StallReport, StallWatch, Wait
 from treadle.reward.scorer import Scorer
 from treadle.reward.surroundings import Surroundings
@@ -149,7 +151,9 @@ class RolloutService:
                 renderer = await asyncio.to_thread(Renderer.create, model)
             _check_rendering(renderer, rollout, parts.journal)
             engines = await _start_engines(rollout, model, renderer, parts)
-            router = Router(engines, limits=rollout.limits, failures=rollout.failures, rng=random.Random(rollout.seed))
+            check = AnswerCheck(read_vocabulary_size(model), has_logprobs=rollout.name != "openai")
+            limits, failures = rollout.limits, rollout.failures
+            router = Router(engines, limits=limits, failures=failures, rng=random.Random(rollout.seed), check=check)
             started.push_async_callback(router.close)
             attendant = None
             if parts.attend is not None:
