@@ -24,6 +24,7 @@ from typing import Any
 
 import pytest
 
+from tests import chaos
 from treadle.config.reward import RewardConfig, RewardFunctionConfig
 from treadle.reward.failure import Fault, ScoreFailure
 from treadle.reward.sandbox import run_python
@@ -123,18 +124,21 @@ def read_secrets(extra: dict[str, Any]) -> float:
     for process in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):
             found += [process.name] * (b"sk-secret" in (process / "environ").read_bytes())
+    for pid in (extra["driver"], extra["bystander"]):
+        with contextlib.suppress(OSError):
+            found += [pid] * bool(Path(f"/proc/{pid}/environ").read_bytes())
     return float(len(found))
 
 
 def trace_other_processes(extra: dict[str, Any]) -> float:
     libc, attach, seize = load_libc(), 16, 0x4206
-    pids = (os.getppid(), extra["driver"])
+    pids = (os.getppid(), extra["driver"], extra["bystander"])
     return float(sum(libc.ptrace(request, pid, None, None) == 0 for request in (attach, seize) for pid in pids))
 
 
 def read_memory_of_others(extra: dict[str, Any]) -> float:
     libc, got = load_libc(), 0.0
-    for pid in (os.getppid(), extra["driver"]):
+    for pid in (os.getppid(), extra["driver"], extra["bystander"]):
         buffer = ctypes.create_string_buffer(8)
         local = struct.pack("PN", ctypes.addressof(buffer), 8)
         got += libc.process_vm_readv(pid, local, 1, struct.pack("PN", id(extra), 8), 1, 0) > 0
@@ -321,8 +325,12 @@ def surroundings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.setenv("OPENAI_API_KEY", "sk-secret")
     monkeypatch.setenv("HF_TOKEN", "hf-secret")
     (tmp_path / "there").write_text("there")
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        yield {"target": str(tmp_path / "new"), "there": str(tmp_path / "there"), "port": server.getsockname()[1]}
+    with socket.create_server(("127.0.0.1", 0)) as server, subprocess.Popen(["sleep", "600"]) as bystander:
+        try:
+            paths = {"target": str(tmp_path / "new"), "there": str(tmp_path / "there")}
+            yield {**paths, "port": server.getsockname()[1], "bystander": bystander.pid}
+        finally:
+            bystander.kill()
     assert sorted(os.listdir(tmp_path)) == ["there"] and (tmp_path / "there").read_text() == "there"
     assert not Path("/dev/shm/treadle_was_here").exists()
 
@@ -339,6 +347,41 @@ def test_the_attacks_succeed_where_there_is_no_fence(escape: Callable[..., float
     """Or the tests above would show nothing."""
     assert escape({"target": str(tmp_path / "new"), "port": 9}) > 0.0
     Path("/dev/shm/treadle_was_here").unlink(missing_ok=True)
+
+
+def test_others_of_the_same_user_can_be_looked_into_where_there_is_no_fence(surroundings: dict[str, Any]) -> None:
+    """Or the same would hold for attacks on other processes."""
+    victim = surroundings["bystander"]
+    assert b"sk-secret" in Path(f"/proc/{victim}/environ").read_bytes()
+    assert load_libc().ptrace(0x4206, victim, None, None) == 0, "seized, which leaves it running"
+    os.close(os.open(f"/proc/{victim}/mem", os.O_RDONLY))
+
+
+BOTH = ("no network namespace: Operation not permitted", "no Landlock against writing and signals")
+
+
+@pytest.mark.parametrize(("missing", "dumpable"), [((), 1), (BOTH[:1], 1), (BOTH[1:], 1), (BOTH, 0)])
+def test_the_driver_is_hidden_where_no_fence_keeps_a_sandboxed_function_from_looking_in(
+    missing: tuple[str, ...], dumpable: int
+) -> None:
+    done = chaos.run_python(
+        f"""
+import asyncio, dataclasses
+from treadle.reward.sandbox import confine, process
+from treadle.reward.scorer import Scorer
+from tests.attacks.test_reward_sandbox import make_config
+read = process.read_report
+process.read_report = lambda data: dataclasses.replace(read(data), missing={missing!r})
+
+async def main():
+    async with await Scorer.create(make_config()):
+        print(confine.load_libc().prctl(3, 0, 0, 0, 0))  # PR_GET_DUMPABLE
+
+asyncio.run(main())
+"""
+    )
+    assert done.stdout == f"{dumpable}\n", done.stderr
+    assert ("no core dump, no profiler" in done.stderr) is not bool(dumpable)
 
 
 def test_another_abi_ends_the_process(surroundings: dict[str, Any]) -> None:

@@ -25,6 +25,7 @@ from treadle.reward.function import Function, load_function
 from treadle.reward.models import Models, prepare_models
 from treadle.reward.pool import Pool
 from treadle.reward.rate import RateLimit
+from treadle.reward.sandbox.confine import hide_where_needed
 from treadle.reward.sandbox.process import locate
 from treadle.reward.sandbox.protocol import copy
 from treadle.reward.surroundings import ALONE, Surroundings
@@ -226,8 +227,11 @@ async def _start_pools(
     except BaseException:
         await asyncio.shield(_close_pools(pools))
         raise
-    for item in dict.fromkeys(item for pool in pools for item in pool.missing):
+    missing = dict.fromkeys(item for pool in pools for item in pool.missing)
+    for item in missing:
         warn(f"reward sandbox: {item}")
+    if hide_where_needed(missing):
+        warn("reward sandbox: so this process is hidden from others of its user: no core dump, no profiler")
     return tuple(pools)
 
 

@@ -3,7 +3,8 @@
     what                          by                        without it
     network, any new socket       seccomp, namespace        —
     writing, making, removing     Landlock                  seccomp refuses to open for writing
-    memory of other processes     seccomp, Landlock         —
+    memory of other processes     seccomp, Landlock,        without both of the latter the
+                                  user namespace            driver is made non-dumpable
     signals to other processes    Landlock (kernel 6.12)    allowed, and said
     more memory, more CPU         rlimits, set by `limits`  —
 
@@ -17,7 +18,7 @@ import os
 import platform
 import struct
 import sys
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 
 PR_SET_PDEATHSIG, PR_SET_DUMPABLE, PR_SET_SECCOMP, PR_SET_NO_NEW_PRIVS = 1, 4, 22, 38
@@ -25,6 +26,7 @@ SECCOMP_MODE_FILTER = 2
 CLONE_NEWUSER, CLONE_NEWNET = 0x10000000, 0x40000000
 CLONE_NEW = 0x7E020080
 """Every flag of clone that makes a namespace."""
+NO_NAMESPACE, NO_LANDLOCK = "no network namespace", "no Landlock against writing and signals"
 LANDLOCK_CREATE_RULESET, LANDLOCK_ADD_RULE, LANDLOCK_RESTRICT_SELF = 444, 445, 446
 
 _X86 = """ptrace=101 process_vm_readv=310 process_vm_writev=311 process_madvise=440 pidfd_getfd=438 kcmp=312
@@ -118,10 +120,10 @@ def load_libc() -> ctypes.CDLL:
 def leave_network() -> str | None:
     """Move this process, which must have one thread, to a network namespace that has no network; or why not."""
     if sys.platform != "linux":
-        return f"no network namespace: {sys.platform} has none"
+        return f"{NO_NAMESPACE}: {sys.platform} has none"
     user, group = os.getuid(), os.getgid()
     if load_libc().unshare(CLONE_NEWUSER | CLONE_NEWNET) != 0:
-        return f"no network namespace: {os.strerror(ctypes.get_errno())}"
+        return f"{NO_NAMESPACE}: {os.strerror(ctypes.get_errno())}"
     for name, text in (("setgroups", "deny"), ("uid_map", f"{user} {user} 1"), ("gid_map", f"{group} {group} 1")):
         try:
             with open(f"/proc/self/{name}", "w") as setting:
@@ -135,6 +137,17 @@ def hide() -> None:
     """Let no other process of the same user read the memory, the environment or the descriptors of this one."""
     if sys.platform == "linux":
         load_libc().prctl(PR_SET_DUMPABLE, 0, 0, 0, 0)
+
+
+def hide_where_needed(missing: Collection[str]) -> bool:
+    """Hide this process, which started a sandboxed one, where of what keeps that from looking in here all is missing.
+
+    A namespace or Landlock is enough, and a process that is not hidden can be profiled and leaves core dumps.
+    """
+    needed = all(any(item.startswith(fence) for item in missing) for fence in (NO_NAMESPACE, NO_LANDLOCK))
+    if needed:
+        hide()
+    return needed
 
 
 def put_up() -> tuple[str, ...]:
@@ -159,21 +172,21 @@ def _landlock(libc: ctypes.CDLL) -> list[str]:
     """No writing but to /dev/null, no TCP, and no signal to and no look into processes outside; what is missing."""
     version = libc.syscall(LANDLOCK_CREATE_RULESET, None, ctypes.c_size_t(0), ctypes.c_uint(1))
     if version < 1:
-        return ["no Landlock against writing and signals"]
+        return [NO_LANDLOCK]
     write, truncate = 1 << 1, (1 << 14 if version >= 3 else 0)
     handled = write | truncate | sum(1 << bit for bit in range(4, 13)) | (1 << 13 if version >= 2 else 0)
     fields = [handled, *([0b11] if version >= 4 else []), *([0b11] if version >= 6 else [])]
     rules = struct.pack(f"={len(fields)}Q", *fields)
     ruleset = libc.syscall(LANDLOCK_CREATE_RULESET, rules, ctypes.c_size_t(len(rules)), ctypes.c_uint(0))
     if ruleset < 0:
-        return [f"no Landlock against writing and signals: {os.strerror(ctypes.get_errno())}"]
+        return [f"{NO_LANDLOCK}: {os.strerror(ctypes.get_errno())}"]
     null = os.open(os.devnull, os.O_PATH | os.O_CLOEXEC)
     try:
         rule = struct.pack("=Qi", write | truncate, null)
         libc.syscall(LANDLOCK_ADD_RULE, ruleset, 1, rule, ctypes.c_uint(0))
         libc.prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
         if libc.syscall(LANDLOCK_RESTRICT_SELF, ruleset, ctypes.c_uint(0)) != 0:
-            return [f"no Landlock against writing and signals: {os.strerror(ctypes.get_errno())}"]
+            return [f"{NO_LANDLOCK}: {os.strerror(ctypes.get_errno())}"]
     finally:
         os.close(null)
         os.close(ruleset)
