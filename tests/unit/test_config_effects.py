@@ -9,61 +9,42 @@ from pathlib import Path
 import pytest
 
 from tests.effects import (
+    classifiers,
     data,
+    engines,
     losses,
     reward,
     rollout,
     runs,
+    schedule,
+    tools,
+    training,
 )
 from tests.effects.cases import Case
 from treadle.config import TrainConfig
 from treadle.config.outline import key_paths
 
-MODULES = (data, losses, reward, rollout, runs)
+MODULES = (classifiers, data, engines, losses, reward, rollout, runs, schedule, tools, training)
 EFFECTS = {key: case for module in MODULES for key, case in module.EFFECTS.items()}
 KEYS = {".".join(path) for path in key_paths(TrainConfig)}
 UNPROVEN = {
-    "nothing here shows it yet": """
-        actor.data_loader_seed actor.dtype actor.fsdp_config.forward_prefetch actor.fsdp_config.fsdp_size
+    "a GPU: where parameters are on the CPU already, nothing is moved there": """
         actor.fsdp_config.offload_policy actor.fsdp_config.optimizer_offload actor.fsdp_config.param_offload
-        actor.fsdp_config.reshard_after_forward actor.grad_clip actor.loss_scale_factor actor.model_dtype
-        actor.optim.betas actor.optim.max_nonfinite_steps actor.optim.weight_decay actor.ppo_epochs
-        actor.ppo_max_token_len_per_gpu actor.ppo_mini_batch_size actor.shuffle algorithm.filter_groups.enable
-        algorithm.filter_groups.max_num_gen_batches algorithm.filter_groups.metric algorithm.mask_truncated
-        algorithm.use_kl_in_reward cluster.address cluster.backend cluster.ray_init critic.dtype
-        critic.fsdp_config.forward_prefetch critic.fsdp_config.fsdp_size critic.fsdp_config.offload_policy
-        critic.fsdp_config.optimizer_offload critic.fsdp_config.param_offload
-        critic.fsdp_config.reshard_after_forward critic.grad_clip critic.model_dtype critic.optim.betas
-        critic.optim.max_nonfinite_steps critic.optim.weight_decay critic.path critic.ppo_epochs
-        critic.ppo_max_token_len_per_gpu critic.ppo_mini_batch_size data.train_batch_size
-        logging.log_val_generations model.allow_special_tokens model.apply_chat_template_kwargs
-        model.custom_chat_template model.describe_tools model.enable_gradient_checkpointing
-        model.override_config model.path model.prove model.tokenizer_path model.trust_remote_code ref.dtype
-        ref.fsdp_config.forward_prefetch ref.fsdp_config.fsdp_size ref.fsdp_config.offload_policy
-        ref.fsdp_config.optimizer_offload ref.fsdp_config.param_offload ref.fsdp_config.reshard_after_forward
-        ref.log_prob_max_token_len_per_gpu ref.sync_freq ref.sync_mix reward.classifiers.*.device
-        reward.classifiers.*.dtype reward.classifiers.*.endpoint.api_key_env
-        reward.classifiers.*.endpoint.base_url reward.classifiers.*.endpoint.extra_body
-        reward.classifiers.*.endpoint.model reward.classifiers.*.gpu_memory_utilization
-        reward.classifiers.*.launch_timeout_s reward.classifiers.*.max_concurrency
-        reward.classifiers.*.max_length reward.classifiers.*.max_num_batched_tokens
-        reward.classifiers.*.memory_mb reward.classifiers.*.overlong reward.classifiers.*.path
-        reward.classifiers.*.placement reward.classifiers.*.prompt reward.classifiers.*.timeout_s
-        reward.classifiers.*.weight reward.judges.*.engine.dtype reward.judges.*.engine.enforce_eager
-        reward.judges.*.engine.engine_kwargs reward.judges.*.engine.gpu_memory_utilization
-        reward.judges.*.engine.max_num_seqs reward.judges.*.engine.n_gpus
-        reward.judges.*.engine.tensor_model_parallel_size reward.success_threshold rollout.dtype
-        rollout.enable_chunked_prefill rollout.enable_prefix_caching rollout.enforce_eager rollout.engine_kwargs
-        rollout.free_cache_engine rollout.gpu_memory_utilization rollout.max_model_len
-        rollout.max_num_batched_tokens rollout.max_num_seqs rollout.multi_turn.mcp_servers.*.command
-        rollout.multi_turn.mcp_servers.*.env rollout.multi_turn.mcp_servers.*.startup_timeout_s
-        rollout.multi_turn.mcp_servers.*.tools rollout.multi_turn.mcp_servers.*.url rollout.n_gpus_per_node
-        rollout.name rollout.nnodes rollout.openai.api_key_env rollout.openai.base_url rollout.openai.extra_body
-        rollout.openai.model rollout.replicas_per_node rollout.tensor_model_parallel_size trainer.critic_warmup
-        trainer.max_staleness trainer.mode trainer.n_gpus_per_node trainer.nnodes trainer.on_weight_update
-        trainer.parameter_sync_steps trainer.processes_per_node trainer.rank_timeout_s trainer.stale_samples
-        trainer.test_freq trainer.total_epochs trainer.total_training_steps trainer.val_before_train
-        trainer.val_only trainer.weights.bucket_mb trainer.weights.directory trainer.weights.transport
+        critic.fsdp_config.offload_policy critic.fsdp_config.optimizer_offload critic.fsdp_config.param_offload
+        ref.fsdp_config.offload_policy ref.fsdp_config.optimizer_offload ref.fsdp_config.param_offload
+    """,
+    "a Ray cluster; tests/integration/test_ray_*.py start one": """
+        cluster.address cluster.ray_init
+    """,
+    "processes that load torch, seconds for each: tests/integration/test_reward_model.py, test_policy_ranks.py": """
+        reward.classifiers.*.memory_mb trainer.rank_timeout_s
+    """,
+    "nothing here shows it yet": """
+        actor.fsdp_config.forward_prefetch actor.fsdp_config.fsdp_size actor.fsdp_config.reshard_after_forward
+        critic.fsdp_config.forward_prefetch critic.fsdp_config.fsdp_size
+        critic.fsdp_config.reshard_after_forward model.allow_special_tokens model.apply_chat_template_kwargs
+        model.custom_chat_template model.describe_tools model.prove model.tokenizer_path model.trust_remote_code
+        ref.fsdp_config.forward_prefetch ref.fsdp_config.fsdp_size ref.fsdp_config.reshard_after_forward
     """,
 }
 """The reason, and the keys it holds for."""

@@ -198,7 +198,9 @@ class RolloutConfig(Section):
     max_num_batched_tokens: int = key(8192, "tokens one engine step may process", ge=1)
     enforce_eager: bool = key(False, "do without CUDA graphs")
     enable_prefix_caching: bool = key(True, "reuse the KV cache of shared prefixes")
-    enable_chunked_prefill: bool = key(True, "split long prompts over several engine steps")
+    enable_chunked_prefill: bool = key(
+        True, "split long prompts over several engine steps; native splits those over max_num_batched_tokens alone"
+    )
     free_cache_engine: bool = key(
         False, "give the engine's memory back while the policy trains on the same devices: slower, and room for more"
     )

@@ -1,7 +1,7 @@
 """vLLM as the server sees it: the only module that knows which versions differ in what.
 
-Owns the way from our config to vLLM's arguments, from an order to its sampling parameters, and from its outputs to
-pieces. Runs in the server process; importing it imports vLLM. Tested with 0.24 (CUDA) and 0.32 (CPU).
+Owns the way from an order to vLLM's sampling parameters, and from its outputs to pieces; its arguments are in
+`arguments`. Runs in the server process; importing it imports vLLM. Tested with 0.24 (CUDA) and 0.32 (CPU).
 
     0.24   the worker prepares layers for an update, and hands out the loader; 0.32 leaves both to us
     0.24   its second model runner serves some architectures; in 0.32 it serves all, where there is Triton
@@ -16,7 +16,7 @@ import asyncio
 import dataclasses
 import itertools
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from math import nan
 from typing import Any
 
@@ -32,30 +32,17 @@ from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 from treadle.config.model import ModelConfig
 from treadle.config.rollout import RolloutConfig
 from treadle.engine.vllm import scheduling
+from treadle.engine.vllm.arguments import engine_arguments
 from treadle.engine.vllm.serving import Piece
 from treadle.engine.vllm.wire import Order
-from treadle.errors import ConfigError, EngineFailure, Mistake, RequestRefused, nearest
+from treadle.errors import ConfigError, EngineFailure, Mistake, RequestRefused
 from treadle.types import StopReason
 
 SUPPORTED = ((0, 24), (0, 32))
 """The first and the last version this was written for."""
 
 _STOPS = {"stop": StopReason.STOP, "length": StopReason.LENGTH, "abort": StopReason.ABORT}
-_OURS = (
-    "model",
-    "weight_transfer_config",
-    "worker_extension_cls",
-    "logits_processors",
-    "logprobs_mode",
-    "max_logprobs",
-)
 _KEYED = "treadle.engine.vllm.keyed:KeyedSampling"
-_EXTENSION = "treadle.engine.vllm.receiver.WorkerExtension"
-_CPU_SHARE = 0.25
-"""The most of a machine's memory that the KV cache takes on a CPU, where the processes beside it need some too."""
-
-_GRAPHED = 512
-"""The largest batch that vLLM captures by itself; larger ones would be launched kernel by kernel."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -89,7 +76,8 @@ class VLLMSampler:
     async def start(cls, rollout: RolloutConfig, model: ModelConfig, directory: str) -> "VLLMSampler":
         """Start vLLM's own processes and load the model; ConfigError for what the config asks in vain."""
         check_version(vllm.__version__)
-        arguments = engine_arguments(rollout, model, directory)
+        known = {field.name for field in dataclasses.fields(AsyncEngineArgs)}
+        arguments = engine_arguments(rollout, model, directory, on_cpu=current_platform.is_cpu(), known=known)
         config = AsyncEngineArgs(**arguments).create_engine_config()
         keyed = not config.use_v2_model_runner
         if keyed:
@@ -264,69 +252,6 @@ def check_version(version: str) -> None:
     if not SUPPORTED[0] <= numbers <= SUPPORTED[1]:
         problem = f"vLLM {version} is installed; treadle works with {first} to {last}"
         raise ConfigError([Mistake("rollout.name", problem, "vllm", fix=f"install vllm>={first},<={last}.*")])
-
-
-def engine_arguments(rollout: RolloutConfig, model: ModelConfig, directory: str) -> dict[str, Any]:
-    """vLLM's arguments: from the section's keys, then `rollout.engine_kwargs.vllm` as it is."""
-    extra = rollout.engine_kwargs.get("vllm") or {}
-    _refuse_unknown(extra)
-    on_cpu = current_platform.is_cpu()
-    dtype = rollout.dtype if rollout.dtype != "auto" else "float32" if on_cpu else "bfloat16"
-    arguments: dict[str, Any] = {
-        "model": directory,
-        "dtype": dtype,
-        "seed": rollout.seed,
-        "trust_remote_code": model.trust_remote_code,
-        "hf_overrides": dict(model.override_config),
-        "generation_config": "vllm",
-        "skip_tokenizer_init": True,
-        "tensor_parallel_size": rollout.tensor_model_parallel_size,
-        "gpu_memory_utilization": rollout.gpu_memory_utilization,
-        "max_model_len": rollout.sequence_length(),
-        "max_num_seqs": rollout.max_num_seqs,
-        "max_num_batched_tokens": max(rollout.max_num_batched_tokens, rollout.max_num_seqs),
-        "enforce_eager": rollout.enforce_eager or on_cpu,
-        "enable_prefix_caching": rollout.enable_prefix_caching,
-        "enable_chunked_prefill": rollout.enable_chunked_prefill,
-        "enable_sleep_mode": rollout.free_cache_engine and not on_cpu,
-        "disable_log_stats": True,
-        "logprobs_mode": "raw_logprobs" if rollout.temperature in (0.0, 1.0) else "processed_logprobs",
-        "weight_transfer_config": {"backend": "treadle"},
-        "worker_extension_cls": _EXTENSION,
-    }
-    if on_cpu:
-        arguments["kv_cache_memory_bytes"] = _cpu_cache_bytes(rollout, directory, dtype)
-    elif rollout.max_num_seqs > _GRAPHED and "compilation_config" not in extra:
-        arguments["max_cudagraph_capture_size"] = rollout.max_num_seqs
-    return arguments | dict(extra)
-
-
-def _refuse_unknown(extra: Mapping[str, Any]) -> None:
-    known = {field.name for field in dataclasses.fields(AsyncEngineArgs)}
-    mistakes = []
-    for name, value in extra.items():
-        key = f"rollout.engine_kwargs.vllm.{name}"
-        if name in _OURS:
-            mistakes.append(Mistake(key, "treadle sets this one itself", value, fix="leave it out"))
-        elif name not in known:
-            problem = f"vLLM {vllm.__version__} has no argument {name!r}"
-            mistakes.append(Mistake(key, problem, value, fix=nearest(name, known)))
-    if mistakes:
-        raise ConfigError(mistakes)
-
-
-def _cpu_cache_bytes(rollout: RolloutConfig, directory: str, dtype: str) -> int:
-    """Room for every sequence at full length, within a share of the machine's memory."""
-    from transformers import AutoConfig
-
-    config = AutoConfig.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
-    head = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-    per_token: int = 2 * config.num_hidden_layers * heads * head * (4 if dtype == "float32" else 2)
-    block = 128
-    tokens = -(-rollout.sequence_length() // block) * block * (rollout.max_num_seqs + 1)
-    limit = int(_CPU_SHARE * os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
-    return min(tokens * per_token, limit)
 
 
 def _signed(bits: int) -> int:
