@@ -3,8 +3,7 @@
     what                          by                        without it
     network, any new socket       seccomp, namespace        —
     writing, making, removing     Landlock                  seccomp refuses to open for writing
-    memory of other processes     seccomp, Landlock,        without both of the latter the
-                                  user namespace            driver is made non-dumpable
+    memory of other processes     seccomp, namespace        the driver is made non-dumpable
     signals to other processes    Landlock (kernel 6.12)    allowed, and said
     more memory, more CPU         rlimits, set by `limits`  —
 
@@ -26,7 +25,7 @@ SECCOMP_MODE_FILTER = 2
 CLONE_NEWUSER, CLONE_NEWNET = 0x10000000, 0x40000000
 CLONE_NEW = 0x7E020080
 """Every flag of clone that makes a namespace."""
-NO_NAMESPACE, NO_LANDLOCK = "no network namespace", "no Landlock against writing and signals"
+NO_NAMESPACE = "no network namespace"
 LANDLOCK_CREATE_RULESET, LANDLOCK_ADD_RULE, LANDLOCK_RESTRICT_SELF = 444, 445, 446
 
 _X86 = """ptrace=101 process_vm_readv=310 process_vm_writev=311 process_madvise=440 pidfd_getfd=438 kcmp=312
@@ -140,11 +139,12 @@ def hide() -> None:
 
 
 def hide_where_needed(missing: Collection[str]) -> bool:
-    """Hide this process, which started a sandboxed one, where of what keeps that from looking in here all is missing.
+    """Hide this process, which started a sandboxed one, where that has no user namespace of its own.
 
-    A namespace or Landlock is enough, and a process that is not hidden can be profiled and leaves core dumps.
+    The namespace is enough, and a process that is not hidden can be profiled and leaves core dumps. Landlock is not: it
+    refuses to attach, but not to read /proc/PID/environ.
     """
-    needed = all(any(item.startswith(fence) for item in missing) for fence in (NO_NAMESPACE, NO_LANDLOCK))
+    needed = any(item.startswith(NO_NAMESPACE) for item in missing)
     if needed:
         hide()
     return needed
@@ -172,21 +172,21 @@ def _landlock(libc: ctypes.CDLL) -> list[str]:
     """No writing but to /dev/null, no TCP, and no signal to and no look into processes outside; what is missing."""
     version = libc.syscall(LANDLOCK_CREATE_RULESET, None, ctypes.c_size_t(0), ctypes.c_uint(1))
     if version < 1:
-        return [NO_LANDLOCK]
+        return ["no Landlock against writing and signals"]
     write, truncate = 1 << 1, (1 << 14 if version >= 3 else 0)
     handled = write | truncate | sum(1 << bit for bit in range(4, 13)) | (1 << 13 if version >= 2 else 0)
     fields = [handled, *([0b11] if version >= 4 else []), *([0b11] if version >= 6 else [])]
     rules = struct.pack(f"={len(fields)}Q", *fields)
     ruleset = libc.syscall(LANDLOCK_CREATE_RULESET, rules, ctypes.c_size_t(len(rules)), ctypes.c_uint(0))
     if ruleset < 0:
-        return [f"{NO_LANDLOCK}: {os.strerror(ctypes.get_errno())}"]
+        return [f"no Landlock against writing and signals: {os.strerror(ctypes.get_errno())}"]
     null = os.open(os.devnull, os.O_PATH | os.O_CLOEXEC)
     try:
         rule = struct.pack("=Qi", write | truncate, null)
         libc.syscall(LANDLOCK_ADD_RULE, ruleset, 1, rule, ctypes.c_uint(0))
         libc.prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
         if libc.syscall(LANDLOCK_RESTRICT_SELF, ruleset, ctypes.c_uint(0)) != 0:
-            return [f"{NO_LANDLOCK}: {os.strerror(ctypes.get_errno())}"]
+            return [f"no Landlock against writing and signals: {os.strerror(ctypes.get_errno())}"]
     finally:
         os.close(null)
         os.close(ruleset)
