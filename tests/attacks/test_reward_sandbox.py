@@ -231,6 +231,16 @@ def forge_on_every_descriptor(extra: dict[str, Any]) -> float:
     return 1.0
 
 
+def forge_a_whole_reply(extra: dict[str, Any]) -> float:
+    """The first request's reply as the parent reads it, but for the token; and none of its own."""
+    frame = struct.pack("!Q16s", 0, bytes(16)) + b'{"score": 99, "parts": {}, "extra": {}}'
+    for number in range(3, 64):
+        with contextlib.suppress(OSError):
+            os.write(number, len(frame).to_bytes(4, "big") + frame)
+    time.sleep(60)
+    return 1.0
+
+
 def reply_twice(extra: dict[str, Any]) -> float:
     body = b'{"score": 1, "parts": {}, "extra": {}}'
     os.write(3, (len(body).to_bytes(4, "big") + body) * 2)
@@ -438,6 +448,7 @@ def test_a_hostile_score_changes_no_other(how: str, fault: Fault | None) -> None
     ("how", "fault"),
     [
         ("forge_on_every_descriptor", Fault.CRASH),
+        ("forge_a_whole_reply", Fault.CRASH),
         ("undo_the_timer", Fault.CPU_TIME),
         ("fill_shared_memory", Fault.MEMORY),
     ],
