@@ -25,9 +25,8 @@ import ray
 from bench.orchestration import TURNS, rollout_of, tasks_of
 from treadle.cluster.ray.connection import Node, connected
 from treadle.cluster.ray.placement import Reservation
-from treadle.cluster.ray.pool import ReplicaPool
-from treadle.cluster.ray.supervisor import Supervisor
-from treadle.cluster.ray.worker import RemoteWorker
+from treadle.cluster.ray.replicas import RayReplicas
+from treadle.cluster.ray.rollout import start_worker
 from treadle.config import ClusterConfig, Config, ModelConfig, RolloutConfig
 from treadle.config.plan import make_plan
 from treadle.data.renderer import Renderer
@@ -179,23 +178,19 @@ class Bench:
         values = {**rollout_of(at_once, max(1, workers)).values(), "replicas_per_node": 2}
         rollout = RolloutConfig(**values)
         async with self._reserved(rollout) as reservation:
-            pool = ReplicaPool(rollout, self._model, reservation.replica_seats())
-            engines = await pool.start()
+            made_replicas = RayReplicas(rollout, self._model, reservation.replica_seats())
+            engines = await made_replicas.start()
 
             async def remote(router: Router, started: AsyncExitStack) -> Sequence[Any]:
-                supervisor = await Supervisor.attend(pool, router)
+                supervisor = await made_replicas.supervisor.attend(router, lambda kind, fields: None)
                 started.push_async_callback(supervisor.close)
                 if not workers:
                     return await self._here(router, started)
                 made = []
                 for at in range(workers):
-                    worker = await RemoteWorker.create(
-                        rollout=rollout,
-                        model=self._model,
-                        engine=router,
-                        seat=partial(reservation.worker_seat, at),
-                        name=f"agent worker {at}",
-                    )
+                    config = Config(model=self._model, rollout=rollout)
+                    seat = partial(reservation.worker_seat, at)
+                    worker = await start_worker(config, router, seat, f"agent worker {at}")
                     started.push_async_callback(worker.close)
                     made.append(worker)
                 return made

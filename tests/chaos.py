@@ -121,7 +121,7 @@ class Fault(StrEnum):
 _MARKS: Mapping[Part, str] = {
     Part.ENGINE: "native-0",
     Part.VALIDATION: "validation-0",
-    Part.WORKER: "treadle.rollout.process_main",
+    Part.WORKER: "agent worker",
     Part.REWARD: "treadle.reward",
     Part.RANK: "treadle.policy.rank_main",
 }

@@ -4,7 +4,7 @@ import asyncio
 import os
 import random
 import time
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from pathlib import Path
 from typing import Any
@@ -15,13 +15,13 @@ from ray.util.placement_group import placement_group, remove_placement_group
 
 from treadle.cluster.ray.connection import Node, connected, find_nodes
 from treadle.cluster.ray.placement import Reservation
-from treadle.cluster.ray.pool import ReplicaPool
+from treadle.cluster.ray.replicas import RayReplica, RayReplicas
 from treadle.cluster.ray.seat import Seat
-from treadle.cluster.ray.supervisor import Supervisor
 from treadle.config import ClusterConfig, Config, ModelConfig, RolloutConfig
 from treadle.config.plan import make_plan
-from treadle.engine.recovery import Patience, Recovery
+from treadle.engine.replica_supervisor import ReplicaSupervisor, RestartingEngine
 from treadle.engine.router import Router
+from treadle.process.supervisor import Recovery, RestartPolicy
 
 STORE_BYTES = 100_000_000
 
@@ -81,18 +81,26 @@ class Fleet:
     def __init__(
         self,
         router: Router,
-        pool: ReplicaPool,
-        supervisor: Supervisor,
+        engines: Sequence[RestartingEngine],
+        supervisor: ReplicaSupervisor,
         recoveries: list[Recovery],
         news: asyncio.Event,
         reservation: Reservation,
+        seats: Mapping[str, Seat],
     ) -> None:
         self.router = router
-        self.pool = pool
+        self.engines = engines
         self.supervisor = supervisor
         self.recoveries = recoveries
         self.news = news
         self.reservation = reservation
+        self.seats = seats
+
+    def replica(self, at: int = 0) -> RayReplica:
+        """The one that serves in a slot now."""
+        replica = self.engines[at]._engine
+        assert isinstance(replica, RayReplica)
+        return replica
 
     async def recovered(self, count: int = 1, timeout_s: float = 60.0) -> None:
         """Wait for reports; they come from the supervisor's own tasks."""
@@ -108,7 +116,7 @@ async def fleet(
     model: ModelConfig,
     nodes: Sequence[Node] | None = None,
     *,
-    patience: Patience | None = None,
+    policy: RestartPolicy | None = None,
     **options: Any,
 ) -> AsyncIterator[Fleet]:
     """Everything between a session and its actors."""
@@ -121,14 +129,16 @@ async def fleet(
 
     async with AsyncExitStack() as started:
         reservation = await started.enter_async_context(reserved(rollout, model, nodes))
-        pool = ReplicaPool(rollout, model, reservation.replica_seats(), move=reservation.move, **options)
-        router = Router(await pool.start(), limits=rollout.limits, failures=rollout.failures, rng=random.Random(0))
-        started.push_async_callback(router.close)
-        supervisor = await Supervisor.attend(
-            pool, router, report=report, patience=patience or Patience(first_wait_s=0.1)
+        policy = policy or RestartPolicy(first_wait_s=0.1)
+        replicas = RayReplicas(
+            rollout, model, reservation.replica_seats(), move=reservation.move, report=report, policy=policy, **options
         )
+        engines = await replicas.start()
+        router = Router(engines, limits=rollout.limits, failures=rollout.failures, rng=random.Random(0))
+        started.push_async_callback(router.close)
+        supervisor = await replicas.supervisor.attend(router, lambda kind, fields: None)
         started.push_async_callback(supervisor.close)
-        yield Fleet(router, pool, supervisor, recoveries, news, reservation)
+        yield Fleet(router, engines, supervisor, recoveries, news, reservation, replicas.seats)
 
 
 def alive(pid: int) -> bool:

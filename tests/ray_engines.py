@@ -3,10 +3,9 @@
 import os
 import random
 import signal
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from tests.letters import decode, encode
-from treadle.cluster.ray.messages import ReplicaSetup
 from treadle.config.rollout import RolloutConfig, ScriptedConfig
 from treadle.engine.protocol import Engine
 from treadle.engine.scripted import ScriptedEngine
@@ -14,6 +13,9 @@ from treadle.errors import EngineFailure
 from treadle.rollout.agent_loop import AgentLoopBase
 from treadle.rollout.session import Session
 from treadle.types import Completion, Request
+
+if TYPE_CHECKING:
+    from treadle.cluster.ray.replicas import ReplicaSetup
 
 
 def letters(request: Request, rng: random.Random) -> str:
@@ -40,15 +42,17 @@ class LettersEngine(ScriptedEngine):
             self._rests[request.session, request.position] = (hash(request.ids), answer)
 
 
-async def start_letters(setup: ReplicaSetup) -> Engine:
+async def start_letters(setup: "ReplicaSetup") -> Engine:
     """A scripted engine that writes letters; a long request takes a second or two."""
     scripted = ScriptedConfig(latency_s=1.5)
     return LettersEngine.create(scripted, name=setup.name, encode=encode, decode=decode, seed=7, script=letters)
 
 
-async def start_dying(setup: ReplicaSetup) -> Engine:
-    """Serves in its first life, and dies at the start of every other."""
-    if "." in setup.name:
+async def start_dying(setup: "ReplicaSetup") -> Engine:
+    """Serves the first time, and dies at every other start."""
+    try:
+        os.mkdir(os.path.join(setup.model.path, "has_started"))
+    except FileExistsError:
         os.kill(os.getpid(), signal.SIGKILL)
     return await start_letters(setup)
 
@@ -70,11 +74,11 @@ class FailingEngine(LettersEngine):
             raise EngineFailure("CUDA error: an illegal memory access was encountered")
 
 
-async def start_failing(setup: ReplicaSetup) -> Engine:
+async def start_failing(setup: "ReplicaSetup") -> Engine:
     return FailingEngine.create(setup.rollout.scripted, name=setup.name, encode=encode, decode=decode)
 
 
-async def start_tiny(setup: ReplicaSetup) -> Engine:
+async def start_tiny(setup: "ReplicaSetup") -> Engine:
     """The embedded engine with a small random model."""
     from tests.tiny import tiny
     from treadle.engine.native.engine import NativeEngine
@@ -82,7 +86,7 @@ async def start_tiny(setup: ReplicaSetup) -> Engine:
     return await NativeEngine.create(setup.rollout, tiny("llama", seed=1), name=setup.name)
 
 
-async def start_native_letters(setup: ReplicaSetup) -> Engine:
+async def start_native_letters(setup: "ReplicaSetup") -> Engine:
     """The embedded engine with a model that takes its time."""
     from tests.contract.test_engine import slow_letters
     from treadle.engine.native.engine import NativeEngine

@@ -13,13 +13,17 @@ from tests.attacks.test_worker_processes import HOSTILE, call, outcomes, run
 from tests.rollouts import rollout, save_model, say
 from tests.unit.test_journal_codec import full_trajectory
 from treadle.config import AgentLoopConfig, FailureConfig
-from treadle.engine.channel import Answer, Ask, Tell, Withdraw
 from treadle.errors import ConfigError, LoopFailure, Mistake, RequestRefused
 from treadle.observe import Wait
-from treadle.rollout import serialization
-from treadle.rollout.serialization import Garbage, Ready, WaitReport, decode, encode
+from treadle.process import codec
+from treadle.process.codec import Garbage
+from treadle.process.main import read_started, write_not_started
+from treadle.process.rpc import RpcCancel, RpcError, RpcNotify, RpcReply, RpcRequest
+from treadle.rollout.remote_worker import WORKER_CODEC, WaitReport
 from treadle.rollout.worker import Dropped
 from treadle.types import Request, SamplingParams, Score, Trajectory
+
+encode, decode = WORKER_CODEC.encode, WORKER_CODEC.decode
 
 TWICE = FailureConfig(max_failed_fraction=1.0, session_retries=2)
 REQUEST = Request(
@@ -44,19 +48,19 @@ class Touch:
 
 
 def framed(body: bytes) -> bytes:
-    return struct.pack("!I", len(body)) + body
+    return struct.pack("!Q", len(body)) + body
 
 
 @pytest.mark.parametrize("kind", ["pickle", "noise", "endless", "another type", "half"])
 def test_foreign_bytes_end_their_worker_and_nothing_else(kind, model, tmp_path, monkeypatch):
     ran, forgery = tmp_path / "ran", tmp_path / "forgery"
-    whole = encode(Tell(WaitReport(())))
+    whole = encode(RpcNotify(WaitReport(())))
     forgery.write_bytes(
         {
             "pickle": framed(pickle.dumps(Touch(ran))),
             "noise": framed(random.Random(0).randbytes(4000)),
             "endless": b"\xff" * 400,
-            "another type": framed(whole.replace(b'"Tell"', b'"Ask"')),
+            "another type": framed(whole.replace(b'"RpcNotify"', b'"RpcRequest"')),
             "half": framed(whole[:-3]),
         }[kind]
     )
@@ -78,7 +82,7 @@ def test_a_worker_cannot_score_its_trajectories(model, tmp_path, monkeypatch):
     """Numbers of questions are easy to guess; a score is not a worker's to give."""
     forgery = tmp_path / "forgery"
     scored = [Trajectory(f"task{at}", 0, (), OUTCOME, reward=Score(1e9)) for at in range(3)]
-    frames = [framed(encode(Answer(number, one))) for number in range(3) for one in scored]
+    frames = [framed(encode(RpcReply(number, one))) for number in range(3) for one in scored]
     forgery.write_bytes(b"".join(frames))
     monkeypatch.setenv(FORGERY, str(forgery))
     config = rollout(
@@ -101,13 +105,11 @@ def test_an_extra_value_that_only_python_can_hold_fails_its_trajectory_by_name(m
 
 
 MESSAGES = [
-    Ask(3, REQUEST),
-    Tell(WaitReport((Wait("a", 0, "tools", 1.5, "x", "y\ud800"),))),
-    Answer(1, Dropped("a", "too long")),
-    Answer(2, Trajectory("a", 0, (), OUTCOME)),
-    Withdraw(9),
-    Ready(),
-    Ready("no"),
+    RpcRequest(3, REQUEST),
+    RpcNotify(WaitReport((Wait("a", 0, "tools", 1.5, "x", "y\ud800"),))),
+    RpcReply(1, Dropped("a", "too long")),
+    RpcReply(2, Trajectory("a", 0, (), OUTCOME)),
+    RpcCancel(9),
 ]
 
 
@@ -118,21 +120,29 @@ def test_messages_come_back_equal(message):
 
 def test_a_trajectory_with_everything_comes_back_equal():
     trajectory = full_trajectory()
-    back = decode(encode(Answer(0, trajectory))).body
+    back = decode(encode(RpcReply(0, trajectory))).body
     assert back.rows == trajectory.rows
     assert replace(back, messages=(), extra={}) == replace(trajectory, messages=(), extra={})
     assert list(back.messages) == [dict(message) for message in trajectory.messages]
 
 
 def test_failures_and_mistakes_arrive_as_what_they_are():
-    failed = decode(encode(Answer(1, RequestRefused("no"), failed=True)))
-    assert (type(failed.body), str(failed.body), failed.failed) == (RequestRefused, "no", True)
-    problem = decode(encode(Ready(ConfigError([Mistake("a.b", "is wrong", 3, "file.yaml:3", "mend it")])))).problem
-    assert str(problem) == "a.b: is wrong\n    from file.yaml:3\n    mend it"
+    failed = decode(encode(RpcReply(1, error=RpcError.of(RequestRefused("no"), "agent worker 0")))).error.rebuild()
+    assert (type(failed), str(failed), failed.__notes__) == (RequestRefused, "no", ["raised in agent worker 0"])
+    error = ConfigError([Mistake("a.b", "is wrong", 3, "file.yaml:3", "mend it")])
+    with pytest.raises(ConfigError) as caught:
+        read_started(write_not_started(error, "agent worker 0"))
+    assert str(caught.value) == "a.b: is wrong\n    from file.yaml:3\n    mend it"
+
+
+def test_a_worker_raises_no_other_errors_than_failures():
+    for kind in ("RunError", "ConfigError", "KeyboardInterrupt"):
+        with pytest.raises(Garbage, match=f"a reply with a {kind}"):
+            decode(encode(RpcReply(1, error=RpcError(kind, "end of the run"))))
 
 
 def test_no_bytes_are_anything_but_a_message_or_garbage():
-    rng, frames = random.Random(1), [encode(message) for message in [*MESSAGES, Answer(0, full_trajectory())]]
+    rng, frames = random.Random(1), [encode(message) for message in [*MESSAGES, RpcReply(0, full_trajectory())]]
     refused = 0
     for _ in range(5000):
         frame = bytearray(rng.choice(frames))
@@ -155,7 +165,7 @@ def test_no_bytes_are_anything_but_a_message_or_garbage():
 
 
 @pytest.mark.parametrize(
-    "text", [b"[" * 200_000, b'["Withdraw",' + b"9" * 5000 + b",null,null]", b"[" + b"[]," * 3_000_000 + b"0]"]
+    "text", [b"[" * 200_000, b'["RpcCancel",' + b"9" * 5000 + b",null,null]", b"[" + b"[]," * 3_000_000 + b"0]"]
 )
 def test_json_that_would_take_all_memory_or_stack_is_garbage(text):
     with pytest.raises(Garbage):
@@ -163,8 +173,8 @@ def test_json_that_would_take_all_memory_or_stack_is_garbage(text):
 
 
 def test_a_trajectory_that_is_too_large_fails_and_says_how_large_one_may_be(monkeypatch):
-    monkeypatch.setattr(serialization, "MAX_JSON_BYTES", 1 << 20)
+    monkeypatch.setattr(codec, "MAX_JSON_BYTES", 1 << 20)
     large = Trajectory("a", 2, (), OUTCOME, messages=({"role": "tool", "content": "x" * (2 << 20)},), attempt=1)
-    small = decode(encode(Answer(4, large))).body
+    small = decode(encode(RpcReply(4, large))).body
     assert (small.uid, small.sample, small.attempt, small.outcome.boundary) == ("a", 2, 1, LoopFailure.boundary)
     assert "at most 1 travel" in small.outcome.detail

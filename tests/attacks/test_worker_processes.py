@@ -10,7 +10,7 @@ from tests.attacks.hostile import CALLER
 from tests.rollouts import engine, rollout, save_model, say, tasks, turns_of
 from treadle.config import AgentLoopConfig, FailureConfig, LimitsConfig
 from treadle.rollout.manager import AgentLoopManager
-from treadle.rollout.process import num_processes
+from treadle.rollout.remote_worker import num_processes
 from treadle.rollout.service import Parts
 from treadle.types import Batch
 

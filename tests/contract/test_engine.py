@@ -21,13 +21,13 @@ from tests import virtual_time
 from tests.fake_endpoint import FakeEndpoint
 from tests.letters import STOP, ask, decode, encode, go_on
 from treadle.config.rollout import FailureConfig, LimitsConfig, OpenAIConfig, RolloutConfig, ScriptedConfig
-from treadle.engine.apart import EngineApart
 from treadle.engine.native.engine import NativeEngine
 from treadle.engine.openai import OpenAIEngine
 from treadle.engine.protocol import Engine, WeightUpdate
+from treadle.engine.remote import RemoteEngine
+from treadle.engine.replica_supervisor import ReplicaSupervisor
 from treadle.engine.router import Router
 from treadle.engine.scripted import ScriptedEngine
-from treadle.engine.steady import Crew
 from treadle.errors import EngineFailure, MisuseError
 from treadle.types import Completion, Request, StopReason
 
@@ -118,13 +118,13 @@ async def start_native() -> Engine:
 
 @asynccontextmanager
 async def open_apart() -> AsyncIterator[Engine]:
-    yield await EngineApart.create(start_native, name="apart-0", limits=LimitsConfig())
+    yield await RemoteEngine.create(start_native, name="apart-0", limits=LimitsConfig())
 
 
 @asynccontextmanager
 async def open_steady() -> AsyncIterator[Engine]:
-    start = partial(EngineApart.create, start_native, name="steady-0", limits=LimitsConfig())
-    yield await Crew(1).hire("steady-0", start)
+    start = partial(RemoteEngine.create, start_native, name="steady-0", limits=LimitsConfig())
+    yield await ReplicaSupervisor(1).add("steady-0", start)
 
 
 STAGES = {

@@ -17,9 +17,7 @@ from tests import ray_cluster, ray_engines
 from tests.contract import test_engine
 from tests.contract.test_engine import Stage
 from tests.rollouts import rollout, save_model
-from treadle.cluster.ray.messages import ReplicaSetup
-from treadle.cluster.ray.replica import RemoteReplica
-from treadle.cluster.ray.roster import Roster
+from treadle.cluster.ray.replicas import RayReplicas, ReplicaSetup
 from treadle.engine.protocol import Engine
 
 Start = Callable[[ReplicaSetup], Awaitable[Engine]]
@@ -46,8 +44,9 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> object:
 async def open_replica(model: object, start: Start, save_s: float) -> AsyncIterator[Engine]:
     config = rollout()
     async with ray_cluster.reserved(config, model) as reservation:
-        setup = ReplicaSetup(config, model, "remote-0", save_s=save_s, start=start)
-        yield await RemoteReplica.start(setup, reservation.replica_seats()[0], Roster())
+        replicas = RayReplicas(config, model, reservation.replica_seats(), name="remote", save_s=save_s, start=start)
+        (engine,) = await replicas.start()
+        yield engine
 
 
 @pytest.fixture(params=["scripted", "native"])

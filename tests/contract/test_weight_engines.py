@@ -22,8 +22,8 @@ from torch import Tensor
 from tests.halting import Halting
 from tests.loop import Loop
 from treadle.config import FailureConfig, LimitsConfig, ModelConfig, RolloutConfig
-from treadle.engine.apart import EngineApart, start_native_engine
 from treadle.engine.protocol import Engine, WeightUpdate
+from treadle.engine.remote import RemoteEngine, start_native_engine
 from treadle.engine.router import Router
 from treadle.engine.vllm.engine import VLLMEngine
 from treadle.errors import RunError
@@ -48,7 +48,7 @@ TRANSPORTS: dict[str, Callable[[Path], Transport]] = {
 }
 
 
-async def start_native(name: str, kind: type[EngineApart] = EngineApart) -> EngineApart:
+async def start_native(name: str, kind: type[RemoteEngine] = RemoteEngine) -> RemoteEngine:
     return await kind.create(partial(start_native_engine, ROLLOUT, MODEL, name, "cpu", 1), name=name, limits=LIMITS)
 
 
@@ -93,7 +93,7 @@ class Damaging:
         self._transport.close()
 
 
-class Victim(EngineApart):
+class Victim(RemoteEngine):
     """Stops in the middle of an update, and says so by a file."""
 
     flag: Path

@@ -22,7 +22,7 @@ found = {}
 
 def engines():
     lines = {path.parent.name: path.read_bytes() for path in Path("/proc").glob("[0-9]*/cmdline")}
-    own = [int(pid) for pid, line in lines.items() if b"treadle.engine.apart_main" in line]
+    own = [int(pid) for pid, line in lines.items() if b"treadle.process" in line and b"native-0" in line]
     return [pid for pid in own if f"PPid:\\t{os.getpid()}\\n" in Path(f"/proc/{pid}/status").read_text()]
 
 async def main():

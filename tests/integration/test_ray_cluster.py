@@ -28,8 +28,8 @@ from treadle.config import ClusterConfig, Config
 from treadle.config.plan import make_plan
 from treadle.config.reward import RewardConfig, RewardFunctionConfig
 from treadle.engine.protocol import WeightUpdate
-from treadle.engine.recovery import Patience, Recovery
 from treadle.errors import ConfigError, RunError
+from treadle.process.supervisor import Recovery, RestartPolicy
 from treadle.rollout import AgentLoopManager
 from treadle.types import StopReason
 
@@ -113,18 +113,18 @@ async def _move_a_replica(cluster, model) -> None:
     config = rollout(nnodes=2)
     async with ray_cluster.fleet(config, model, save_s=0.3, start=ray_engines.start_letters) as fleet:
         await fleet.router.update_weights(WeightUpdate(4, "word", {"w": torch.ones(3)}))
-        used = {post.seat.node.id for post in fleet.pool.posts}
+        used = {seat.node.id for seat in fleet.seats.values()}
         (spare,) = [node for node in find_nodes() if node.id not in used]
-        away = next(post for post in fleet.pool.posts if post.seat.node.id != find_nodes()[0].id)
+        away = next(name for name, seat in fleet.seats.items() if seat.node.id != find_nodes()[0].id)
         turns = [asyncio.ensure_future(fleet.router.generate(ask(uid=f"t{at}", max_tokens=500))) for at in range(6)]
         await asyncio.sleep(0.8)
         lost_at = time.monotonic()
-        await asyncio.to_thread(lose, cluster, away.seat.node)
+        await asyncio.to_thread(lose, cluster, fleet.seats[away].node)
         answers = await asyncio.wait_for(asyncio.gather(*turns), 60)
-        assert any(answer.replica == away.setup.name for answer in answers)
+        assert any(answer.replica == away for answer in answers)
         await fleet.recovered(timeout_s=90)
         (recovery,) = fleet.recoveries
-        assert recovery.replica == away.setup.name and recovery.successor is not None
+        assert recovery.replica == away and recovery.successor is not None
         assert recovery.place == f"{spare.machine.name}, CPU" and spare.machine.name in str(recovery)
         states = {state.name: state for state in fleet.router.snapshot()}
         assert states[recovery.successor].healthy and states[recovery.successor].version == 4
@@ -141,23 +141,23 @@ def test_with_no_room_elsewhere_the_others_go_on_and_a_node_that_joins_is_used(m
 
 
 async def _wait_for_a_node(cluster, model) -> None:
-    patience = Patience(place_s=1.0, first_wait_s=0.1)
+    policy = RestartPolicy(place_s=1.0, first_wait_s=0.1)
     start = ray_engines.start_letters
-    async with ray_cluster.fleet(rollout(nnodes=2), model, patience=patience, start=start) as fleet:
-        here = next(at for at, post in enumerate(fleet.pool.posts) if post.seat.node.id == find_nodes()[0].id)
-        away = fleet.pool.posts[1 - here]
-        await asyncio.to_thread(lose, cluster, away.seat.node)
+    async with ray_cluster.fleet(rollout(nnodes=2), model, policy=policy, start=start) as fleet:
+        here = next(at for at, seat in enumerate(fleet.seats.values()) if seat.node.id == find_nodes()[0].id)
+        away = fleet.engines[1 - here].name
+        await asyncio.to_thread(lose, cluster, fleet.seats[away].node)
         await fleet.recovered(timeout_s=60)
         told = str(fleet.recoveries[0])
         assert "has left the cluster, and no other node has 1 CPU to spare; 1 of 2 replicas go on until a node" in told
-        os.kill(fleet.pool.replicas[here].life.pid, signal.SIGKILL)
+        os.kill(fleet.replica(here).pid, signal.SIGKILL)
         await fleet.recovered(2)
-        assert fleet.recoveries[1].replica == fleet.pool.posts[here].setup.name
+        assert fleet.recoveries[1].replica == fleet.engines[here].name
         assert (await fleet.router.generate(ask(uid="later"))).stop is StopReason.STOP
         cluster.add_node(object_store_memory=ray_cluster.STORE_BYTES, num_cpus=1)  # wants the main thread
         joined_at = time.monotonic()
         await fleet.recovered(3)
-        assert fleet.recoveries[2].replica == away.setup.name and fleet.recoveries[2].successor is not None
+        assert fleet.recoveries[2].replica == away and fleet.recoveries[2].successor is not None
         assert len([state for state in fleet.router.snapshot() if state.healthy]) == 2
         print(f"a node that joined had its replica after {time.monotonic() - joined_at:.1f} s")
 
@@ -168,9 +168,9 @@ def test_a_run_that_loses_its_only_rollout_node_ends_with_the_cause(model):
 
 
 async def _lose_the_last_node(cluster, model) -> None:
-    patience, nodes = Patience(place_s=0.5, first_wait_s=0.1), [find_nodes()[1]]
+    policy, nodes = RestartPolicy(place_s=0.5, first_wait_s=0.1), [find_nodes()[1]]
     start = ray_engines.start_letters
-    async with ray_cluster.fleet(rollout(), model, nodes, patience=patience, start=start) as fleet:
+    async with ray_cluster.fleet(rollout(), model, nodes, policy=policy, start=start) as fleet:
         await asyncio.to_thread(lose, cluster, nodes[0])
         with pytest.raises(RunError, match=r"no replica is left.* has left the cluster, and no other node has 1 CPU"):
             await asyncio.wait_for(fleet.supervisor.watch(), 60)
@@ -187,7 +187,7 @@ from treadle.config import ClusterConfig, ModelConfig
 
 async def main(model):
     async with ray_cluster.fleet(rollout(), model, start=ray_engines.start_letters) as fleet:
-        print(fleet.pool.replicas[0].life.pid, flush=True)
+        print(fleet.replica().pid, flush=True)
         await asyncio.sleep(600)
 
 with connected(ClusterConfig(backend="ray", address=sys.argv[1])):

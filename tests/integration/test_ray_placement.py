@@ -13,7 +13,7 @@ from ray.util.placement_group import placement_group, remove_placement_group
 
 from tests import ray_cluster
 from tests.configs import training_config
-from treadle.cluster.ray.actors import Surroundings
+from treadle.cluster.ray.actor import ActorEnvironment
 from treadle.cluster.ray.connection import find_nodes
 from treadle.cluster.ray.placement import Reservation
 from treadle.config.plan import make_plan
@@ -51,7 +51,7 @@ def ask_witnesses(seats):
         def tell(self):
             return ray.get_runtime_context().get_node_id(), os.environ["CUDA_VISIBLE_DEVICES"]
 
-    actors = [ray.remote(Witness).options(**seat.options()).remote(Surroundings.here(seat.gpus)) for seat in seats]
+    actors = [ray.remote(Witness).options(**seat.options()).remote(ActorEnvironment.here(seat.gpus)) for seat in seats]
     return ray.get([actor.tell.remote() for actor in actors], timeout=60)
 
 

@@ -17,10 +17,10 @@ from tests.rollouts import rollout, save_model
 from tests.tiny import tiny
 from treadle.config import FailureConfig, LimitsConfig
 from treadle.engine.protocol import WeightUpdate
-from treadle.engine.recovery import Patience
 from treadle.engine.router import Router
 from treadle.errors import EngineFailure, RunError
 from treadle.model.checksum import checksum
+from treadle.process.supervisor import RestartPolicy
 from treadle.types import Completion, Request, StopReason
 
 TOKENS = 201
@@ -39,7 +39,7 @@ def model(tmp_path_factory):
 
 
 def kill(replica) -> None:
-    os.kill(replica.life.pid, signal.SIGKILL)
+    os.kill(replica.pid, signal.SIGKILL)
 
 
 async def whole_turn(router: Router, request: Request) -> list[Completion]:
@@ -61,7 +61,7 @@ def test_a_killed_replica_loses_no_session_and_no_saved_token_and_comes_back(clu
             requests = [ask(uid=f"t{at}", max_tokens=500) for at in range(8)]
             turns = [asyncio.ensure_future(whole_turn(router, request)) for request in requests]
             await asyncio.sleep(0.8)
-            victim = fleet.pool.replicas[0]
+            victim = fleet.replica()
             kill(victim)
             killed_at = time.monotonic()
             answers = await asyncio.wait_for(asyncio.gather(*turns), 60)
@@ -70,15 +70,16 @@ def test_a_killed_replica_loses_no_session_and_no_saved_token_and_comes_back(clu
             assert moved, "somebody was interrupted by the death"
             for parts in moved:
                 assert parts[0].replica == victim.name and parts[0].ids, "what was saved is kept"
-                assert parts[-1].replica != victim.name
+                assert parts[1].replica != victim.name
             for parts in answers:
                 assert parts[-1].stop is StopReason.STOP
                 assert {version for part in parts for version in part.versions} == {4}
             (recovery,) = fleet.recoveries
-            assert recovery.replica == victim.name and recovery.successor == f"{victim.name}.2"
+            assert recovery.replica == victim.name and recovery.successor == victim.name
+            assert fleet.replica().pid != victim.pid
             states = {state.name: state for state in router.snapshot()}
-            assert set(states) == {"scripted-1", "scripted-0.2"}
-            assert states["scripted-0.2"].healthy and states["scripted-0.2"].version == 4
+            assert set(states) == {"scripted-1", "scripted-0"}
+            assert states["scripted-0"].healthy and states["scripted-0"].version == 4
             print(f"replica back after {recovery.seconds:.2f} s; sessions done {time.monotonic() - killed_at:.2f} s on")
 
     asyncio.run(main())
@@ -91,9 +92,9 @@ def test_requests_wait_while_the_only_replica_comes_back(cluster, model):
         async with ray_cluster.fleet(config, model, start=ray_engines.start_letters) as fleet:
             running = asyncio.ensure_future(fleet.router.generate(ask(max_tokens=500)))
             await asyncio.sleep(0.3)
-            kill(fleet.pool.replicas[0])
+            kill(fleet.replica())
             late = await asyncio.wait_for(fleet.router.generate(ask(uid="late")), 60)
-            assert late.replica == "scripted-0.2" and late.stop is StopReason.STOP
+            assert late.replica == "scripted-0" and late.stop is StopReason.STOP
             assert len((await asyncio.wait_for(running, 60)).ids) == TOKENS
             assert await asyncio.wait_for(fleet.router.generate(ask(uid="later")), 60)
 
@@ -105,11 +106,11 @@ def test_weights_for_the_only_replica_reach_its_successor_when_it_is_killed(clus
 
     async def main() -> None:
         async with ray_cluster.fleet(rollout(), model, start=ray_engines.start_letters) as fleet:
-            kill(fleet.pool.replicas[0])
+            kill(fleet.replica())
             update = WeightUpdate(3, "word", {"w": torch.ones(3)})
             assert await asyncio.wait_for(fleet.router.update_weights(update), 60) == "word"
             completion = await asyncio.wait_for(fleet.router.generate(ask()), 60)
-            assert completion.replica == "scripted-0.2" and set(completion.versions) == {3}
+            assert completion.replica == "scripted-0" and set(completion.versions) == {3}
             fleet.router.forget("task/0")
             await fleet.router.sleep()
             assert (await fleet.router.generate(ask(uid="more"))).stop is StopReason.STOP
@@ -118,18 +119,18 @@ def test_weights_for_the_only_replica_reach_its_successor_when_it_is_killed(clus
 
 
 def test_a_run_whose_last_replica_cannot_come_back_ends_with_the_cause(cluster, model):
-    patience = Patience(attempts=2, first_wait_s=0.1)
+    policy = RestartPolicy(attempts=2, first_wait_s=0.1)
 
     async def main() -> None:
-        async with ray_cluster.fleet(rollout(), model, patience=patience, start=ray_engines.start_dying) as fleet:
+        async with ray_cluster.fleet(rollout(), model, policy=policy, start=ray_engines.start_dying) as fleet:
             waiting = asyncio.ensure_future(fleet.router.generate(ask(max_tokens=500)))
             await asyncio.sleep(0.3)
-            kill(fleet.pool.replicas[0])
+            kill(fleet.replica())
             with pytest.raises(RunError, match=r"no replica is left.*died while it started"):
                 await asyncio.wait_for(fleet.supervisor.watch(), 60)
-            with pytest.raises(EngineFailure, match="no replica is left"):
+            with pytest.raises(EngineFailure, match="could not be started again"):
                 await asyncio.wait_for(waiting, 60)
-            assert fleet.recoveries == [], "the run's end says it all"
+            assert [recovery.successor for recovery in fleet.recoveries] == [None]
 
     asyncio.run(main())
 
@@ -160,11 +161,11 @@ def test_real_weights_arrive_bit_for_bit_and_a_returned_replica_has_them(cluster
         async with ray_cluster.fleet(config, model, start=ray_engines.start_tiny) as fleet:
             assert await fleet.router.update_weights(update) == update.checksum
             before = await fleet.router.generate(Request("a", 0, (5, 6, 7), ask(max_tokens=8).sampling))
-            kill(fleet.pool.replicas[0])
+            kill(fleet.replica())
             after = await asyncio.wait_for(
                 fleet.router.generate(Request("a", 0, (5, 6, 7), ask(max_tokens=8).sampling)), 120
             )
-            assert after.replica == "native-0.2" and set(after.versions) == {7}
+            assert after.replica == "native-0" and set(after.versions) == {7}
             assert (after.ids, after.logprobs) == (before.ids, before.logprobs)
 
     asyncio.run(main())

@@ -13,12 +13,12 @@ import pytest
 
 pytest.importorskip("ray")
 
+
 from tests import ray_cluster
 from tests.rollouts import CALL, FINAL, engine, renderer, rollout, save_model, say, task, tasks
-from treadle.cluster.ray.messages import ScorerSetup
-from treadle.cluster.ray.scorer import RemoteScorer
-from treadle.cluster.ray.worker import RemoteWorker
-from treadle.config import AgentLoopConfig, FailureConfig, ScriptedConfig
+from treadle.cluster.ray.rollout import start_worker
+from treadle.cluster.ray.scorer import RemoteScorer, ScorerSetup
+from treadle.config import AgentLoopConfig, Config, FailureConfig, ScriptedConfig
 from treadle.config.reward import JudgeConfig, JudgeEngineConfig, RewardConfig, RewardFunctionConfig
 from treadle.engine.router import Router
 from treadle.errors import ConfigError, RewardFailure
@@ -50,12 +50,11 @@ async def generate(config, model, engines, *, remote=0, count=6, body=None):
             reservation = await started.enter_async_context(ray_cluster.reserved(config, model))
             for at in range(remote):
                 workers.append(
-                    await RemoteWorker.create(
-                        rollout=config,
-                        model=model,
-                        engine=router,
-                        seat=partial(reservation.worker_seat, at),
-                        name=f"agent worker {at}",
+                    await start_worker(
+                        Config(model=model, rollout=config),
+                        router,
+                        partial(reservation.worker_seat, at),
+                        f"agent worker {at}",
                     )
                 )
                 started.push_async_callback(workers[-1].close)
@@ -88,7 +87,7 @@ def test_the_sessions_of_a_killed_worker_are_issued_again(cluster, model):
 
     async def kill_one(workers) -> None:
         await asyncio.sleep(0.4)
-        os.kill(workers[0]._lives._life.pid, signal.SIGKILL)
+        os.kill(workers[0].pid, signal.SIGKILL)
         died.append(time.monotonic())
 
     batch = asyncio.run(generate(config, model, slow, remote=2, count=8, body=kill_one))
@@ -140,7 +139,7 @@ def test_scores_come_from_the_actor_and_its_death_is_survived(cluster, model):
     async def body(scorer: RemoteScorer) -> None:
         score = await scorer.score(task(ground_truth="four"), trajectory("four"))
         assert score.parts == {"answer": 1.0, "mine": 4.0} and score.value == 3.0
-        os.kill(scorer._lives._life.pid, signal.SIGKILL)
+        os.kill(scorer.pid, signal.SIGKILL)
         assert (await scorer.score(task(ground_truth="four"), trajectory("five"))).value == 2.0
 
     scored_on_ray(model, functions, body)

@@ -5,7 +5,8 @@ import socket
 
 import pytest
 
-from treadle.engine.channel import Channel, ChannelClosed, Peer
+from treadle.process.channel import Channel, ChannelClosed
+from treadle.process.rpc import RpcPeer
 
 
 async def answer(question: str) -> str:
@@ -15,9 +16,9 @@ async def answer(question: str) -> str:
 def test_questions_are_answered_in_both_directions() -> None:
     async def main() -> tuple[str, str]:
         ours, theirs = socket.socketpair()
-        ends = [Peer(await Channel.open(end), answer, ValueError) for end in (ours, theirs)]
+        ends = [RpcPeer(await Channel.open(end), answer, ValueError) for end in (ours, theirs)]
         serving = [asyncio.ensure_future(peer.serve()) for peer in ends]
-        answers = await ends[0].ask("a"), await ends[1].ask("b")
+        answers = await ends[0].request("a"), await ends[1].request("b")
         ends[0]._channel.close()
         ends[1]._channel.close()
         await asyncio.gather(*serving)
@@ -37,13 +38,14 @@ def test_what_is_told_is_heard_and_a_failure_of_it_is_nobodys() -> None:
     async def main() -> str:
         ours, theirs = socket.socketpair()
         ends = [
-            Peer(await Channel.open(end), answering, ValueError) for end, answering in ((ours, answer), (theirs, hear))
+            RpcPeer(await Channel.open(end), answering, ValueError)
+            for end, answering in ((ours, answer), (theirs, hear))
         ]
         serving = [asyncio.ensure_future(peer.serve()) for peer in ends]
         for word in ("good", "bad"):
-            ends[0].tell(word)
-        await ends[0].ask("more")
-        told = await ends[1].ask("a")
+            ends[0].notify(word)
+        await ends[0].request("more")
+        told = await ends[1].request("a")
         for end in ends:
             end._channel.close()
         await asyncio.gather(*serving)
@@ -58,7 +60,7 @@ def test_a_question_fails_when_the_other_end_goes_and_so_does_every_later_one(as
     async def main() -> None:
         ours, theirs = socket.socketpair()
         channel = await Channel.open(ours)
-        peer = Peer(channel, answer, ValueError)
+        peer = RpcPeer(channel, answer, ValueError)
         async with asyncio.timeout(10), asyncio.TaskGroup() as group:
             serving = group.create_task(peer.serve())
             if asked:
@@ -72,6 +74,6 @@ def test_a_question_fails_when_the_other_end_goes_and_so_does_every_later_one(as
     asyncio.run(main())
 
 
-async def _expect_refusal(peer: Peer) -> None:
+async def _expect_refusal(peer: RpcPeer) -> None:
     with pytest.raises(ChannelClosed):
-        await peer.ask("is anyone there?")
+        await peer.request("is anyone there?")

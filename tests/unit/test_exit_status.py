@@ -115,10 +115,10 @@ Path(sys.argv[1], "cgroup.procs").write_text(str(os.getpid()))
 from functools import partial
 from tests.unit.test_exit_status import eat
 from treadle.config import LimitsConfig
-from treadle.engine.apart import EngineApart
+from treadle.engine.remote import RemoteEngine
 
 try:
-    asyncio.run(EngineApart.create(eat, name="native-0", limits=LimitsConfig()))
+    asyncio.run(RemoteEngine.create(eat, name="native-0", limits=LimitsConfig()))
 except Exception as error:
     print(error)
 """

@@ -33,8 +33,8 @@ def start(monkeypatch, *, visible: str, **keys) -> list[str]:
         devices.append(device if num_threads is None else f"{device} with {num_threads} threads")
 
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
-    monkeypatch.setattr("treadle.engine.steady.Crew.hire", hire)
-    monkeypatch.setattr("treadle.rollout.engines.start_native_apart", apart)
+    monkeypatch.setattr("treadle.engine.replica_supervisor.ReplicaSupervisor.add", hire)
+    monkeypatch.setattr("treadle.rollout.engines.start_native_remote", apart)
     monkeypatch.setattr("os.cpu_count", lambda: 7)
     asyncio.run(start_engines(RolloutConfig(**keys), ModelConfig(path="unused"), renderer(), None))
     return devices

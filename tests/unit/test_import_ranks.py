@@ -21,6 +21,7 @@ RANKS = {
     "observe": 2,
     "journal": 2,
     "data": 3,
+    "process": 3,
     "model": 2,
     "engine": 4,
     "reward": 5,

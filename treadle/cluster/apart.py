@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 
 from treadle.cluster.stillness import Stillness
 from treadle.engine.protocol import Engine, Mortal, Sleeper, WeightUpdate
-from treadle.engine.steady import Crew
+from treadle.engine.replica_supervisor import ReplicaSupervisor
 from treadle.rollout.dispatch import first_error
 from treadle.weights.push import Receiver
 
@@ -57,7 +57,7 @@ class Apart:
         self._stillness = stillness
         self._give = give
         self._home = asyncio.get_running_loop()
-        self.crew = Crew(len(starts), restore=self._restore)
+        self.supervisor = ReplicaSupervisor(len(starts), restore=self._restore)
 
     async def start_all(self, *, shares_gpu: bool, sleeps: bool) -> Sequence[Engine]:
         """Every engine. One that `shares_gpu` with the policy starts again between two steps, and then `sleeps`."""
@@ -70,16 +70,16 @@ class Apart:
 
         try:
             with first_error():
-                async with asyncio.TaskGroup() as hiring:
-                    hired = [
-                        hiring.create_task(self.crew.hire(name, partial(start, once)))
+                async with asyncio.TaskGroup() as starting:
+                    added = [
+                        starting.create_task(self.supervisor.add(name, partial(start, once)))
                         for name, once in self._starts.items()
                     ]
         except BaseException:
-            await self.crew.dismiss()
+            await self.supervisor.dismiss()
             raise
         first = False
-        return [task.result() for task in hired]
+        return [task.result() for task in added]
 
     async def _start_idle(self, there: asyncio.AbstractEventLoop, once: Start, sleeps: bool) -> Mortal:
         async def start() -> Mortal:

@@ -27,10 +27,10 @@ from treadle.config import ModelConfig, TrainConfig
 from treadle.config.plan import make_plan, validates_beside
 from treadle.config.transport import runs_apart
 from treadle.data.tasks import TaskSource
-from treadle.engine.apart import start_native_apart
 from treadle.engine.gpus import visible_gpus
 from treadle.engine.native.engine import NativeEngine, choose_dtype
 from treadle.engine.protocol import Engine, Mortal
+from treadle.engine.remote import start_native_remote
 from treadle.engine.vllm.engine import VLLMEngine
 from treadle.policy.single import SinglePolicy
 from treadle.rollout import Parts as RolloutParts
@@ -94,7 +94,7 @@ def _runtime(config: TrainConfig, networks: Networks, transport: Transport | Non
         engines = Apart(_starts(config), stillness, give)
         shares_gpu = config.rollout.nnodes == 0 and bool(config.trainer.n_gpus_per_node)
         start = partial(engines.start_all, shares_gpu=shares_gpu, sleeps=config.rollout.free_cache_engine)
-        rollout = RolloutParts(engines=start, attend=engines.crew.attend, gpus=gpus)
+        rollout = RolloutParts(engines=start, attend=engines.supervisor.attend, gpus=gpus)
     else:
         rollout = RolloutParts(engines=partial(_start_here, config, config.model if own is None else own), gpus=gpus)
     return Runtime(networks.step, rollout, give, _validation(config), networks.watch, stillness)
@@ -145,7 +145,7 @@ async def _start_vllm(config: TrainConfig, name: str, gpus: Sequence[int], num_t
 
 async def _start_native(config: TrainConfig, name: str, gpus: Sequence[int], num_threads: int | None) -> Mortal:
     device = f"cuda:{gpus[0]}" if gpus else "cpu"
-    return await start_native_apart(config.rollout, config.model, name, device, num_threads)
+    return await start_native_remote(config.rollout, config.model, name, device, num_threads)
 
 
 def _threads(config: TrainConfig) -> int:

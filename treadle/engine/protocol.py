@@ -140,3 +140,13 @@ class Mortal(Engine, Protocol):
     async def gone(self) -> str:
         """Wait until the process has ended, without a deadline; how that came about."""
         ...
+
+
+@runtime_checkable
+class Placed(Protocol):
+    """An engine that may be on another machine after it was started again."""
+
+    @property
+    def place(self) -> str:
+        """Where it is, in words."""
+        ...

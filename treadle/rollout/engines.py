@@ -7,12 +7,12 @@ from functools import partial
 
 from treadle.config import ModelConfig, RolloutConfig
 from treadle.data.renderer import Renderer
-from treadle.engine.apart import start_native_apart
 from treadle.engine.gpus import visible_gpus
 from treadle.engine.openai import OpenAIEngine
 from treadle.engine.protocol import Engine, Gpu, Mortal
+from treadle.engine.remote import start_native_remote
+from treadle.engine.replica_supervisor import ReplicaSupervisor
 from treadle.engine.scripted import ScriptedEngine
-from treadle.engine.steady import Crew
 from treadle.errors import ConfigError, DeadlineError, EngineFailure, Mistake, RunError
 from treadle.types import NOTHING
 
@@ -41,16 +41,16 @@ async def start_engines(
     seats = [gpus[at : at + size] for at in range(0, len(gpus), size)]
     seats = seats or [()] * (max(1, rollout.nnodes) * rollout.replicas_per_node)
     limit = rollout.limits.launch_timeout_s
-    crew, engines = Crew(len(seats)), list[Engine]()
+    supervisor, engines = ReplicaSupervisor(len(seats)), list[Engine]()
     try:
         async with asyncio.timeout(limit):
             for at, seat in enumerate(seats):
                 name = f"{rollout.name}-{at}"
                 if rollout.name == "vllm":
-                    engines.append(await crew.hire(name, partial(_start_vllm, rollout, model, name, seat)))
+                    engines.append(await supervisor.add(name, partial(_start_vllm, rollout, model, name, seat)))
                 elif rollout.name == "native":
                     start = partial(_start_native, rollout, model, name, seat, _share_cores(len(seats)))
-                    engines.append(await crew.hire(name, start))
+                    engines.append(await supervisor.add(name, start))
                 else:
                     engines.append(await start_engine(rollout, model, renderer, api_key, name, seat))
     except BaseException as error:
@@ -98,7 +98,7 @@ async def _start_native(
     rollout: RolloutConfig, model: ModelConfig, name: str, gpus: Sequence[Gpu], num_threads: int | None
 ) -> Mortal:
     device = f"cuda:{gpus[0].number}" if gpus else "cpu"
-    return await start_native_apart(rollout, model, name, device, None if gpus else num_threads)
+    return await start_native_remote(rollout, model, name, device, None if gpus else num_threads)
 
 
 async def _start_vllm(rollout: RolloutConfig, model: ModelConfig, name: str, gpus: Sequence[Gpu]) -> Mortal:

@@ -36,9 +36,9 @@ from treadle.rollout.dispatch import (
 )
 from treadle.rollout.engines import start_engines
 from treadle.rollout.feed import Feed
-from treadle.rollout.process import ProcessWorker, num_processes
 from treadle.rollout.provenance import RunInputs
 from treadle.rollout.recall import Past, Recall
+from treadle.rollout.remote_worker import RemoteAgentWorker, num_processes
 from treadle.rollout.services import Generator
 from treadle.rollout.template_check import check_template
 from treadle.rollout.worker import AgentLoopWorker, Dropped
@@ -332,7 +332,7 @@ async def _start_workers(
     else:
         for number in range(wanted):
             name = f"agent worker {number}"
-            workers.append(await ProcessWorker.create(rollout=rollout, model=model, engine=engine, name=name))
+            workers.append(await RemoteAgentWorker.create(rollout=rollout, model=model, engine=engine, name=name))
             started.push_async_callback(workers[-1].close)
     return workers
 

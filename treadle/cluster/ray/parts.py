@@ -19,8 +19,8 @@ from treadle.cluster.runtime import Runtime, push_timeout_s
 from treadle.config import TrainConfig
 from treadle.data.tasks import TaskSource
 from treadle.engine.native.engine import choose_dtype
-from treadle.engine.recovery import print_recovery
 from treadle.policy.ranks import Ranks
+from treadle.process.supervisor import print_recovery
 from treadle.rollout import Parts as RolloutParts
 from treadle.weights.push import PushReport, Receiver, send
 from treadle.weights.route import Route

@@ -14,8 +14,7 @@ from typing import Any
 
 import ray
 
-from treadle.cluster.ray.actors import Surroundings
-from treadle.cluster.ray.link import Address, Door
+from treadle.cluster.ray.actor import ActorEnvironment, Address, Listener
 
 LINGER_S = 5.0
 """How long a call that nobody waits for may go on."""
@@ -24,20 +23,20 @@ LINGER_S = 5.0
 class RankActor:
     """See the module."""
 
-    def __init__(self, surroundings: Surroundings) -> None:
-        surroundings.settle()
-        self._door = Door(ray.util.get_node_ip_address())
+    def __init__(self, environment: ActorEnvironment) -> None:
+        environment.settle()
+        self._listener = Listener(ray.util.get_node_ip_address())
         self._rank: Any = None
         self._trouble: Exception | None = None
         self._name = ""
 
     def address(self) -> Address:
-        return self._door.address
+        return self._listener.address
 
     def load(self, start: Callable[[], Any], name: str, timeout_s: float) -> None:
         """Meet the driver, then the other ranks, and load the networks with them. The first answer tells of trouble."""
         self._name = name
-        visitor = asyncio.run(self._door.admit(timeout_s))
+        visitor = asyncio.run(self._listener.accept(timeout_s))
         Thread(target=_end_with, args=(visitor,), name="driver", daemon=True).start()
         try:
             self._rank = start()

@@ -18,9 +18,8 @@ from typing import Any
 import ray
 from ray.exceptions import GetTimeoutError, RayActorError, RayError
 
-from treadle.cluster.ray.actors import Surroundings
-from treadle.cluster.ray.faults import explain
-from treadle.cluster.ray.link import Address
+from treadle.cluster.ray.actor import ActorEnvironment, Address
+from treadle.cluster.ray.launcher import explain
 from treadle.cluster.ray.rank_actor import RankActor
 from treadle.cluster.ray.seat import Seat as Place
 from treadle.cluster.ray.solo import SoloRank, SoloSpec
@@ -52,7 +51,8 @@ class RemoteRanks:
         """A rank for each place, all of which have loaded their part; or an error within the deadline. Blocks."""
         store = Store(ray.util.get_node_ip_address())
         actors: list[Any] = [
-            ray.remote(RankActor).options(**place.options()).remote(Surroundings.here(place.gpus)) for place in places
+            ray.remote(RankActor).options(**place.options()).remote(ActorEnvironment.here(place.gpus))
+            for place in places
         ]
         try:
             addresses = _addresses(actors, places, launch_timeout_s)

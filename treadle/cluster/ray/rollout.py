@@ -5,23 +5,20 @@ Owns who sits where. Imports no torch, so that a rollout which stands alone star
 
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
-from dataclasses import asdict
 from functools import partial
 
 from treadle.cluster.ray.connection import connected, machines_of
-from treadle.cluster.ray.messages import ScorerSetup
+from treadle.cluster.ray.launcher import RayLauncher
 from treadle.cluster.ray.placement import Reservation
-from treadle.cluster.ray.pool import ReplicaPool
-from treadle.cluster.ray.scorer import RemoteScorer
+from treadle.cluster.ray.replicas import RayReplicas
+from treadle.cluster.ray.scorer import RemoteScorer, ScorerSetup
 from treadle.cluster.ray.seat import Seat
-from treadle.cluster.ray.supervisor import Supervisor
-from treadle.cluster.ray.worker import RemoteWorker
 from treadle.config import Config, make_plan
 from treadle.config.reward_places import wishes
-from treadle.engine.recovery import Recovery, print_recovery
-from treadle.engine.router import Router
+from treadle.process.supervisor import Recovery, print_recovery
 from treadle.reward.surroundings import Surroundings
-from treadle.rollout.service import Note, Parts
+from treadle.rollout.remote_worker import RemoteAgentWorker
+from treadle.rollout.service import Parts
 from treadle.rollout.services import Generator
 
 Report = Callable[[Recovery], None]
@@ -65,17 +62,11 @@ def supply_rollout(
     """What this config needs of these places; with replicas in `seats`, or where the plan has them."""
     rollout, reward = config.rollout, config.reward
     move = reservation.move if reservation.can_move else None
-    pool = ReplicaPool(rollout, config.model, seats or reservation.replica_seats(), name=name, move=move)
+    places = seats or reservation.replica_seats()
+    replicas = RayReplicas(rollout, config.model, places, name=name, move=move, report=report)
     workers, scorer = None, None
 
-    async def attend(router: Router, note: Note) -> Supervisor:
-        def tell(recovery: Recovery) -> None:
-            report(recovery)
-            note("replica", asdict(recovery))
-
-        return await Supervisor.attend(pool, router, report=tell)
-
-    async def start_workers(engine: Generator) -> Sequence[RemoteWorker]:
+    async def start_workers(engine: Generator) -> Sequence[RemoteAgentWorker]:
         return await _start_workers(config, engine, reservation)
 
     async def start_scorer(lent: Surroundings) -> RemoteScorer:
@@ -88,18 +79,29 @@ def supply_rollout(
     only_functions = set(reward.weights()) == set(reward.functions)
     if any(wishes(config)) or (reward.functions and reward.num_workers and only_functions):
         scorer = start_scorer  # models without GPUs stay with the manager
-    return Parts(engines=pool.start, attend=attend, workers=workers, scorer=scorer)
+    return Parts(engines=replicas.start, attend=replicas.supervisor.attend, workers=workers, scorer=scorer)
 
 
-async def _start_workers(config: Config, engine: Generator, reservation: Reservation) -> list[RemoteWorker]:
+async def _start_workers(config: Config, engine: Generator, reservation: Reservation) -> list[RemoteAgentWorker]:
     """`rollout.agent.num_workers` actors, spread over the rollout's nodes; or none, and an error."""
     rollout = config.rollout
     async with AsyncExitStack() as started:
         workers = []
         for at in range(rollout.agent.num_workers or 0):
-            seat, name = partial(reservation.worker_seat, at), f"agent worker {at}"
-            worker = await RemoteWorker.create(rollout=rollout, model=config.model, engine=engine, seat=seat, name=name)
+            worker = await start_worker(config, engine, partial(reservation.worker_seat, at), f"agent worker {at}")
             started.push_async_callback(worker.close)
             workers.append(worker)
         started.pop_all()
         return workers
+
+
+async def start_worker(config: Config, engine: Generator, seat: Callable[[], Seat], name: str) -> RemoteAgentWorker:
+    """An agent worker in an actor. `seat` says where, whenever one is started."""
+    return await RemoteAgentWorker.create(
+        rollout=config.rollout,
+        model=config.model,
+        engine=engine,
+        name=name,
+        launcher=lambda: RayLauncher(seat()),
+        sends_text=not config.rollout.uses_gpus(),
+    )

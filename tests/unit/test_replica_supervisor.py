@@ -12,13 +12,13 @@ from treadle.cluster.apart import Apart
 from treadle.cluster.stillness import Stillness
 from treadle.engine.partial import rest_of
 from treadle.engine.protocol import Engine, EngineGone, WeightUpdate
-from treadle.engine.recovery import Patience, Recovery
-from treadle.engine.steady import Crew, SteadyEngine
+from treadle.engine.replica_supervisor import ReplicaSupervisor, RestartingEngine
 from treadle.errors import EngineFailure, RunError
+from treadle.process.supervisor import Recovery, RestartPolicy
 from treadle.rollout.thread import LoopThread
 from treadle.types import Completion, Request, SamplingParams, StopReason
 
-PATIENCE = Patience(attempts=3, first_wait_s=0.001)
+POLICY = RestartPolicy(attempts=3, first_wait_s=0.001)
 REQUEST = Request("s", 0, (1, 2), SamplingParams(4))
 
 
@@ -87,16 +87,16 @@ class Nursery:
 
 
 class Scene:
-    """A crew of `count` engines whose weights nobody restores, unless `restore` does."""
+    """A supervisor of `count` engines whose weights nobody restores, unless `restore` does."""
 
     def __init__(self, count: int = 1, restore: Any = None) -> None:
         self.told: list[Recovery] = []
-        self.crew = Crew(count, restore=restore, patience=PATIENCE, report=self.told.append)
+        self.supervisor = ReplicaSupervisor(count, restore=restore, policy=POLICY, report=self.told.append)
         self.nurseries: list[Nursery] = []
 
-    async def hire(self) -> SteadyEngine:
+    async def add(self) -> RestartingEngine:
         self.nurseries.append(Nursery())
-        return await self.crew.hire(f"e-{len(self.nurseries)}", self.nurseries[-1].start)
+        return await self.supervisor.add(f"e-{len(self.nurseries)}", self.nurseries[-1].start)
 
 
 def play(body: Callable[[], Awaitable[None]]) -> None:
@@ -120,7 +120,7 @@ async def never(engine: Engine, wanted: Callable[[], bool]) -> int | None:
 def test_a_request_of_the_only_engine_is_made_again_of_its_successor() -> None:
     async def body() -> None:
         scene = Scene()
-        engine = await scene.hire()
+        engine = await scene.add()
         (nursery,) = scene.nurseries
         nursery.born[0].busy.clear()
         asked = asyncio.ensure_future(engine.generate(REQUEST))
@@ -139,7 +139,7 @@ def test_a_request_of_the_only_engine_is_made_again_of_its_successor() -> None:
 def test_with_others_there_requests_fail_at_once_and_go_elsewhere() -> None:
     async def body() -> None:
         scene = Scene(2)
-        first, second = await scene.hire(), await scene.hire()
+        first, second = await scene.add(), await scene.add()
         scene.nurseries[0].door.clear()
         scene.nurseries[0].born[0].kill()
         with pytest.raises(EngineFailure):
@@ -163,7 +163,7 @@ def test_with_others_there_requests_fail_at_once_and_go_elsewhere() -> None:
 def test_a_push_reaches_the_successor_before_any_request_does() -> None:
     async def body() -> None:
         scene = Scene(restore=never)
-        engine = await scene.hire()
+        engine = await scene.add()
         scene.nurseries[0].born[0].kill()
         pushed = asyncio.ensure_future(engine.update_weights(WeightUpdate(5, "sum", {})))
         asked = asyncio.ensure_future(engine.generate(REQUEST))
@@ -178,7 +178,7 @@ def test_a_push_reaches_the_successor_before_any_request_does() -> None:
 def test_where_nobody_restores_a_successor_does_not_serve_older_weights_than_were_pushed() -> None:
     async def body() -> None:
         scene = Scene()
-        engine = await scene.hire()
+        engine = await scene.add()
         await engine.update_weights(WeightUpdate(1, "sum", {}))
         scene.nurseries[0].born[0].kill()
         asked = asyncio.ensure_future(engine.generate(REQUEST))
@@ -192,9 +192,9 @@ def test_where_nobody_restores_a_successor_does_not_serve_older_weights_than_wer
     play(body)
 
 
-def test_without_a_push_weights_are_restored_and_vouched_for() -> None:
+def test_without_a_push_weights_are_restored_and_marked_as_synced() -> None:
     async def body() -> None:
-        begin, vouched = asyncio.Event(), []
+        begin, synced = asyncio.Event(), []
 
         async def restore(engine: Engine, wanted: Callable[[], bool]) -> int | None:
             await begin.wait()
@@ -203,24 +203,24 @@ def test_without_a_push_weights_are_restored_and_vouched_for() -> None:
             return 7
 
         scene = Scene(restore=restore)
-        scene.crew.vouch = lambda name, version: vouched.append((name, version))  # type: ignore[method-assign]
-        engine = await scene.hire()
+        scene.supervisor.mark_synced = lambda name, version: synced.append((name, version))  # type: ignore[method-assign]
+        engine = await scene.add()
         scene.nurseries[0].born[0].kill()
         asked = asyncio.ensure_future(engine.generate(REQUEST))
         await soon(lambda: len(scene.nurseries[0].born) == 2)
         await asyncio.sleep(0.01)
         assert not asked.done(), "a successor without weights serves nobody"
         begin.set()
-        assert (await asked).ids == (7,) and vouched == [("e-1", 7)]
+        assert (await asked).ids == (7,) and synced == [("e-1", 7)]
         await engine.close()
 
     play(body)
 
 
-def test_what_waits_can_be_aborted_and_a_paused_crew_gets_a_paused_successor() -> None:
+def test_what_waits_can_be_aborted_and_a_paused_supervisor_gets_a_paused_successor() -> None:
     async def body() -> None:
         scene = Scene()
-        engine = await scene.hire()
+        engine = await scene.add()
         scene.nurseries[0].door.clear()
         scene.nurseries[0].born[0].kill()
         asked = asyncio.ensure_future(engine.generate(REQUEST))
@@ -239,10 +239,10 @@ def test_what_waits_can_be_aborted_and_a_paused_crew_gets_a_paused_successor() -
     play(body)
 
 
-def test_a_successor_that_is_paused_while_the_crew_resumes_is_resumed_too() -> None:
+def test_a_successor_that_is_paused_while_everything_resumes_is_resumed_too() -> None:
     async def body() -> None:
         scene = Scene()
-        engine = await scene.hire()
+        engine = await scene.add()
         (nursery,) = scene.nurseries
         nursery.door.clear()
         nursery.born[0].kill()
@@ -275,7 +275,7 @@ def test_a_successor_that_is_paused_while_the_crew_resumes_is_resumed_too() -> N
 def test_a_successor_that_dies_before_it_has_weights_is_succeeded() -> None:
     async def body() -> None:
         scene = Scene(restore=never)
-        engine = await scene.hire()
+        engine = await scene.add()
         born = scene.nurseries[0].born
         born[0].kill()
         await soon(lambda: len(born) == 2)
@@ -291,7 +291,7 @@ def test_a_successor_that_dies_before_it_has_weights_is_succeeded() -> None:
 def test_an_engine_that_dies_while_it_is_told_something_is_no_failure() -> None:
     async def body() -> None:
         scene = Scene(restore=never)
-        engine = await scene.hire()
+        engine = await scene.add()
         born = scene.nurseries[0].born
 
         async def gone() -> None:
@@ -312,7 +312,7 @@ def test_an_engine_that_dies_while_it_is_told_something_is_no_failure() -> None:
 def test_whoever_waits_at_a_dead_post_leaves_when_another_serves() -> None:
     async def body() -> None:
         scene = Scene(2)
-        first, second = await scene.hire(), await scene.hire()
+        first, second = await scene.add(), await scene.add()
         for nursery in scene.nurseries:
             nursery.door.clear()
             nursery.born[0].kill()
@@ -348,7 +348,7 @@ def test_weights_are_restored_from_a_run_on_another_loop() -> None:
             return await nurseries[0].start()
 
         apart = Apart({"e-1": start}, stillness, give)
-        apart.crew._report = lambda recovery: None
+        apart.supervisor._report = lambda recovery: None
         (engine,) = await rollout.run(apart.start_all(shares_gpu=True, sleeps=False))
         stillness.settle(4)
         await rollout.run(_kill(nurseries[0].born[0]))
@@ -379,7 +379,7 @@ async def _kill(engine: Frail) -> None:
 def test_a_pause_ends_what_waits_for_a_successor() -> None:
     async def body() -> None:
         scene = Scene()
-        engine = await scene.hire()
+        engine = await scene.add()
         scene.nurseries[0].door.clear()
         scene.nurseries[0].born[0].kill()
         asked = asyncio.ensure_future(engine.generate(REQUEST))
@@ -394,7 +394,7 @@ def test_a_pause_ends_what_waits_for_a_successor() -> None:
 def test_whatever_goes_wrong_with_tending_nobody_waits_in_vain() -> None:
     async def body() -> None:
         scene = Scene()
-        engine = await scene.hire()
+        engine = await scene.add()
 
         async def fail() -> str:
             raise OSError("no more processes")
@@ -404,7 +404,7 @@ def test_whatever_goes_wrong_with_tending_nobody_waits_in_vain() -> None:
         with pytest.raises(EngineFailure, match="OSError: no more processes"):
             await engine.generate(REQUEST)
         with pytest.raises(RunError, match="no more processes"):
-            await scene.crew.watch()
+            await scene.supervisor.watch()
         await engine.close()
 
     play(body)
@@ -413,7 +413,7 @@ def test_whatever_goes_wrong_with_tending_nobody_waits_in_vain() -> None:
 def test_a_start_that_fails_is_tried_again_and_one_that_always_fails_ends_the_rollout() -> None:
     async def body() -> None:
         scene = Scene()
-        engine = await scene.hire()
+        engine = await scene.add()
         (nursery,) = scene.nurseries
         nursery.problems = ["no memory"]
         nursery.born[0].kill()
@@ -422,8 +422,8 @@ def test_a_start_that_fails_is_tried_again_and_one_that_always_fails_ends_the_ro
         nursery.born[1].kill()
         with pytest.raises(EngineFailure, match="e-1 could not be started again: no memory"):
             await engine.generate(REQUEST)
-        with pytest.raises(RunError, match="no engine is left, and none could be started again: no memory"):
-            await scene.crew.watch()
+        with pytest.raises(RunError, match="no replica is left, and none could be started again: no memory"):
+            await scene.supervisor.watch()
         with pytest.raises(EngineFailure, match="could not be started again"):
             await engine.update_weights(WeightUpdate(1, "a", {}))
         await engine.close()
@@ -434,7 +434,7 @@ def test_a_start_that_fails_is_tried_again_and_one_that_always_fails_ends_the_ro
 def test_one_that_dies_young_again_and_again_is_given_up() -> None:
     async def body() -> None:
         scene = Scene()
-        engine = await scene.hire()
+        engine = await scene.add()
         (nursery,) = scene.nurseries
         for life in range(1, 5):
             await soon(lambda life=life: len(nursery.born) == life or engine.lost)  # type: ignore[misc]
@@ -530,8 +530,8 @@ def test_a_killed_engine_keeps_the_tokens_that_were_brought_to_safety() -> None:
             born.append(Typist())
             return born[-1]
 
-        crew = Crew(1, patience=PATIENCE, report=lambda recovery: None, save_s=0.05)
-        engine = await crew.hire("e-1", start)
+        supervisor = ReplicaSupervisor(1, policy=POLICY, report=lambda recovery: None, save_s=0.05)
+        engine = await supervisor.add("e-1", start)
         request = Request("s", 0, (1, 2), SamplingParams(100_000))
         running = asyncio.ensure_future(engine.generate(request))
         await asyncio.sleep(0.22)
@@ -544,7 +544,7 @@ def test_a_killed_engine_keeps_the_tokens_that_were_brought_to_safety() -> None:
         assert part.replica == "e-1" or part.replica == "e"
         rest = await engine.generate(rest_of(replace(request, sampling=SamplingParams(kept + 3)), part))
         assert rest.ids == (kept, kept + 1, kept + 2)
-        await crew.dismiss()
+        await supervisor.dismiss()
 
     virtual_time.run(body())
 
@@ -556,8 +556,8 @@ def test_a_long_answer_is_one_answer_and_an_abort_ends_it() -> None:
         async def start() -> Typist:
             return typist
 
-        crew = Crew(1, patience=PATIENCE, report=lambda recovery: None, save_s=0.03)
-        engine = await crew.hire("e-1", start)
+        supervisor = ReplicaSupervisor(1, policy=POLICY, report=lambda recovery: None, save_s=0.03)
+        engine = await supervisor.add("e-1", start)
         whole = await engine.generate(Request("s", 0, (1, 2), SamplingParams(20)))
         assert whole.ids == tuple(range(20)) and whole.stop is StopReason.LENGTH
         assert len(typist.asked) > 1
@@ -565,6 +565,6 @@ def test_a_long_answer_is_one_answer_and_an_abort_ends_it() -> None:
         await asyncio.sleep(0.1)
         await engine.abort("s/0")
         assert (await running).stop is StopReason.ABORT
-        await crew.dismiss()
+        await supervisor.dismiss()
 
     virtual_time.run(body())

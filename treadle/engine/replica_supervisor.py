@@ -1,14 +1,14 @@
-"""Engines that outlive their processes: one that dies is started again, under the same name.
+"""Replica supervisor: an engine whose process dies is started again, under the same name.
 
-Owns the posts of one rollout's engines: who serves, who is being started again, and when that is given up. Requests run
-in slices (`partial`): one that lost its process returns the tokens of the slices before, for its session to go on with;
-without any it is made again.
+Owns the slots of one rollout's engines: which serve, which are being started again, and when that is given up. Requests
+run in slices (`partial`): one that lost its process returns the tokens of the slices before, for its session to go on
+with; without any it is made again. On this machine and on a cluster alike.
 
     generate, update_weights   wait for the successor, if no other engine serves; else they fail, and go elsewhere
-    tend                       one for each post: waits for the process's end, without a deadline; then for the next one
+    tend                       one for each slot: waits for the process's end, without a deadline; then for the next one
                                (its launch deadline) and for its weights, by the next push or from whoever restores them
 
-Invariant: a successor serves nothing before it has the weights of the others. When the last post is given up, `watch`
+Invariant: a successor serves nothing before it has the weights of the others. When the last slot is given up, `watch`
 raises the cause.
 """
 
@@ -19,10 +19,17 @@ from typing import Any, Protocol, Self
 
 from treadle.engine.gate import Gate
 from treadle.engine.partial import SAVE_S, Keep, PartialRequests, join_parts
-from treadle.engine.protocol import ABORTED, Engine, EngineGone, Forgetter, Mortal, Sleeper, WeightUpdate
-from treadle.engine.recovery import DEFAULT_PATIENCE, Patience, Recovery, print_recovery
+from treadle.engine.protocol import ABORTED, Engine, EngineGone, Forgetter, Mortal, Placed, Sleeper, WeightUpdate
 from treadle.engine.router import Router
 from treadle.errors import EngineFailure, RunError, TreadleError
+from treadle.process.supervisor import (
+    DEFAULT_POLICY,
+    Recovery,
+    RestartFailed,
+    RestartPolicy,
+    print_recovery,
+    restart,
+)
 from treadle.types import Completion, Request
 
 
@@ -34,7 +41,7 @@ class Restore(Protocol):
         ...
 
 
-class Crew:
+class ReplicaSupervisor:
     """The engines of one rollout. Without `restore`, a successor has the model's weights, or waits for a push."""
 
     def __init__(
@@ -42,26 +49,26 @@ class Crew:
         size: int,
         *,
         restore: Restore | None = None,
-        patience: Patience = DEFAULT_PATIENCE,
+        policy: RestartPolicy = DEFAULT_POLICY,
         report: Callable[[Recovery], None] = print_recovery,
         save_s: float | None = SAVE_S,
     ) -> None:
         self.restore = restore
         self.save_s = save_s
-        self.patience = patience
+        self.policy = policy
         self._size = size
         self._report = report
-        self._posts: list[SteadyEngine] = []
+        self._slots: list[RestartingEngine] = []
         self._router: Router | None = None
         self._note: Callable[[str, Mapping[str, object]], None] | None = None
         self._end = asyncio.Event()
         self._cause = ""
 
-    async def hire(self, name: str, start: Callable[[], Awaitable[Mortal]]) -> "SteadyEngine":
+    async def add(self, name: str, start: Callable[[], Awaitable[Mortal]]) -> "RestartingEngine":
         """An engine that `start` starts, now and whenever its process has died."""
-        post = SteadyEngine(name, await start(), start, self)
-        self._posts.append(post)
-        return post
+        slot = RestartingEngine(name, await start(), start, self)
+        self._slots.append(slot)
+        return slot
 
     async def attend(self, router: Router, note: Callable[[str, Mapping[str, object]], None]) -> Self:
         """Let the router know when an engine is back, and note what happens."""
@@ -75,22 +82,22 @@ class Crew:
 
     async def close(self) -> None:
         """Restart nobody from now on. The engines themselves are the router's."""
-        for post in self._posts:
-            await post.rest()
+        for slot in self._slots:
+            await slot.rest()
 
     async def dismiss(self) -> None:
         """Close every engine; for when not all of them could be started."""
-        for post in self._posts:
-            await post.close()
+        for slot in self._slots:
+            await slot.close()
 
-    def serves_without(self, post: "SteadyEngine") -> bool:
+    def serves_without(self, slot: "RestartingEngine") -> bool:
         """Whether somebody else would serve a request now."""
-        return any(other.serves for other in self._posts if other is not post)
+        return any(other.serves for other in self._slots if other is not slot)
 
-    def relieve(self, post: "SteadyEngine") -> None:
-        """Somebody serves again: whoever waits at other posts need not wait there."""
-        for other in self._posts:
-            if other is not post and not other.serves:
+    def relieve(self, slot: "RestartingEngine") -> None:
+        """Somebody serves again: whoever waits at other slots need not wait there."""
+        for other in self._slots:
+            if other is not slot and not other.serves:
                 other.send_away()
 
     def tell(self, recovery: Recovery) -> None:
@@ -98,27 +105,42 @@ class Crew:
         if self._note is not None:
             self._note("replica", asdict(recovery))
 
-    def vouch(self, name: str, version: int) -> None:
+    def mark_synced(self, name: str, version: int) -> None:
         """An engine was proven to have these weights, without the router."""
         if self._router is not None:
             self._router.vouch(name, version)
 
     def give_up(self, reason: str) -> None:
-        """A post stays empty. With the last one the rollout ends."""
-        if sum(post.lost for post in self._posts) == self._size:
-            self._cause = f"no engine is left, and none could be started again: {reason}"
+        """A slot stays empty. With the last one the rollout ends."""
+        if sum(slot.lost or slot.absent for slot in self._slots) == self._size:
+            self._cause = f"no replica is left, and none could be started again: {reason}"
             self._end.set()
 
+    def go_on_without(self, name: str, reason: str) -> None:
+        """A slot has no place for a process now: the others go on, until it has one or the run ends."""
+        slot = next(slot for slot in self._slots if slot.name == name)
+        slot.absent = True
+        self.give_up(reason)
+        left = sum(other.serves for other in self._slots)
+        going_on = f"{left} of {self._size} replicas go on until a node joins"
+        self.tell(Recovery(name, slot.cause, None, slot.dead_s, f"{reason}; {going_on}"))
 
-class SteadyEngine:
-    """An `Engine` around those that hold its post in turn. Made by `Crew.hire`."""
 
-    def __init__(self, name: str, first: Mortal, start: Callable[[], Awaitable[Mortal]], crew: Crew) -> None:
+class RestartingEngine:
+    """An `Engine` around those that hold its slot in turn. Made by `ReplicaSupervisor.add`."""
+
+    def __init__(
+        self, name: str, first: Mortal, start: Callable[[], Awaitable[Mortal]], supervisor: ReplicaSupervisor
+    ) -> None:
         self.name = name
         self.version = first.version
         self.lost = False
-        """Nobody will hold this post again."""
-        self._crew = crew
+        """No process will hold this slot again."""
+        self.absent = False
+        """No process can hold it for now."""
+        self._place = first.place if isinstance(first, Placed) else ""
+        self._died = 0.0
+        self._supervisor = supervisor
         self._start = start
         self._engine: Mortal | None = first
         self._successor: Mortal | None = None
@@ -126,7 +148,7 @@ class SteadyEngine:
         self._arrived = asyncio.Event()
         """There is an engine or a successor; or there will be none."""
         self._gate = Gate()
-        self._requests = PartialRequests(crew.save_s, self._interrupt)
+        self._requests = PartialRequests(supervisor.save_s, self._interrupt)
         self._interrupting: set[asyncio.Task[None]] = set()
         self._paused = False
         self._cause = ""
@@ -136,6 +158,16 @@ class SteadyEngine:
     @property
     def serves(self) -> bool:
         return self._engine is not None
+
+    @property
+    def cause(self) -> str:
+        """Of the last death."""
+        return self._cause
+
+    @property
+    def dead_s(self) -> float:
+        """Since the last death."""
+        return asyncio.get_running_loop().time() - self._died
 
     async def generate(self, request: Request) -> Completion:
         while True:
@@ -240,7 +272,7 @@ class SteadyEngine:
         """Fail where waiting is no use: others serve meanwhile, or nobody comes any more."""
         if self.lost:
             raise EngineFailure(f"{self.name} could not be started again: {self._cause}")
-        if self._crew.serves_without(self):
+        if self._supervisor.serves_without(self):
             raise EngineFailure(f"{self.name} is being started again: {self._cause}")
 
     def _lose(self, engine: Mortal) -> None:
@@ -255,11 +287,12 @@ class SteadyEngine:
         self.version = version
         if engine is self._successor:
             self._engine, self._successor = engine, None
+            self.absent = False
             self._gate.resume()
-            self._crew.relieve(self)
+            self._supervisor.relieve(self)
 
     async def _stay(self, first: Mortal) -> None:
-        """Tend the post; whatever goes wrong with that, nobody waits in vain."""
+        """Tend the slot; whatever goes wrong with that, nobody waits in vain."""
         try:
             await self._tend(first)
         except Exception as error:
@@ -267,53 +300,49 @@ class SteadyEngine:
             raise
 
     async def _tend(self, engine: Mortal) -> None:
-        """Keep the post filled."""
-        clock, deaths, patience = asyncio.get_running_loop().time, 0, self._crew.patience
+        """Keep the slot filled."""
+        clock, deaths, policy = asyncio.get_running_loop().time, 0, self._supervisor.policy
         while True:
             born = clock()
             self._cause = await engine.gone()
-            died = clock()
+            died = self._died = clock()
             self._lose(engine)
             await engine.close()
-            deaths = deaths + 1 if died - born < patience.young_s else 1
+            deaths = deaths + 1 if died - born < policy.young_s else 1
             try:
                 engine = await self._succeed(deaths)
-            except EngineFailure as failure:
+            except RestartFailed as failure:
                 return self._give_up(str(failure), clock() - died)
             if self.serves:
-                self._crew.tell(Recovery(self.name, self._cause, self.name, clock() - died))
+                place = engine.place if isinstance(engine, Placed) else ""
+                moved, self._place = "" if place == self._place else place, place
+                self._supervisor.tell(Recovery(self.name, self._cause, self.name, clock() - died, place=moved))
 
     def _give_up(self, reason: str, seconds: float) -> None:
         recovery = Recovery(self.name, self._cause, None, seconds, reason)
         self.lost, self._cause = True, reason
         self._gate.close(f"{self.name} could not be started again: {reason}")
         self._arrived.set()
-        self._crew.give_up(reason)
-        self._crew.tell(recovery)
+        self._supervisor.give_up(reason)
+        self._supervisor.tell(recovery)
 
     async def _succeed(self, deaths: int) -> Mortal:
-        """A successor that serves, or EngineFailure: why there is none."""
-        patience = self._crew.patience
-        problem = f"it died {deaths} times in a row, each time within {patience.young_s:g} s"
-        for attempt in range(deaths, patience.attempts + 1):
-            if attempt > 1:
-                await asyncio.sleep(patience.first_wait_s * 2 ** (attempt - 2))
+        """A successor that serves, or RestartFailed: why there is none."""
+
+        async def attempt() -> Mortal:
+            engine = await self._start()
             try:
-                engine = await self._start()
-            except TreadleError as error:
-                problem = str(error)
-            else:
-                try:
-                    await self._equip(engine)
-                    return engine
-                except TreadleError as error:
-                    problem = str(error)
-                    self._lose(engine)
-                    await engine.close()
-                except BaseException:
-                    await asyncio.shield(engine.close())
-                    raise
-        raise EngineFailure(problem)
+                await self._equip(engine)
+            except TreadleError:
+                self._lose(engine)
+                await engine.close()
+                raise
+            except BaseException:
+                await asyncio.shield(engine.close())
+                raise
+            return engine
+
+        return await restart(attempt, self._supervisor.policy, deaths)
 
     async def _equip(self, engine: Mortal) -> None:
         """Let a successor begin: with weights that a push brings, or with restored ones."""
@@ -323,11 +352,11 @@ class SteadyEngine:
             if not self._paused:  # a resume came meanwhile
                 await engine.resume()
         self._arrived.set()
-        if self._crew.restore is None:
+        if self._supervisor.restore is None:
             if engine.version == self.version:
                 self._seat(engine, engine.version)
             return
-        restoring = asyncio.ensure_future(self._crew.restore(engine, lambda: self._successor is engine))
+        restoring = asyncio.ensure_future(self._supervisor.restore(engine, lambda: self._successor is engine))
         dying = asyncio.ensure_future(engine.gone())
         try:
             await asyncio.wait({restoring, dying}, return_when=asyncio.FIRST_COMPLETED)
@@ -339,7 +368,7 @@ class SteadyEngine:
         version = restoring.result()
         if version is not None and self._successor is engine:
             self._seat(engine, version)
-            self._crew.vouch(self.name, version)
+            self._supervisor.mark_synced(self.name, version)
 
 
 def _keeper(saved: list[Completion]) -> Keep:

@@ -1,0 +1,157 @@
+"""Launcher on a Ray cluster: a process is an actor, in a seat, with a socket to the driver.
+
+Owns the actor, the socket to it and the verdict on it. Two things tell of a death, and the first one counts: the socket
+closes, or Ray says so (a machine that vanishes closes nothing). Also what Ray says about an actor that is gone, in a
+sentence for people.
+Waits: `launch` for the actor's first message, until a deadline; `gone` for its end, without one: it means to run for
+ever.
+"""
+
+import asyncio
+import pickle
+import sys
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import ray
+from ray.exceptions import RayActorError, RayError, RayTaskError
+
+from treadle.cluster.ray.actor import ActorEnvironment, Address, ProcessActor, connect
+from treadle.cluster.ray.seat import Seat
+from treadle.errors import DeadlineError, RunError, TreadleError
+from treadle.process.channel import RAW, Channel, ChannelClosed
+from treadle.process.launcher import ProcessSpec, read_first
+from treadle.process.main import STARTED, ChildHead
+from treadle.process.rpc import Handler, RpcPeer
+
+_VERDICT_S = 2.0
+"""How long Ray may take to say why an actor is gone, once its socket has closed."""
+
+
+class RayLauncher:
+    """A `Launcher` for one seat of the cluster."""
+
+    def __init__(self, seat: Seat) -> None:
+        self._seat = seat
+
+    async def launch(
+        self, spec: ProcessSpec, handle: Handler, expected: type[Exception] = TreadleError
+    ) -> "RayProcess":
+        """An actor that serves, or an error within the deadline."""
+        seat = self._seat
+        actor: Any = ray.remote(ProcessActor).options(**seat.options()).remote(ActorEnvironment.here(seat.gpus))
+        try:
+            async with asyncio.timeout(spec.start_timeout_s):
+                address: Address = await actor.address.remote()
+                serving = actor.serve.remote(spec.start_timeout_s, spec.kill_with_parent)
+                channel = await Channel.open(await connect(address), RAW, STARTED)
+                started = await _meet(spec, channel, serving)
+        except BaseException as error:
+            ray.kill(actor)
+            if isinstance(error, TimeoutError):
+                limit = f"{spec.start_timeout_key} = {spec.start_timeout_s:g}"
+                raise DeadlineError(f"{spec.name} on {seat} did not start within {limit}") from error
+            if isinstance(error, RayError):
+                raise RunError(f"{spec.name} on {seat} died while it started: {explain(error)}") from error
+            raise
+        channel.use(spec.codec.to_child, spec.codec.to_parent)
+        peer = RpcPeer(channel, handle, expected, name=spec.name)
+        return RayProcess(spec.name, actor, serving, channel, peer, address.pid, started)
+
+
+async def _meet(spec: ProcessSpec, channel: Channel, serving: Any) -> Any:
+    """Tell the actor what to serve; raise what is in the way."""
+    try:
+        channel.send(ChildHead(list(sys.path), spec.name, spec.serve).to_json())
+        channel.send(pickle.dumps((spec.setup, spec.codec), pickle.HIGHEST_PROTOCOL))
+        return read_first(spec.name, await channel.receive())
+    except ChannelClosed:
+        channel.close()
+        await serving  # raises why
+        raise RunError(f"{spec.name} ended while it started") from None
+    except BaseException:
+        channel.close()
+        raise
+
+
+class RayProcess:
+    """A `RemoteProcess` in an actor."""
+
+    def __init__(
+        self, name: str, actor: Any, serving: Any, channel: Channel, peer: RpcPeer, pid: int, started: Any
+    ) -> None:
+        self.name, self.pid = name, pid
+        self.started = started
+        self.peer = peer
+        self._actor = actor
+        self._channel = channel
+        self._verdict: asyncio.Future[None] = asyncio.wrap_future(serving.future())
+        self._verdict.add_done_callback(lambda _: channel.close())
+        self._served = asyncio.ensure_future(peer.serve())
+        self._served.add_done_callback(self._kill_refused)
+
+    def request(self, function: Callable[..., Awaitable[Any]], *stored: Any) -> Any:
+        """A request that goes by Ray: over there `function` is given what handles requests, and the values of the
+        references `stored`. Awaited by the caller."""
+        return self._actor.handle.remote(function, *stored)
+
+    @property
+    def over(self) -> bool:
+        return self._served.done()
+
+    async def gone(self) -> str:
+        await asyncio.shield(self._served)
+        return await self.cause()
+
+    def _kill_refused(self, _: "asyncio.Future[None]") -> None:
+        """Kill an actor that sent something else than messages: code that is not ours has the socket."""
+        if self._channel.problem is not None:
+            ray.kill(self._actor)
+
+    async def cause(self) -> str:
+        """Why it is gone, as far as Ray knows."""
+        if self._channel.problem is not None:
+            return f"killed, because it sent what is no message ({self._channel.problem})"
+        try:
+            async with asyncio.timeout(_VERDICT_S):
+                await asyncio.shield(self._verdict)
+        except TimeoutError:
+            return f"its socket closed, and Ray did not say why within {_VERDICT_S:g} s"
+        except RayError as error:
+            return explain(error)
+        return "it ended by itself"
+
+    def probe(self) -> None:
+        """Nothing: where an actor is cannot be asked from here."""
+
+    def kill(self) -> str:
+        self._channel.close()
+        ray.kill(self._actor)
+        return ""
+
+    async def end(self, timeout_s: float | None = None) -> None:
+        """End the actor, whatever it does: it takes no time to end in order."""
+        self._channel.close()
+        ray.kill(self._actor)
+        await asyncio.wait({self._served, self._verdict}, timeout=_VERDICT_S)
+        if self._verdict.done() and not self._verdict.cancelled():
+            self._verdict.exception()  # that it was killed is no news
+
+
+def explain(error: BaseException) -> str:
+    """The cause in one line; for code that broke, the line that broke."""
+    if isinstance(error, RayTaskError) or "creation task" in str(error):
+        lines = [line for line in str(error).strip().splitlines() if line.strip()]
+        return lines[-1].strip() if lines else type(error).__name__
+    text = " ".join(str(error).split())
+    if isinstance(error, RayActorError):
+        text = text.partition("The actor is dead because ")[2] or text
+        text = text.partition(" Some common causes")[0]
+        text = text.partition("Worker exit detail: ")[2] or text
+    return text or type(error).__name__
+
+
+def own_error(error: RayError) -> TreadleError | None:
+    """The error that our code raised in an actor on purpose, if it was one."""
+    cause = error.cause if isinstance(error, RayTaskError) else None
+    return cause if isinstance(cause, TreadleError) else None

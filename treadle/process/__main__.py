@@ -1,0 +1,7 @@
+"""`python -m treadle.process`: a process that a launcher started, never by hand."""
+
+import sys
+
+from treadle.process.main import main
+
+main(sys.argv[1:])

@@ -1,0 +1,71 @@
+"""Process trees: list one, kill one, adopt what it leaves behind, end with the parent.
+
+Invariant: only descendants of a process that the caller started, and that process's own group, are ever signalled.
+"""
+
+import ctypes
+import fcntl
+import os
+import signal
+import sys
+from contextlib import suppress
+from pathlib import Path
+
+_PR_SET_CHILD_SUBREAPER = 36
+
+
+def list_children(pid: int) -> set[int]:
+    """Direct children of `pid`; empty where it is gone, or where the system does not tell."""
+    children: set[int] = set()
+    for listing in Path(f"/proc/{pid}/task").glob("*/children"):
+        with suppress(OSError):  # the thread ended meanwhile
+            children.update(map(int, listing.read_text().split()))
+    return children
+
+
+def list_tree(pid: int) -> list[int]:
+    """`pid` and everything below it."""
+    return [pid, *(member for child in list_children(pid) for member in list_tree(child))]
+
+
+def kill_tree(pid: int) -> None:
+    """Kill `pid` and everything below it, with the process groups they lead, in sessions of their own too."""
+    for member in list_tree(pid):  # all of it before the first dies: a dead parent no longer knows its children
+        kill_group(member)
+        with suppress(ProcessLookupError, PermissionError):
+            os.kill(member, signal.SIGKILL)
+
+
+def kill_group(pid: int) -> None:
+    """Kill the process group that `pid` leads or led; safe when `pid` itself is gone and its number given away."""
+    with suppress(ProcessLookupError, PermissionError):
+        os.killpg(pid, signal.SIGKILL)
+
+
+def adopt_orphans() -> None:
+    """Become the parent of what descendants leave behind, so that it can be found; Linux only."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+
+
+def kill_children() -> None:
+    """Kill every child of this process with its tree, adopted ones too, and wait for them."""
+    while children := list_children(os.getpid()):
+        for child in children:
+            kill_tree(child)
+            with suppress(ChildProcessError):
+                os.waitpid(child, 0)
+
+
+def die_with_parent(lifeline: int) -> None:
+    """Have the kernel kill this process group when the parent's end of the pipe `lifeline` closes.
+
+    A death signal tied to the parent process would fire when the thread that started us ends, and miss our children.
+    """
+    if sys.platform == "linux":
+        fcntl.fcntl(lifeline, fcntl.F_SETOWN, -os.getpgrp())
+        fcntl.fcntl(lifeline, fcntl.F_SETSIG, signal.SIGKILL)
+        fcntl.fcntl(lifeline, fcntl.F_SETFL, os.O_ASYNC | os.O_NONBLOCK)
+        with suppress(BlockingIOError):  # a parent that died before this point shows as end of file
+            if os.read(lifeline, 1) == b"":
+                kill_tree(os.getpid())

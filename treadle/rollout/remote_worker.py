@@ -1,0 +1,396 @@
+"""Agent worker in another process, for loops and tools that block or need more than one core: on this machine, or on a
+cluster.
+
+Owns the jobs it was given, and what may come back from there. The engines and the scorer stay with the manager: a
+worker sends each request up its channel and gets its completion back. Tools have run in that process, so what it sends
+is read by `WORKER_CODEC` and never as a pickle.
+
+    RemoteAgentWorker   the manager's end: a job waits for its result, or for the end of the process; then that attempt
+                        has failed, and the next job starts another process
+    serve_worker        the process: runs jobs until its channel closes, and ends what its tools left running
+
+Every second a worker says what its sessions wait for. One that says nothing has code in it that holds the interpreter:
+past the deadline of such code the worker is killed. Sessions that may have been at fault have failed; the others begin
+again.
+"""
+
+import asyncio
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any, Self
+
+from treadle.aio import GIVE_UP_S
+from treadle.config import ModelConfig, RolloutConfig
+from treadle.context import Captured, capture, restore
+from treadle.engine.interrupt import Interrupted
+from treadle.errors import (
+    EngineFailure,
+    EnvironmentFailure,
+    Failure,
+    LoopFailure,
+    PromptFailure,
+    RequestRefused,
+    RewardFailure,
+    ToolFailure,
+)
+from treadle.observe import Wait
+from treadle.process.channel import ChannelClosed, ChannelCodec, pickle_by_fields
+from treadle.process.codec import RecordCodec
+from treadle.process.launcher import Launcher, ProcessSpec, RemoteProcess, SubprocessLauncher
+from treadle.process.main import ParentConnection
+from treadle.process.rpc import RpcPeer
+from treadle.process.supervisor import RestartPolicy, Supervisor
+from treadle.rollout.environment import may_block
+from treadle.rollout.services import Generator
+from treadle.rollout.tools.function import FunctionTool, Mode
+from treadle.rollout.tools.offer import load_tools
+from treadle.rollout.worker import STAGES, AgentLoopWorker, Dropped, Job
+from treadle.types import (
+    Completion,
+    Outcome,
+    Request,
+    Row,
+    SamplingParams,
+    Task,
+    Timing,
+    ToolCall,
+    ToolResult,
+    Trajectory,
+    Turn,
+)
+
+REPORT_S = 1.0
+"""How often a worker says what its sessions wait for."""
+
+PROBE_S = 0.5
+"""How long a worker that holds still has to write down where it is, before it is killed."""
+
+RESTART = RestartPolicy(attempts=3, first_wait_s=0.5)
+"""Starts in a row that may fail before the run ends."""
+
+_SAME_S = 1.0
+"""Two reports of a wait differ by less than this in when it began."""
+
+_HERE = SubprocessLauncher()
+
+
+def num_processes(rollout: RolloutConfig) -> int:
+    """Worker processes: as told, or one where plain Python is called, which can hold the interpreter up."""
+    if rollout.agent.num_workers is not None:
+        return rollout.agent.num_workers
+    tools = load_tools(rollout.multi_turn.tools)
+    blocking = any(isinstance(tool, FunctionTool) and tool.mode is Mode.THREAD for tool in tools)
+    environment = rollout.multi_turn.environment
+    return 1 if blocking or (environment is not None and may_block(environment)) else 0
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerSetup:
+    """What a worker process is told first."""
+
+    rollout: RolloutConfig
+    model: ModelConfig
+    sends_text: bool = True
+    """Whether engines want the conversation, too, and not its tokens alone."""
+
+
+@dataclass(frozen=True, slots=True)
+class SentJob:
+    """A job on its way to a worker, with the context variables of the caller."""
+
+    job: Job
+    context: Captured
+
+
+@dataclass(frozen=True, slots=True)
+class WaitReport:
+    """What the sessions of a worker wait for. `since` is an age here: clocks differ between machines."""
+
+    waits: tuple[Wait, ...]
+
+
+pickle_by_fields(
+    *(SentJob, Job, Task, Request, SamplingParams, Completion, Trajectory, Row),
+    *(Turn, ToolCall, ToolResult, Outcome, Timing),
+)
+
+
+def _check_row(row: Row) -> None:
+    lengths = {len(row.ids), len(row.mask), len(row.logprobs), len(row.versions)}
+    if len(lengths) != 1 or len(row.processed_logprobs) not in (0, len(row.ids)):
+        raise ValueError("a row whose ids, mask, logprobs and versions differ in length")
+    if min(row.prompt_ids, default=0) < 0 or min(row.ids, default=0) < 0 or not {0, 1}.issuperset(row.mask):
+        raise ValueError("a row with negative ids, or a mask of other numbers than 0 and 1")
+
+
+def _fail_unsendable(trajectory: Trajectory, problem: str) -> Trajectory:
+    """A failed trajectory in the place of one that cannot be sent; it says why."""
+    fix = "give loops and tools extra values of plain JSON, or set rollout.agent.num_workers=0"
+    outcome = Outcome.failed(LoopFailure(f"the trajectory cannot leave its worker process: {problem}; {fix}"))
+    return Trajectory(
+        trajectory.uid,
+        trajectory.sample,
+        (),
+        outcome,
+        timing=trajectory.timing,
+        attempt=trajectory.attempt,
+        data_source=trajectory.data_source,
+    )
+
+
+_FAILURES = (
+    *(PromptFailure, EngineFailure, RequestRefused, ToolFailure),
+    *(EnvironmentFailure, LoopFailure, RewardFailure),
+)
+
+WORKER_CODEC = RecordCodec(
+    requests=(Request,),
+    notifies=(WaitReport,),
+    replies=(Trajectory, Dropped),
+    errors=tuple(kind.__name__ for kind in _FAILURES),
+    checks={Row: _check_row},
+    replace_reply=_fail_unsendable,
+)
+"""What a worker sends."""
+
+
+class UpstreamEngine:
+    """Generates by asking the manager."""
+
+    peer: RpcPeer
+
+    def __init__(self, sends_text: bool = True) -> None:
+        self._sends_text = sends_text
+
+    async def generate(self, request: Request) -> Completion:
+        if not self._sends_text:
+            request = replace(request, messages=(), tools=())
+        completion: Completion = await self.peer.request(request)
+        return completion
+
+    def announce(self, wait: Wait) -> None:
+        """Say where a session is going, before it goes there: it may not come back."""
+        with suppress(ChannelClosed):
+            self.peer.notify(WaitReport((replace(wait, since=0.0),)), at_once=True)
+
+
+async def serve_worker(parent: ParentConnection, setup: WorkerSetup) -> None:
+    """Set up a worker, then run jobs until the manager's end closes."""
+    engine = UpstreamEngine(setup.sends_text)
+    worker = await AgentLoopWorker.create(
+        rollout=setup.rollout, model=setup.model, engine=engine, announce=engine.announce
+    )
+    engine.peer = parent.peer(partial(_run_sent, worker), Failure)
+    parent.started()
+    reporting = asyncio.create_task(_report(worker, engine.peer))
+    try:
+        await engine.peer.serve()
+    finally:
+        reporting.cancel()
+        await worker.close()
+
+
+async def _run_sent(worker: AgentLoopWorker, sent: SentJob) -> Trajectory | Dropped:
+    """Make one attempt, in a task of its own: the context variables are its own too."""
+    restore(sent.context)
+    return await worker.run(sent.job)
+
+
+async def _report(worker: AgentLoopWorker, peer: RpcPeer) -> None:
+    clock = asyncio.get_running_loop().time
+    with suppress(ChannelClosed):
+        while True:
+            now = clock()
+            peer.notify(WaitReport(tuple(replace(wait, since=now - wait.since) for wait in worker.waits())))
+            await asyncio.sleep(REPORT_S)
+
+
+@dataclass(slots=True)
+class _Sent:
+    """A job that is running over there."""
+
+    job: Job
+    wait: Wait
+
+
+@dataclass(slots=True)
+class _Verdict:
+    """Why a process was killed from here, and the jobs that may have been at fault."""
+
+    silent_s: float
+    blamed: dict[int, str] = field(default_factory=dict)
+    """The stage of each, by the identity of the job."""
+    place: str = ""
+
+
+class RemoteAgentWorker:
+    """A `HiredWorker`. One that dies is replaced when the next job comes."""
+
+    def __init__(self, name: str, setup: WorkerSetup, engine: Generator, launcher: Callable[[], Launcher]) -> None:
+        self._name = name
+        self._setup = setup
+        self._engine = engine
+        self._launcher = launcher
+        self._supervisor = Supervisor(self._launch, RESTART)
+        self._process: RemoteProcess | None = None
+        """The one that was given the last job."""
+        self._heard = 0.0
+        self._running: dict[int, _Sent] = {}
+        self._sessions: dict[str, _Sent] = {}
+        """The same, by the session's name."""
+        self._verdict: _Verdict | None = None
+        """On that process."""
+        self._timer: asyncio.TimerHandle | None = None
+        self._patience_s = _patience_s(setup.rollout)
+
+    @classmethod
+    async def create(
+        cls,
+        *,
+        rollout: RolloutConfig,
+        model: ModelConfig,
+        engine: Generator,
+        name: str,
+        launcher: Callable[[], Launcher] = lambda: _HERE,
+        sends_text: bool = True,
+    ) -> Self:
+        """A worker whose process has answered, or an error. `launcher` says where, whenever one is started."""
+        worker = cls(name, WorkerSetup(rollout, model, sends_text), engine, launcher)
+        await worker._supervisor.current()
+        return worker
+
+    @property
+    def pid(self) -> int:
+        """Of the process that runs."""
+        assert self._supervisor.process is not None
+        return self._supervisor.process.pid
+
+    async def _launch(self) -> RemoteProcess:
+        limits = self._setup.rollout.limits
+        spec = ProcessSpec(
+            self._name,
+            f"{__name__}:{serve_worker.__name__}",
+            self._setup,
+            limits.launch_timeout_s,
+            "rollout.limits.launch_timeout_s",
+            codec=ChannelCodec(to_parent=WORKER_CODEC.frames()),
+            kill_with_parent=False,
+            reap=True,
+            trace=True,
+            end_timeout_s=limits.close_timeout_s,
+        )
+        return await self._launcher().launch(spec, self._answer, Failure)
+
+    async def run(self, job: Job) -> Trajectory | Dropped:
+        """Make one attempt over there. If the worker dies, that attempt has failed."""
+        process = await self._supervisor.current()
+        now = asyncio.get_running_loop().time()
+        if process is not self._process:
+            self._process, self._heard, self._verdict = process, now, None
+        wait = Wait(job.task.uid, job.sample, "agent loop", now, self._name, "sent to the worker")
+        sent = self._running[id(job)] = self._sessions[f"{job.task.uid}/{job.sample}"] = _Sent(job, wait)
+        self._watch()
+        try:
+            result: Trajectory | Dropped = await process.peer.request(SentJob(job, capture()))
+            return self._checked(result, job)
+        except ChannelClosed:
+            verdict = self._verdict if process is self._process else None
+            if verdict is not None and id(job) not in verdict.blamed:
+                raise Interrupted(f"another session held {self._name} up") from None
+            detail = f"{self._name} died: {await process.cause()}"
+            kind: type[Failure] = LoopFailure
+            if verdict is not None:
+                kind = STAGES.get(verdict.blamed[id(job)], LoopFailure)
+                detail = f"held {self._name} up for {verdict.silent_s:.0f} s, which was killed{verdict.place}"
+            failed = Outcome.failed(kind(detail))
+            return Trajectory(
+                job.task.uid, job.sample, (), failed, attempt=job.attempt, data_source=job.task.data_source
+            )
+        finally:
+            del self._running[id(job)]
+            if self._sessions.get(f"{job.task.uid}/{job.sample}") is sent:
+                del self._sessions[f"{job.task.uid}/{job.sample}"]
+
+    def _checked(self, result: Trajectory | Dropped, job: Job) -> Trajectory | Dropped:
+        """The attempt that was asked for, without a score: a worker has none to give."""
+        task = job.task
+        if isinstance(result, Dropped):
+            whose = result.uid == task.uid
+        else:
+            asked = (task.uid, job.sample, job.attempt, task.data_source)
+            whose = (result.uid, result.sample, result.attempt, result.data_source) == asked and result.reward is None
+        if whose:
+            return result
+        failed = Outcome.failed(LoopFailure(f"{self._name} answered with another trajectory than it was asked for"))
+        return Trajectory(task.uid, job.sample, (), failed, attempt=job.attempt, data_source=task.data_source)
+
+    async def _answer(self, body: Any) -> Any:
+        """What the worker asks for is tokens; what it tells is what its sessions wait for."""
+        self._heard = now = asyncio.get_running_loop().time()
+        if isinstance(body, WaitReport):
+            return self._note(body, now)
+        sent = self._sessions.get(body.session)
+        if sent is None:  # withdrawn by now, or not one of ours
+            raise RequestRefused(f"{self._name} asked for tokens of session {body.session!r}, which it does not run")
+        sent.wait = replace(sent.wait, stage="generate", since=now)
+        completion = await self._engine.generate(body)
+        sent.wait = replace(sent.wait, stage="loop", since=asyncio.get_running_loop().time())
+        return completion
+
+    def _note(self, report: WaitReport, now: float) -> None:
+        for wait in report.waits:
+            sent = self._sessions.get(f"{wait.uid}/{wait.sample}")
+            if sent is not None:
+                since, before = now - wait.since, sent.wait
+                same = wait.stage == before.stage and abs(since - before.since) < _SAME_S
+                server = wait.server or self._name
+                sent.wait = replace(wait, since=before.since if same else since, server=server)
+
+    def _watch(self) -> None:
+        if self._timer is None:
+            loop = asyncio.get_running_loop()
+            self._timer = loop.call_later(REPORT_S, self._look, loop.time() + REPORT_S)
+
+    def _look(self, due: float) -> None:
+        """Give the worker up where it has been silent for too long. One timer, while jobs run."""
+        self._timer = None
+        now = asyncio.get_running_loop().time()
+        if now - due > REPORT_S:
+            self._heard = now  # this loop was late itself: reports may lie unread
+        silent_s = now - self._heard
+        if self._running and self._verdict is None and silent_s > self._patience_s and self._process is not None:
+            self._verdict = _Verdict(silent_s, self._suspects())
+            self._process.probe()
+            asyncio.get_running_loop().call_later(PROBE_S, self._kill, self._process, self._verdict)
+        if self._running:
+            self._watch()
+
+    def _suspects(self) -> dict[int, str]:
+        """Jobs in the user's code when the worker was last heard of; all, where there is none."""
+        stages = {at: sent.wait.stage for at, sent in self._running.items()}
+        return {at: stage for at, stage in stages.items() if stage != "generate"} or stages
+
+    def _kill(self, process: RemoteProcess, verdict: _Verdict) -> None:
+        verdict.place = process.kill()
+
+    def waits(self) -> Iterator[Wait]:
+        """What every open job is waiting for, as the worker said last."""
+        for sent in self._running.values():
+            yield sent.wait
+
+    async def close(self) -> None:
+        """End the process or actor; at once, where it does not listen."""
+        if self._timer is not None:
+            self._timer.cancel()
+        if self._process is not None and asyncio.get_running_loop().time() - self._heard > GIVE_UP_S:
+            self._process.kill()
+        await self._supervisor.end()
+
+
+def _patience_s(rollout: RolloutConfig) -> float:
+    """How long a worker may be silent: longer than any call that may hold it up within its deadline."""
+    turns = rollout.multi_turn
+    longest = max(turns.tool_timeout_s, turns.environment_timeout_s if turns.environment else 0.0)
+    return min(longest, rollout.limits.session_timeout_s) + GIVE_UP_S
