@@ -56,7 +56,8 @@ async def reserved(
 ) -> AsyncIterator[Reservation]:
     """Places for a rollout that stands alone."""
     nodes = find_nodes() if nodes is None else nodes
-    plan = make_plan(Config(model=model, rollout=rollout), [node.machine for node in nodes])
+    config = Config(model=model, rollout=rollout, cluster=ClusterConfig(backend="ray"))
+    plan = make_plan(config, [node.machine for node in nodes])
     reservation = await Reservation.reserve(plan, nodes, timeout_s=10)
     try:
         yield reservation
