@@ -13,10 +13,12 @@ from tests.effects import (
     data,
     engines,
     losses,
+    prompts,
     reward,
     rollout,
     runs,
     schedule,
+    sharding,
     tools,
     training,
 )
@@ -24,7 +26,7 @@ from tests.effects.cases import Case
 from treadle.config import TrainConfig
 from treadle.config.outline import key_paths
 
-MODULES = (classifiers, data, engines, losses, reward, rollout, runs, schedule, tools, training)
+MODULES = (classifiers, data, engines, losses, prompts, reward, rollout, runs, schedule, sharding, tools, training)
 EFFECTS = {key: case for module in MODULES for key, case in module.EFFECTS.items()}
 KEYS = {".".join(path) for path in key_paths(TrainConfig)}
 UNPROVEN = {
@@ -38,13 +40,6 @@ UNPROVEN = {
     """,
     "processes that load torch, seconds for each: tests/integration/test_reward_model.py, test_policy_ranks.py": """
         reward.classifiers.*.memory_mb trainer.rank_timeout_s
-    """,
-    "nothing here shows it yet": """
-        actor.fsdp_config.forward_prefetch actor.fsdp_config.fsdp_size actor.fsdp_config.reshard_after_forward
-        critic.fsdp_config.forward_prefetch critic.fsdp_config.fsdp_size
-        critic.fsdp_config.reshard_after_forward model.allow_special_tokens model.apply_chat_template_kwargs
-        model.custom_chat_template model.describe_tools model.prove model.tokenizer_path model.trust_remote_code
-        ref.fsdp_config.forward_prefetch ref.fsdp_config.fsdp_size ref.fsdp_config.reshard_after_forward
     """,
 }
 """The reason, and the keys it holds for."""

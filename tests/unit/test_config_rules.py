@@ -41,6 +41,11 @@ ROLLOUT_CLASHES = [
         "512 holds no sequence of 1024 tokens",
     ),
     (
+        ["rollout.engine_kwargs={native: {page_size: 16}}"],
+        "rollout.engine_kwargs",
+        "native takes no further arguments: vllm alone does",
+    ),
+    (
         ["rollout.name=openai", "rollout.openai.base_url=http://a/v1", "rollout.n_gpus_per_node=2"],
         "rollout.n_gpus_per_node",
         "2, but openai uses no GPU",

@@ -100,6 +100,19 @@ def sequence_fits(config: Config) -> Clash:
         yield "rollout.max_num_batched_tokens", problem, f"raise it to {longest}, or split prompts"
 
 
+def engine_takes_arguments(config: Config) -> Clash:
+    given = {"rollout.engine_kwargs": config.rollout.engine_kwargs}
+    given |= {
+        f"reward.judges.{name}.engine.engine_kwargs": it.engine.engine_kwargs
+        for name, it in config.reward.judges.items()
+    }
+    for place, by_engine in given.items():
+        for engine in by_engine:
+            if engine != "vllm":
+                problem = f"{engine} takes no further arguments: vllm alone does"
+                yield place, problem, "write {vllm: {name: value}}, or leave it out"
+
+
 def engine_has_its_devices(config: Config) -> Clash:
     rollout = config.rollout
     shares = isinstance(config, TrainConfig) and rollout.nnodes == 0
@@ -398,6 +411,7 @@ def resume_path_is_read(config: TrainConfig) -> Clash:
 
 ROLLOUT_RULES: tuple[Callable[[Config], Clash], ...] = (
     sequence_fits,
+    engine_takes_arguments,
     engine_has_its_devices,
     endpoint_is_named,
     faults_are_fractions,
