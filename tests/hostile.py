@@ -5,19 +5,30 @@ characters, numbers, and floods of any of these.
 """
 
 import io
+import itertools
+import signal
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from random import Random
+from types import FrameType
 
 from treadle.config.model import ModelConfig
 from treadle.data.renderer import Renderer
+from treadle.errors import ToolFailure
 from treadle.model.tokenizer import load_tokenizer
-from treadle.reward.builtin import exact_match, format, number_match
+from treadle.observe.summary import summarize
+from treadle.observe.table import render_summary
+from treadle.reward.builtin import exact_match, format, math, number_match, reasoning_gym
 from treadle.reward.builtin.tag import read_tag
 from treadle.rollout.parsers import MAX_CALLS, PARSERS, parser
-from treadle.terminal import cell, make_console, printable
+from treadle.terminal import cell, make_console, printable, say
+from treadle.types import Outcome, Score, StopReason, Task, Trajectory
+
+CPU_LIMIT_S = 10.0
+"""What `reward.cpu_time_s` is for in a run: a text that takes longer is ended there, and counted here."""
 
 PIECES = (
     *("<tool_call>", "</tool_call>", "<tool_calls>", "</tool_calls>", "<|tool_call|>", "[TOOL_CALLS]", "[ARGS]"),
@@ -43,6 +54,25 @@ PIECES = (
         "\n",
         "\t",
     ),
+    *(
+        "\\boxed{",
+        "$",
+        "\\frac{",
+        "}{",
+        "\\sqrt{",
+        "^{",
+        "^",
+        "!",
+        "(",
+        ")",
+        "\\binom{",
+        "\\left(",
+        "=",
+        "+",
+        "/",
+        "*",
+        "x",
+    ),
     *("a", "the ", "漢字", "🙂", "\u200b", "\ufeff", "\U000f0000", "\ufffd", " ", "  ", "é"),
 )
 
@@ -66,6 +96,8 @@ class Report:
     texts: int = 0
     characters: int = 0
     broken: list[str] = field(default_factory=list)
+    ended: Counter[str] = field(default_factory=Counter)
+    """Texts that a CPU limit ended, by target."""
     slowest: dict[str, tuple[float, int]] = field(default_factory=dict)
     """CPU seconds, and the length of the text, by target."""
     seconds: Counter[str] = field(default_factory=Counter)
@@ -76,7 +108,18 @@ class Report:
         for name, (seconds, length) in self.slowest.items():
             mean = self.seconds[name] / max(self.texts, 1)
             slow = f"slowest {seconds * 1e3:8.2f} ms ({length:,} characters)"
-            yield f"  {name:12} mean {mean * 1e6:8.1f} µs, {slow}"
+            late = f", {self.ended[name]} ended after {CPU_LIMIT_S:g} s" if self.ended[name] else ""
+            yield f"  {name:13} mean {mean * 1e6:8.1f} µs, {slow}{late}"
+
+    def add(self, other: "Report") -> None:
+        """Take in what another process found."""
+        self.texts += other.texts
+        self.characters += other.characters
+        self.broken += other.broken
+        self.ended.update(other.ended)
+        self.seconds.update(other.seconds)
+        for name, slowest in other.slowest.items():
+            self.slowest[name] = max(self.slowest.get(name, (0.0, 0)), slowest)
 
 
 def check_parsers(text: str) -> None:
@@ -103,6 +146,59 @@ def check_terminal(text: str) -> None:
     shown.encode()
 
 
+def check_show(text: str) -> None:
+    """What the console shows of a run: lines, and the table of a rollout with foreign names, causes and sources."""
+    said = io.StringIO()
+    say(text, file=said)
+    outcomes = (Outcome.ended(StopReason.STOP), Outcome.failed(ToolFailure(text)))
+    score = Score(1.0, {text[:40]: 1.0})
+    made = [
+        Trajectory(text[:200], at, (), outcome, score if outcome.ok else None, data_source=text[:200])
+        for at, outcome in enumerate(outcomes)
+    ]
+    shown = io.StringIO()
+    make_console(shown).print(render_summary(summarize(made)))
+    for stream in (said, shown):
+        stream.getvalue().encode()
+        assert not [letter for letter in stream.getvalue() if letter != "\n" and letter != "\t" and ord(letter) < 0x20]
+
+
+def make_math_check() -> Callable[[str], None]:
+    math.prepare()
+
+    def check(text: str) -> None:
+        assert math.score(text, "42") in (0.0, 1.0)
+
+    return check
+
+
+def make_gym_check() -> Callable[[str], None]:
+    """The scorers of all data sets of reasoning-gym in turn, each with an entry of its own."""
+    from reasoning_gym import create_dataset
+    from reasoning_gym.factory import DATASETS
+
+    reasoning_gym.prepare()
+    tasks: list[Task] = []
+    for name in sorted(DATASETS):
+        try:
+            entry = create_dataset(name, size=1, seed=1)[0]
+        except (ImportError, ValueError, OSError, AssertionError):  # it needs a package, or arguments
+            continue
+        messages = ({"role": "user", "content": entry["question"]},)
+        tasks.append(Task(name, messages, entry["answer"], data_source=f"reasoning_gym:{name}", extra={"entry": entry}))
+    turns = itertools.cycle(tasks)
+
+    def check(text: str) -> None:
+        task = next(turns)
+        try:
+            score = reasoning_gym.score(f"<answer>{text}</answer>", task)
+        except Exception as error:
+            raise AssertionError(f"{task.uid}: {type(error).__name__}: {error}") from error
+        assert score == score, task.uid
+
+    return check
+
+
 def make_renderer_check(model: str = "treadle/tiny-calculator") -> Callable[[str], None]:
     """As many control tokens as a harmless text has, in a tool's answer and in a prompt."""
     config = ModelConfig(path=model)
@@ -126,23 +222,51 @@ def _render(renderer: Renderer, text: str) -> list[tuple[int, ...]]:
     return [renderer.observation([result]), renderer.prompt([{"role": "user", "content": text}])]
 
 
-def attack(count: int, seed: int) -> Report:
+class _TooSlow(BaseException):
+    """Nothing that a target catches."""
+
+
+@contextmanager
+def _limited() -> Iterator[None]:
+    def end(number: int, frame: FrameType | None) -> None:
+        raise _TooSlow
+
+    before = signal.signal(signal.SIGVTALRM, end)
+    signal.setitimer(signal.ITIMER_VIRTUAL, CPU_LIMIT_S)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_VIRTUAL, 0)
+        signal.signal(signal.SIGVTALRM, before)
+
+
+TARGETS: dict[str, Callable[[], Callable[[str], None]]] = {
+    "parsers": lambda: check_parsers,
+    "renderer": make_renderer_check,
+    "rewards": lambda: check_rewards,
+    "math": make_math_check,
+    "reasoning_gym": make_gym_check,
+    "terminal": lambda: check_terminal,
+    "show": lambda: check_show,
+}
+"""What makes each check, in the process that uses it."""
+
+
+def attack(count: int, seed: int, targets: tuple[str, ...] = tuple(TARGETS)) -> Report:
     """Put so many texts through every target."""
-    targets = {
-        "parsers": check_parsers,
-        "renderer": make_renderer_check(),
-        "rewards": check_rewards,
-        "terminal": check_terminal,
-    }
+    checks = {name: TARGETS[name]() for name in targets}
     rng, report = Random(seed), Report()
     for _ in range(count):
         text = generate(rng)
         report.texts += 1
         report.characters += len(text)
-        for name, check in targets.items():
+        for name, check in checks.items():
             began = time.process_time()
             try:
-                check(text)
+                with _limited():
+                    check(text)
+            except _TooSlow:
+                report.ended[name] += 1
             except Exception as error:  # noqa: BLE001  whatever a target raises is what is looked for
                 report.broken.append(f"{name}: {type(error).__name__}: {error} by {text[:200]!r}")
             took = time.process_time() - began

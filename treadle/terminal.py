@@ -50,3 +50,10 @@ def make_console(stream: TextIO | None = None) -> "Console":
     from rich.console import Console
 
     return Console(file=stream, markup=False, emoji=False, highlight=False)
+
+
+def show_cursor() -> None:
+    """Give the cursor back that a live display has hidden: for when nothing may be left to do it later."""
+    for stream in (sys.stdout, sys.stderr):
+        if stream is not None and stream.isatty():
+            print("\x1b[?25h", file=stream, end="", flush=True)

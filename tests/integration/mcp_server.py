@@ -6,6 +6,10 @@ import signal
 import sys
 import time
 
+if sys.argv[1:] == ["mute"]:  # before anything is imported: it must have spoken when its time is over
+    print("starting, slowly", file=sys.stderr, flush=True)
+    time.sleep(60)
+
 from mcp import MCPError
 from mcp.server.mcpserver import MCPServer
 from mcp.server.mcpserver.exceptions import ToolError
@@ -54,10 +58,7 @@ def pid() -> int:
 
 if __name__ == "__main__":
     kind = sys.argv[1]
-    if kind == "mute":
-        print("starting, slowly", file=sys.stderr, flush=True)
-        time.sleep(60)
-    elif kind == "broken":
+    if kind == "broken":
         sys.exit("no database")
     elif kind == "http":
         server.run("streamable-http", port=int(sys.argv[2]))

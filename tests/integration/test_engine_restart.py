@@ -56,3 +56,17 @@ def test_a_run_whose_engines_are_killed_trains_on_the_same_tokens(
     assert again and set(again) == {"native-0"}
     audited = command("audit", tmp_path)
     assert audited.returncode == 0 and "none skipped, none trained twice" in audited.stdout
+
+
+def test_an_engine_that_dies_while_a_step_trains_is_started_again_before_the_step_has_ended(tmp_path: Path) -> None:
+    with Start(tmp_path, *WORDS, "trainer.total_training_steps=2", "actor.ppo_epochs=60") as start:
+        assert start.wait_for("a step", lambda: start.steps > 0), start.said()
+        (engine,) = start.parts()[Part.ENGINE]
+        time.sleep(0.5)
+        os.kill(engine, signal.SIGKILL)
+        assert start.wait_for("another process", lambda: start.parts().get(Part.ENGINE, [engine]) != [engine])
+        assert start.steps == 1, "before the step that trains has ended"
+        assert start.end() == 0, start.said()
+    with JournalReader.open(tmp_path) as reader:
+        assert all(entry.trajectory.outcome.ok for entry in reader.trajectories())
+        assert [event.fields["successor"] for event in reader.events(kind="replica")] == ["native-0"]

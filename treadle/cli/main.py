@@ -18,7 +18,7 @@ from treadle.cli.parser import Parser, new_parser, parse
 from treadle.disk import explain_disk_error
 from treadle.errors import ConfigError, Failure, RunError
 from treadle.exit_status import STATUS_CONFIG, STATUS_FAILED, STATUS_INTERRUPTED
-from treadle.terminal import warn
+from treadle.terminal import show_cursor, warn
 
 LAST_WARNING = 2
 """Ctrl-C so many times: the next one is the system's to deal with."""
@@ -101,6 +101,7 @@ def _count_interrupts() -> None:
         count += 1
         if count == LAST_WARNING:
             signal.signal(signal.SIGINT, signal.SIG_DFL)
+            show_cursor()
             warn("interrupted again: once more ends it at once")
         signal.default_int_handler(number, frame)
 

@@ -20,7 +20,7 @@ from typing import Self
 
 from treadle.errors import TreadleError
 from treadle.journal import Journal, RunStatus
-from treadle.terminal import warn
+from treadle.terminal import show_cursor, warn
 
 log = logging.getLogger(__name__)
 
@@ -77,6 +77,7 @@ class StopSignals:
             warn("interrupted again: once more ends it at once")
             self._loop.remove_signal_handler(number)
             signal.signal(number, signal.SIG_DFL)
+            show_cursor()
             return
         if first:
             warn(f"{number.name}: stopping, and saving what is done")

@@ -4,7 +4,8 @@
 
 Reads the entry from the task's `entry` field, as the `reasoning_gym:NAME` task source writes it; rows made elsewhere
 may have `metadata` beside question and answer. The answer is the text inside the last `<answer>` tag, or the whole
-response where there is none.
+response where there is none. An answer on which a scorer of the package breaks, where it does not break on the
+entry's own answer, is wrong.
 
 Nine of the package's scorers would run the answer as Python. Those that read a list read a literal here; those that
 read mathematics (countdown, puzzle24, polynomial_multiplication, simple_integration and intermediate_integration) are
@@ -58,7 +59,12 @@ def score(response: str, task: Task, dataset: str | None = None, tag: str = "ans
     answer = response.strip() if answer is None else answer
     if len(answer) > MAX_CHARS or _HUGE_EXPONENT.search(answer):
         return 0.0
-    return float(_find_scorer(name)(answer=answer, entry=entry))
+    scorer = _find_scorer(name)
+    try:
+        return float(scorer(answer=answer, entry=entry))
+    except Exception:  # noqa: BLE001  whatever the package raises on a text it cannot read
+        scorer(answer=entry["answer"], entry=entry)  # raises where the entry is at fault
+        return 0.0  # the scorer cannot read this answer
 
 
 def _read_entry(task: Task) -> dict[str, Any]:

@@ -12,6 +12,8 @@ import os
 import sys
 from collections.abc import Iterator
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, contextmanager
+from pathlib import Path
+from shutil import which
 from typing import TYPE_CHECKING, Any, TextIO
 
 from treadle.config.rollout import MCPServerConfig
@@ -31,6 +33,7 @@ CLOSE_S = 15.0
 
 CONNECT_S = 30.0
 MAX_PAGES = 100
+GUARD = Path(__file__).with_name("mcp_guard.py")
 _TAIL_BYTES = 4096
 
 
@@ -179,7 +182,10 @@ def _stdio(server: MCPServerConfig, errors: TextIO) -> AbstractAsyncContextManag
     program, *arguments = server.command
     if program in ("python", "python3"):
         program = sys.executable  # the one that has treadle and, most likely, what the server imports
-    parameters = StdioServerParameters(command=program, args=arguments, env=dict(server.env))
+    if which(program, path=server.env.get("PATH")) is None:
+        raise FileNotFoundError(f"no program {program!r} on this machine")
+    guarded = ["-I", "-S", str(GUARD), program, *arguments]
+    parameters = StdioServerParameters(command=sys.executable, args=guarded, env=dict(server.env))
     return stdio_client(parameters, errlog=errors)
 
 

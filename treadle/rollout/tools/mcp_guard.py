@@ -1,0 +1,48 @@
+"""Guard of an MCP server over standard input and output: a small process around it, and around what it starts.
+
+Owns the server's process group. When the server ends, or the run does, however it ends, everything in the group is
+killed; so a helper that a server has started does not outlive it. Standard input, output and error are the server's.
+Run by its path, without our package: it starts in milliseconds. A process that leaves the group (`setsid`) is left
+alone.
+"""
+
+import os
+import signal
+import subprocess
+import sys
+from types import FrameType
+
+_PR_SET_PDEATHSIG = 1
+
+
+def _end_group(number: int = 0, frame: FrameType | None = None) -> None:
+    os.killpg(os.getpgrp(), signal.SIGKILL)
+
+
+def _pass(number: int, frame: FrameType | None) -> None:
+    """The server has this signal, too, and may end in order."""
+
+
+def guard(command: list[str]) -> int:
+    """Run the command as the leader of a group of its own, to its end and that of the group."""
+    if os.getpgrp() != os.getpid():
+        os.setpgid(0, 0)
+    signal.signal(signal.SIGTERM, _pass)
+    signal.signal(signal.SIGUSR1, _end_group)
+    parent = os.getppid()
+    if sys.platform == "linux":
+        import ctypes
+
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGUSR1)
+    if os.getppid() == parent:  # else it has ended before we asked to hear of it
+        try:
+            subprocess.call(command)
+        except OSError as error:
+            print(f"{command[0]}: {error.strerror}", file=sys.stderr, flush=True)
+            return 127
+    _end_group()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(guard(sys.argv[1:]))
