@@ -58,8 +58,12 @@ def test_a_run_whose_engines_are_killed_trains_on_the_same_tokens(
     assert audited.returncode == 0 and "none skipped, none trained twice" in audited.stdout
 
 
-def test_an_engine_that_dies_while_a_step_trains_is_started_again_before_the_step_has_ended(tmp_path: Path) -> None:
-    with Start(tmp_path, *WORDS, "trainer.total_training_steps=2", "actor.ppo_epochs=60") as start:
+@pytest.mark.parametrize("mode", ["sync", "one_step_off"])
+def test_an_engine_that_dies_while_a_step_trains_is_started_again_before_the_step_has_ended(
+    tmp_path: Path, mode: str
+) -> None:
+    words = (f"trainer.mode={mode}", "trainer.total_training_steps=3", "rollout.limits.request_timeout_s=20")
+    with Start(tmp_path, *WORDS, *words, "actor.ppo_epochs=60") as start:
         assert start.wait_for("a step", lambda: start.steps > 0), start.said()
         (engine,) = start.parts()[Part.ENGINE]
         time.sleep(0.5)

@@ -112,6 +112,25 @@ def test_ctrl_c_while_a_model_loads_ends_with_its_own_status(tmp_path: Path, del
     assert "Traceback" not in said
 
 
+SWALLOWING = """
+import os, signal
+try:
+    os.kill(os.getpid(), signal.SIGINT)
+except KeyboardInterrupt:
+    raise ImportError("cannot load module more than once per process") from None
+"""
+
+
+def test_an_interrupt_that_an_import_takes_for_its_own_failure_is_an_interrupt(tmp_path: Path) -> None:
+    """As numpy's does, inside torch's; a real one may come at any moment of it."""
+    (tmp_path / "numpy.py").write_text(SWALLOWING)
+    environment = {**os.environ, "PYTHONPATH": f"{tmp_path}:{ROOT}"}
+    command = [sys.executable, "-m", "treadle", "train", "calculator", f"logging.run_dir={tmp_path / 'run'}"]
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=LIMIT_S)
+    assert done.returncode == 130, done.stderr
+    assert "Traceback" not in done.stderr and done.stderr.endswith("interrupted\n")
+
+
 MCP_SERVER = """
 import subprocess, sys
 from mcp.server.mcpserver import MCPServer

@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
+from random import Random
 from typing import Any
 
 import pytest
@@ -10,9 +11,11 @@ import pytest
 from tests import virtual_time
 from treadle.cluster.apart import Apart
 from treadle.cluster.stillness import Stillness
+from treadle.config.rollout import FailureConfig, LimitsConfig
 from treadle.engine.partial import rest_of
 from treadle.engine.protocol import Engine, EngineGone, WeightUpdate
 from treadle.engine.replica_supervisor import ReplicaSupervisor, RestartingEngine
+from treadle.engine.router import Router
 from treadle.errors import EngineFailure, RunError
 from treadle.process.supervisor import Recovery, RestartPolicy
 from treadle.rollout.thread import LoopThread
@@ -134,6 +137,38 @@ def test_a_request_of_the_only_engine_is_made_again_of_its_successor() -> None:
         assert nursery.born[1].closed
 
     play(body)
+
+
+def test_requests_outlast_the_restart_of_the_only_engine_however_long_a_training_step_keeps_its_weights() -> None:
+    """Their deadline counts again once it serves: then one that hangs is late as ever."""
+    stepped = asyncio.Event()
+
+    async def restore(engine: Engine, wanted: Callable[[], bool]) -> int | None:
+        await stepped.wait()
+        return 0
+
+    async def body() -> None:
+        scene = Scene(restore=restore)
+        engine = await scene.add()
+        limits = LimitsConfig(request_timeout_s=10)
+        router = Router([engine], limits=limits, failures=FailureConfig(request_retries=0), rng=Random(0))
+        await scene.supervisor.attend(router, lambda kind, fields: None)
+        (nursery,) = scene.nurseries
+        nursery.born[0].busy.clear()
+        asked = asyncio.ensure_future(router.generate(REQUEST))
+        await asyncio.sleep(1)
+        nursery.born[0].kill()
+        await asyncio.sleep(100)
+        assert len(nursery.born) == 2 and not asked.done(), "started again at once; its weights are in training"
+        stepped.set()
+        assert (await asked).ids == (0,)
+        nursery.born[1].busy.clear()
+        with pytest.raises(EngineFailure, match="no answer in 10 s"):
+            await router.generate(REQUEST)
+        await scene.supervisor.close()
+        await router.close()
+
+    virtual_time.run(body())
 
 
 def test_with_others_there_requests_fail_at_once_and_go_elsewhere() -> None:

@@ -62,9 +62,16 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if arguments is not None:
         sys.exit(_run(parsed.run, parsed))
     leave = _refuse_silent_exit()
-    _count_interrupts()
+    count_interrupts = _count_interrupts()
     _end_in_order_on_signals()
-    status = _run(parsed.run, parsed)
+    try:
+        status = _run(parsed.run, parsed)
+    except Exception:
+        if not count_interrupts():
+            raise
+        # A package was being imported: some take an interrupt for a failed import, go on, and break on what is missing.
+        warn("interrupted")
+        status = STATUS_INTERRUPTED
     if status == STATUS_INTERRUPTED:
         atexit._run_exitfuncs()
     if status == STATUS_INTERRUPTED or any(
@@ -92,8 +99,8 @@ def _refuse_silent_exit() -> Callable[[int], NoReturn]:
     return leave
 
 
-def _count_interrupts() -> None:
-    """Ctrl-C asks, a second one insists, and a third ends the process at once, whatever it is at."""
+def _count_interrupts() -> Callable[[], int]:
+    """Ctrl-C asks, a second one insists, and a third ends the process at once, whatever it is at. Their count."""
     count = 0
 
     def handle(number: int, frame: FrameType | None) -> None:
@@ -107,6 +114,7 @@ def _count_interrupts() -> None:
 
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, handle)
+    return lambda: count
 
 
 def _flush() -> None:

@@ -47,12 +47,13 @@ class Interrupt:
 class Flight(Interrupt):
     """The wait for one request's answer."""
 
-    __slots__ = ("grace_until", "session", "started")
+    __slots__ = ("due_from", "grace_until", "session", "started")
 
     def __init__(self, session: str, started: float) -> None:
         super().__init__()
         self.session = session
-        self.started = started
+        self.started = self.due_from = started
+        """`due_from`: where its deadline begins to count."""
         self.grace_until: float | None = None
         """Its time is over, and its engine was asked for the tokens it has; none come later than this."""
 

@@ -134,6 +134,16 @@ class Forgetter(Protocol):
         ...
 
 
+@runtime_checkable
+class Restarting(Protocol):
+    """An engine whose process is started again when it dies."""
+
+    @property
+    def restarting(self) -> bool:
+        """Whether that is under way: requests wait for it, for as long as starts and weights may take."""
+        ...
+
+
 class Mortal(Engine, Protocol):
     """An engine in a process of its own. Calls that find the process gone raise EngineGone."""
 

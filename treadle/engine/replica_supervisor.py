@@ -160,6 +160,10 @@ class RestartingEngine:
         return self._engine is not None
 
     @property
+    def restarting(self) -> bool:
+        return self._engine is None and not self.lost and not self.absent
+
+    @property
     def cause(self) -> str:
         """Of the last death."""
         return self._cause

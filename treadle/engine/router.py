@@ -9,7 +9,8 @@ Who waits for whom: a request waits for the gate (shut by `pause`), then for one
 of these waits ends after `limits.request_timeout_s`. One timer serves them all, since the oldest flight is due first.
 A request whose time is over is aborted at its replica, and the tokens it has are its answer; it fails only where there
 are none, or where the replica does not answer in `probe_timeout_s` either.
-Whoever restarts the last replica pauses the router meanwhile, so that requests wait instead of failing.
+While the process of a replica is started again, the time of the requests that wait there does not count: starts have
+deadlines of their own, and the new weights may have to wait for the end of a training step.
 """
 
 import asyncio
@@ -23,7 +24,7 @@ from treadle.config.rollout import FailureConfig, LimitsConfig
 from treadle.engine.fleet import Fleet, Routing
 from treadle.engine.gate import Gate
 from treadle.engine.interrupt import Flight, Flights, Interrupted
-from treadle.engine.protocol import ABORTED, Engine, Forgetter, Sleeper, WeightUpdate
+from treadle.engine.protocol import ABORTED, Engine, Forgetter, Restarting, Sleeper, WeightUpdate
 from treadle.engine.refusal import AnswerCheck
 from treadle.engine.replica import FlightState, Replica, ReplicaState
 from treadle.errors import DeadlineError, EngineFailure, RequestRefused
@@ -296,9 +297,12 @@ class Router:
         loop, timeout_s, next_due = asyncio.get_running_loop(), self._limits.request_timeout_s, inf
         now = loop.time() + 1e-6
         for replica in self._fleet.replicas:
+            if isinstance(replica.engine, Restarting) and replica.engine.restarting:
+                for flight in replica.flights:
+                    flight.due_from = now
             for flight in replica.flights:
-                if flight.started + timeout_s > now:
-                    next_due = min(next_due, flight.started + timeout_s)
+                if flight.due_from + timeout_s > now:
+                    next_due = min(next_due, flight.due_from + timeout_s)
                     break
                 if flight.grace_until is None:
                     flight.grace_until = now + self._routing.probe_timeout_s

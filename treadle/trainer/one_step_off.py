@@ -6,7 +6,8 @@ trainer  ├─ train batch N-1 ────┼─ train batch N ─────
                                 ▲ push: both have ended, so no session sees two weights
 rollout  waits for the push
 step     waits for every group of its batch, sampled during the step before
-push     waits for the step and for the batch; nothing is being sampled then
+push     waits for the step and for the batch; nothing is being sampled then. Where an engine was started again, and the
+         batch may wait for its weights, the push waits for the step alone
 """
 
 from treadle.trainer.run import Run

@@ -124,8 +124,26 @@ class Run:
         self._flow.allow(min(batches, self.total_steps))
 
     async def take(self) -> Taken:
-        """The next batch of groups, as soon as the schedule's bounds let it train; unless the run is asked to stop."""
-        return await self._stop.unless(self._flow.take(self.version))
+        """The next batch of groups, as soon as the schedule's bounds let it train; unless the run is asked to stop.
+
+        Weights that no engine has yet are pushed meanwhile where an engine that was started again waits for them: the
+        batch may wait for that engine.
+        """
+        return await self._stop.unless(self._take())
+
+    async def _take(self) -> Taken:
+        taking = asyncio.ensure_future(self._flow.take(self.version))
+        wanted = asyncio.ensure_future(self._parts.weights_wanted())
+        try:
+            await asyncio.wait({taking, wanted}, return_when=asyncio.FIRST_COMPLETED)
+            if not taking.done():
+                await self.push()
+            return await taking
+        finally:
+            wanted.cancel()
+            if not taking.done():
+                taking.cancel()
+                await asyncio.wait({taking})
 
     async def train(self, taken: Taken) -> StepReport:
         """One step on a batch. Not interrupted: a step is whole or has not begun."""
