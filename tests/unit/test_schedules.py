@@ -13,6 +13,7 @@ from tests.virtual_time import run
 from treadle.checkpoint.store import Progress
 from treadle.errors import BudgetSpent, DeadlineError, RunError
 from treadle.journal import JournalReader
+from treadle.rollout.recall import NO_PAST
 from treadle.trainer.stop import Interrupted
 
 MODES = ("sync", "one_step_off", "fully_async")
@@ -62,6 +63,25 @@ def test_one_step_off_samples_the_next_batch_while_this_one_trains(tmp_path):
     trial = trial_of(tmp_path, "one_step_off", "trainer.total_training_steps=4")
     ages = [version - at for version, groups in trial.trained for at in groups[0].trajectories[0].rows[0].versions]
     assert ages == [0, 0, 1, 1, 1, 1, 1, 1]
+
+
+def test_one_step_off_pushes_before_its_batch_is_there_where_the_engine_of_that_batch_waits_for_weights(tmp_path):
+    """Its only engine died: the successor waits for a push, the batch for the successor, and so the push for nobody."""
+
+    class Restarted(Rollout):
+        async def generate_group(self, item, *, past=NO_PAST):
+            if item.uid == "t4":
+                async with asyncio.timeout(1000):
+                    while self.version < 2:
+                        waiting.set()
+                        await asyncio.sleep(1.0)
+            return await super().generate_group(item, past=past)
+
+    waiting = asyncio.Event()
+    words = ("trainer.total_training_steps=4",)
+    trial = trial_of(tmp_path, "one_step_off", *words, rollout=Restarted(), train_s=10.0, weights_wanted=waiting.wait)
+    (late,) = [group for _, groups in trial.trained for group in groups if group.task.uid == "t4"]
+    assert late.trajectories[0].rows[0].versions == (2, 2) and trial.run.step == 4
 
 
 def test_overlap_takes_the_longer_of_sampling_and_training_where_sync_takes_both(tmp_path):
