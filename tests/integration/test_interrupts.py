@@ -131,6 +131,24 @@ def test_an_interrupt_that_an_import_takes_for_its_own_failure_is_an_interrupt(t
     assert "Traceback" not in done.stderr and done.stderr.endswith("interrupted\n")
 
 
+def test_an_interrupt_that_an_import_swallows_is_raised_again(tmp_path: Path) -> None:
+    swallows = "import os, signal\ntry:\n    os.kill(os.getpid(), signal.SIGINT)\nexcept KeyboardInterrupt:\n    pass\n"
+    tool = '\n\ndef look() -> str:\n    """Look around."""\n    return "nothing"\n'
+    (tmp_path / "careless.py").write_text(swallows + tool)
+    words = (*tiny_run(100_000), "rollout.multi_turn.tools=careless:look", f"logging.run_dir={tmp_path / 'run'}")
+    done = subprocess.run(
+        [sys.executable, "-m", "treadle", "train", "calculator", *words],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=LIMIT_S,
+        check=False,
+    )
+    assert done.returncode == 130, done.stderr
+    assert "Traceback" not in done.stderr
+
+
 MCP_SERVER = """
 import subprocess, sys
 from mcp.server.mcpserver import MCPServer

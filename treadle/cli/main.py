@@ -22,6 +22,8 @@ from treadle.terminal import show_cursor, warn
 
 LAST_WARNING = 2
 """Ctrl-C so many times: the next one is the system's to deal with."""
+AGAIN_S = 0.5
+"""After a Ctrl-C in the middle of an import, until it is raised again, should the run still be there."""
 
 
 def build_parser() -> Parser:
@@ -101,11 +103,20 @@ def _refuse_silent_exit() -> Callable[[int], NoReturn]:
 
 def _count_interrupts() -> Callable[[], int]:
     """Ctrl-C asks, a second one insists, and a third ends the process at once, whatever it is at. Their count."""
-    count = 0
+    count, repeats = 0, False
+
+    def repeat() -> None:
+        nonlocal repeats
+        repeats = True
+        os.kill(os.getpid(), signal.SIGINT)
 
     def handle(number: int, frame: FrameType | None) -> None:
-        nonlocal count
-        count += 1
+        nonlocal count, repeats
+        count, repeats = count + (not repeats), False
+        if _is_importing(frame):  # a package may take it for a failed import of its own, and go on
+            again = threading.Timer(AGAIN_S, repeat)
+            again.daemon = True
+            again.start()
         if count == LAST_WARNING:
             signal.signal(signal.SIGINT, signal.SIG_DFL)
             show_cursor()
@@ -115,6 +126,14 @@ def _count_interrupts() -> Callable[[], int]:
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, handle)
     return lambda: count
+
+
+def _is_importing(frame: FrameType | None) -> bool:
+    while frame is not None:
+        if frame.f_code.co_filename == "<frozen importlib._bootstrap>":
+            return True
+        frame = frame.f_back
+    return False
 
 
 def _flush() -> None:
