@@ -101,24 +101,26 @@ def test_strings_keep_their_digits_in_lists_and_maps_too():
 
 def test_a_later_word_wins_over_an_earlier_one():
     assert rollout_config("rollout.n=2", "rollout.n=3").rollout.n == 3
-    assert rollout_config("rollout.engine_kwargs.a=1", "rollout.engine_kwargs={b: 2}").rollout.engine_kwargs == {
+    assert rollout_config(
+        "rollout.openai.extra_body.a=1", "rollout.openai.extra_body={b: 2}"
+    ).rollout.openai.extra_body == {
         "a": 1,
         "b": 2,
     }
-    assert rollout_config("rollout.engine_kwargs.a=1", "rollout.engine_kwargs.a.b=2").rollout.engine_kwargs == {
-        "a": {"b": 2}
-    }
+    assert rollout_config(
+        "rollout.openai.extra_body.a=1", "rollout.openai.extra_body.a.b=2"
+    ).rollout.openai.extra_body == {"a": {"b": 2}}
 
 
 def test_maps_merge_by_key_and_lists_are_replaced():
-    base = "model: {path: x}\nrollout: {engine_kwargs: {a: {x: 1}, b: [1, 2]}}\n"
-    config = loads(base, overrides=["rollout.engine_kwargs={a: {y: 2}, b: [3]}"])
-    assert config.rollout.engine_kwargs == {"a": {"x": 1, "y": 2}, "b": (3,)}
+    base = "model: {path: x}\nrollout: {openai: {extra_body: {a: {x: 1}, b: [1, 2]}}}\n"
+    config = loads(base, overrides=["rollout.openai.extra_body={a: {y: 2}, b: [3]}"])
+    assert config.rollout.openai.extra_body == {"a": {"x": 1, "y": 2}, "b": (3,)}
 
 
 def test_an_empty_map_empties_a_map():
-    base = "model: {path: x}\nrollout: {engine_kwargs: {a: 1}}\nreward: {functions: {f: {path: math}}}\n"
-    assert loads(base, overrides=["rollout.engine_kwargs={}"]).rollout.engine_kwargs == {}
+    base = "model: {path: x}\nrollout: {openai: {extra_body: {a: 1}}}\nreward: {functions: {f: {path: math}}}\n"
+    assert loads(base, overrides=["rollout.openai.extra_body={}"]).rollout.openai.extra_body == {}
     assert loads(base, overrides=["reward.functions={}"]).reward.functions == {}
     assert loads(base, overrides=["reward.functions={}", "reward.functions.g.path=math"]).reward.functions.keys() == {
         "g"
@@ -214,14 +216,14 @@ def test_a_reference_reaches_defaults_lists_maps_and_sections_in_maps():
         "rollout.max_num_seqs=${rollout.max_num_batched_tokens}",
         "data.train_files=[a, b]",
         "data.val_files=${data.train_files}",
-        "rollout.engine_kwargs={a: {b: 1}}",
+        "rollout.engine_kwargs={vllm: {b: 1}}",
         "rollout.openai.extra_body=${rollout.engine_kwargs}",
         "reward.functions.f.path=math",
         "reward.functions.g.path=${reward.functions.f.path}",
     )
     assert config.rollout.max_num_seqs == 8192
     assert config.data.val_files == ("a", "b")
-    assert config.rollout.openai.extra_body == {"a": {"b": 1}}
+    assert config.rollout.openai.extra_body == {"vllm": {"b": 1}}
     assert config.reward.functions["g"].path == "math"
 
 
@@ -257,8 +259,8 @@ def test_a_doubled_dollar_is_no_reference():
             "data.seed → rollout.seed → rollout.n → data.seed",
         ),
         (
-            ["rollout.engine_kwargs.a=${rollout.engine_kwargs}"],
-            "rollout.engine_kwargs.a → rollout.engine_kwargs.a",
+            ["rollout.openai.extra_body.a=${rollout.openai.extra_body}"],
+            "rollout.openai.extra_body.a → rollout.openai.extra_body.a",
         ),
     ],
 )
@@ -373,8 +375,8 @@ def test_a_chain_of_references_ends_in_the_value_at_its_end(value, chain):
 
 def test_a_large_file_loads_in_reasonable_time(tmp_path):
     body = "\n".join(f"    k{at}: {at}" for at in range(5_000))
-    config = load(write(tmp_path / "big.yaml", f"model: {{path: x}}\nrollout:\n  engine_kwargs:\n{body}\n"))
-    assert len(config.rollout.engine_kwargs) == 5_000
+    config = load(write(tmp_path / "big.yaml", f"model: {{path: x}}\nrollout:\n  openai:\n   extra_body:\n{body}\n"))
+    assert len(config.rollout.openai.extra_body) == 5_000
 
 
 def test_what_other_yaml_readers_see_is_what_we_see():

@@ -17,6 +17,7 @@ from treadle.config import (
     loads,
 )
 from treadle.config.origin import Unset
+from treadle.config.rollout import OpenAIConfig
 from treadle.config.section import Section, fields_of
 from treadle.config.show import flatten
 
@@ -61,8 +62,8 @@ def test_an_origin_is_one_line_whatever_was_typed():
 
 
 def test_a_map_on_the_command_line_gives_every_leaf_of_it_that_origin():
-    config = rollout_config("rollout={n: 4, limits: {stall_report_s: 5}, engine_kwargs: {a: {b: 1}}}")
-    for key in ("rollout.n", "rollout.limits.stall_report_s", "rollout.engine_kwargs.a.b"):
+    config = rollout_config("rollout={n: 4, limits: {stall_report_s: 5}, openai: {extra_body: {a: {b: 1}}}}")
+    for key in ("rollout.n", "rollout.limits.stall_report_s", "rollout.openai.extra_body.a.b"):
         assert config.origin(key).source is Source.COMMAND_LINE
     assert config.origin("rollout.seed").source is Source.DEFAULT
 
@@ -74,10 +75,12 @@ def test_a_reference_is_a_detour_from_where_it_was_written():
 
 
 def test_leaves_of_a_free_form_map_have_origins_of_their_own():
-    config = rollout_config("rollout.engine_kwargs.a.y=2", text=ROLLOUT + "rollout: {engine_kwargs: {a: {x: 1}}}\n")
-    assert str(config.origin("rollout.engine_kwargs.a.x")) == "base.yaml:2"
-    assert str(config.origin("rollout.engine_kwargs.a.y")) == "command line (rollout.engine_kwargs.a.y=2)"
-    assert str(config.origin("rollout.engine_kwargs.a")) == "base.yaml:2"
+    config = rollout_config(
+        "rollout.openai.extra_body.a.y=2", text=ROLLOUT + "rollout: {openai: {extra_body: {a: {x: 1}}}}\n"
+    )
+    assert str(config.origin("rollout.openai.extra_body.a.x")) == "base.yaml:2"
+    assert str(config.origin("rollout.openai.extra_body.a.y")) == "command line (rollout.openai.extra_body.a.y=2)"
+    assert str(config.origin("rollout.openai.extra_body.a")) == "base.yaml:2"
 
 
 def test_sections_in_a_map_have_origins_too():
@@ -115,23 +118,27 @@ def test_what_was_taken_back_is_remembered():
 
 
 def test_a_map_that_was_emptied_remembers_what_it_held():
-    config = rollout_config("rollout.engine_kwargs={}", text=ROLLOUT + "rollout: {engine_kwargs: {a: 1, b: 2}}\n")
-    assert [leaf.value for leaf in config.trace("rollout.engine_kwargs").overrode] == [1, 2]
+    config = rollout_config(
+        "rollout.openai.extra_body={}", text=ROLLOUT + "rollout: {openai: {extra_body: {a: 1, b: 2}}}\n"
+    )
+    assert [leaf.value for leaf in config.trace("rollout.openai.extra_body").overrode] == [1, 2]
 
 
 def test_a_value_given_in_code_says_so():
-    section = RolloutConfig(n=4, agent=AgentConfig(loops={"mine": AgentLoopConfig(path="a:B")}), engine_kwargs={"a": 1})
+    section = RolloutConfig(
+        n=4, agent=AgentConfig(loops={"mine": AgentLoopConfig(path="a:B")}), openai=OpenAIConfig(extra_body={"a": 1})
+    )
     assert str(section.origin("n")) == "code (RolloutConfig.n)"
     assert str(section.origin("seed")) == "default (RolloutConfig.seed)"
     assert str(section.origin("agent.loops.mine.path")) == "code (AgentLoopConfig.path)"
-    assert str(section.origin("engine_kwargs.a")) == "code (RolloutConfig.engine_kwargs)"
+    assert str(section.origin("openai.extra_body.a")) == "code (OpenAIConfig.extra_body)"
     assert CriticConfig().origin("optim.lr").source is Source.CODE
 
 
-@pytest.mark.parametrize("key", ["nothing", "rollout.nothing", "rollout.n.x", "rollout.engine_kwargs.zz"])
+@pytest.mark.parametrize("key", ["nothing", "rollout.nothing", "rollout.n.x", "rollout.openai.extra_body.zz"])
 def test_a_key_that_is_not_there_has_no_origin(key):
     with pytest.raises(KeyError, match="no key"):
-        rollout_config("rollout.engine_kwargs.a=1").origin(key)
+        rollout_config("rollout.openai.extra_body.a=1").origin(key)
 
 
 @pytest.mark.parametrize("key", ["rollout", "rollout.limits", "reward.functions.f"])

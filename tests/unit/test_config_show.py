@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 from tests.configs import ROLLOUT, rollout_config, training_config
 from treadle.config import AgentLoopConfig, ModelConfig, RolloutConfig, diff, explain, load, loads, to_yaml
 from treadle.config.explain import Explanation, Overview
+from treadle.config.rollout import OpenAIConfig
 from treadle.config.root import Config
 from treadle.config.show import ABSENT, Difference, as_yaml, flatten
 from treadle.errors import ConfigError
@@ -84,7 +85,7 @@ NASTY = [
 def test_a_nasty_string_survives_wherever_it_stands(text):
     config = Config(
         model=ModelConfig(path=text, override_config={text or "x": text, "list": [text, {"k": text}]}),
-        rollout=RolloutConfig(engine_kwargs={"a": {"b": text}}),
+        rollout=RolloutConfig(openai=OpenAIConfig(extra_body={"a": {"b": text}})),
     )
     assert loads(to_yaml(config)) == config
     assert loads(to_yaml(config, origins=True)) == config
@@ -103,7 +104,7 @@ VALUES = st.recursive(
 @given(st.dictionaries(NAMES, VALUES, max_size=3), VALUES)
 def test_any_config_loads_again_from_its_yaml(options, value):
     model = ModelConfig(path="x", override_config=options)
-    config = Config(model=model, rollout=RolloutConfig(engine_kwargs={"v": value}))
+    config = Config(model=model, rollout=RolloutConfig(openai=OpenAIConfig(extra_body={"v": value})))
     again = loads(to_yaml(config))
     assert again == config
     assert loads(to_yaml(again, origins=True)) == config
@@ -144,10 +145,10 @@ def test_a_variant_inside_a_map_of_sections_loads_again():
 
 
 def test_origins_stand_beside_every_value():
-    text = to_yaml(rollout_config("rollout.n=4", "rollout.engine_kwargs={a: 1}"), origins=True)
+    text = to_yaml(rollout_config("rollout.n=4", "rollout.openai.extra_body={a: 1}"), origins=True)
     assert "  n: 4  # command line (rollout.n=4)" in text
     assert "  seed: 42  # default (RolloutConfig.seed)" in text
-    assert "  engine_kwargs: {a: 1}  # command line (rollout.engine_kwargs={a: 1})" in text
+    assert "    extra_body: {a: 1}  # command line (rollout.openai.extra_body={a: 1})" in text
     lines = [line for line in text.splitlines() if not line.endswith(":")]
     assert all("  # " in line for line in lines)
 

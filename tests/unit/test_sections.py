@@ -23,6 +23,7 @@ from treadle.config import (
     loads,
 )
 from treadle.config.outline import subclasses
+from treadle.config.rollout import OpenAIConfig
 from treadle.config.section import fields_of, types_of
 from treadle.config.value import check
 from treadle.errors import ConfigError
@@ -55,7 +56,7 @@ def test_a_section_says_what_it_is(cls):
 
 
 def test_nothing_can_be_changed():
-    config = load("calculator", ["rollout.engine_kwargs={a: {b: [1]}}", "reward.functions.g.path=math"])
+    config = load("calculator", ["rollout.openai.extra_body={a: {b: [1]}}", "reward.functions.g.path=math"])
     with pytest.raises(AttributeError, match=r"cannot set RolloutConfig\.n"):
         config.rollout.n = 5
     with pytest.raises(AttributeError, match="cannot set"):
@@ -66,7 +67,7 @@ def test_nothing_can_be_changed():
         config.rollout = RolloutConfig()
     with pytest.raises(AttributeError):
         config.data.train_files.append("more")
-    for values in (config.rollout.engine_kwargs, config.rollout.engine_kwargs["a"], config.reward.functions):
+    for values in (config.rollout.openai.extra_body, config.rollout.openai.extra_body["a"], config.reward.functions):
         for change in (
             lambda values=values: values.update(a=1),
             lambda values=values: values.pop("a", None),
@@ -79,15 +80,15 @@ def test_nothing_can_be_changed():
         ):
             with pytest.raises(TypeError, match="config does not change"):
                 change()
-    assert config.rollout.engine_kwargs == {"a": {"b": (1,)}}
+    assert config.rollout.openai.extra_body == {"a": {"b": (1,)}}
 
 
 def test_what_a_caller_passed_cannot_change_a_section_afterwards():
     options = {"a": [1]}
-    section = RolloutConfig(engine_kwargs=options)
+    section = RolloutConfig(openai=OpenAIConfig(extra_body=options))
     options["a"].append(2)
     options["b"] = 3
-    assert section.engine_kwargs == {"a": (1,)}
+    assert section.openai.extra_body == {"a": (1,)}
 
 
 def test_sections_are_equal_by_class_and_value_not_by_origin():
@@ -97,8 +98,8 @@ def test_sections_are_equal_by_class_and_value_not_by_origin():
     assert ActorConfig() != FSDPActorConfig()
     assert RolloutConfig() != "RolloutConfig()"
     assert len({training_config(), training_config(), rollout_config()}) == 2
-    assert hash(RolloutConfig(engine_kwargs={"a": {"b": [1, {"c": 2}]}})) == hash(
-        RolloutConfig(engine_kwargs={"a": {"b": (1, {"c": 2})}})
+    assert hash(RolloutConfig(openai=OpenAIConfig(extra_body={"a": {"b": [1, {"c": 2}]}}))) == hash(
+        RolloutConfig(openai=OpenAIConfig(extra_body={"a": {"b": (1, {"c": 2})}}))
     )
 
 
@@ -136,7 +137,9 @@ def report(config: Section) -> tuple[int, str, str, list[str], str, int]:
 
 
 def test_another_process_sees_the_same_values_methods_and_origins():
-    config = loads("model: {path: x}\nrollout: {n: 2}\n", "my.yaml", ["rollout.n=4", "rollout.engine_kwargs={a: [1]}"])
+    config = loads(
+        "model: {path: x}\nrollout: {n: 2}\n", "my.yaml", ["rollout.n=4", "rollout.openai.extra_body={a: [1]}"]
+    )
     with multiprocessing.get_context("spawn").Pool(1) as pool:
         seen = pool.apply(report, (config,))
     assert seen == report(config)
@@ -158,7 +161,7 @@ def test_a_pickled_config_is_the_same_config(protocol):
         is config.trace("rollout.prompt_length").overrode[0].value
     )
     with pytest.raises(TypeError):
-        again.rollout.engine_kwargs["a"] = 1
+        again.rollout.openai.extra_body["a"] = 1
 
 
 def test_a_copy_is_equal_and_keeps_its_origins():
