@@ -30,8 +30,8 @@ from treadle.cluster.training import train
 from treadle.config import TrainConfig, loads
 from treadle.journal import JournalReader
 from treadle.model.load import without_progress_bar
-from treadle.policy.batch import TrainBatch
-from treadle.policy.single import Sampling, SinglePolicy
+from treadle.policy.policy import Sampling, SinglePolicy
+from treadle.policy.protocol import TrainBatch
 from treadle.types import Message, Trajectory
 
 QUESTION = "Problem {:05d}: use the add tool three times on 1 and 2, then answer."

@@ -23,7 +23,7 @@ import torch
 from treadle.config import ModelConfig, RolloutConfig
 from treadle.data.renderer import Renderer
 from treadle.engine.native.engine import NativeEngine
-from treadle.engine.protocol import Engine, Forgetter
+from treadle.engine.protocol import Engine, SupportsForget
 from treadle.engine.vllm.engine import VLLMEngine
 from treadle.model.load import load_causal_model
 from treadle.types import Completion, Request, SamplingParams
@@ -82,7 +82,7 @@ ENGINES: dict[str, type[NativeEngine] | type[VLLMEngine]] = {"native": NativeEng
 async def complete(engine: Engine, request: Request) -> Completion:
     """A session of one turn."""
     completion = await engine.generate(request)
-    if isinstance(engine, Forgetter):
+    if isinstance(engine, SupportsForget):
         engine.forget(request.session)
     return completion
 

@@ -22,7 +22,7 @@ from treadle.config import AlgorithmConfig, FailureConfig
 from treadle.errors import ToolFailure
 from treadle.rollout.agent_loop import AgentLoopBase
 from treadle.rollout.manager import AgentLoopManager
-from treadle.rollout.service import Parts
+from treadle.rollout.service import RolloutParts
 from treadle.rollout.session import Session
 from treadle.types import Group, Request, Score, Task, Trajectory
 
@@ -71,7 +71,7 @@ def measure(rate: float, num_tasks: int, n: int, seed: int, model_dir: Path) -> 
         failures=FailureConfig(session_retries=0, max_failed_fraction=1.0, min_group_size=1),
     )
     tasks = [Task(f"{seed}-{at}", ({"role": "user", "content": f"Task {at}"},)) for at in range(num_tasks)]
-    parts = Parts(engines=[engine(answer)])
+    parts = RolloutParts(engines=[engine(answer)])
     with AgentLoopManager.create_blocking(rollout=config, model=save_model(model_dir), parts=parts) as manager:
         batch = manager.generate_sequences_blocking(tasks)
     groups = [_scored(group) for group in batch.groups if len(group.survivors) > 1]

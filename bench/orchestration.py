@@ -26,7 +26,7 @@ from treadle.config import AgentConfig, ModelConfig, MultiTurnConfig, RolloutCon
 from treadle.data.renderer import Renderer
 from treadle.journal import Journal
 from treadle.rollout.manager import AgentLoopManager
-from treadle.rollout.service import Parts
+from treadle.rollout.service import RolloutParts
 from treadle.types import Request, Task
 
 TURNS = 4
@@ -99,7 +99,7 @@ def bench_treadle(model: ModelConfig, count: int, workers: int, journal: bool, r
     with tempfile.TemporaryDirectory() as folder:
         opened = Journal.open(Path(folder), max_mb=4096) if journal else None
         with AgentLoopManager.create_blocking(
-            rollout=rollout_of(count, workers), model=model, parts=Parts(journal=opened)
+            rollout=rollout_of(count, workers), model=model, parts=RolloutParts(journal=opened)
         ) as manager:
 
             def work() -> int:

@@ -33,7 +33,7 @@ from treadle.data.renderer import Renderer
 from treadle.engine.protocol import Engine
 from treadle.engine.router import Router
 from treadle.engine.scripted import ScriptedEngine
-from treadle.rollout.dispatch import Dispatcher, Order
+from treadle.rollout.dispatch import Dispatcher, RolloutRequest
 from treadle.rollout.worker import AgentLoopWorker
 from treadle.types import Completion, Request, SamplingParams, Trajectory
 
@@ -86,7 +86,9 @@ async def measure(
         router = Router(engines, limits=rollout.limits, failures=rollout.failures, rng=random.Random(0))
         started.push_async_callback(router.close)
         dispatcher = Dispatcher(rollout, await workers(router, started), None, forget=router.forget)
-        order = Order(SamplingParams(rollout.response_length, stop_token_ids=Renderer.create(model).stop_token_ids), 1)
+        order = RolloutRequest(
+            SamplingParams(rollout.response_length, stop_token_ids=Renderer.create(model).stop_token_ids), 1
+        )
         idle = await idle_rate()
         for at in range(repeats + 1):
             gc.collect()

@@ -29,20 +29,19 @@ from treadle.engine.protocol import WeightUpdate
 from treadle.journal import Journal, JournalReader
 from treadle.observe.trackers import Trackers
 from treadle.rollout.manager import AgentLoopManager
-from treadle.rollout.service import Parts as RolloutParts
-from treadle.trainer.parts import Parts
-from treadle.trainer.run import Run
+from treadle.rollout.service import RolloutParts
+from treadle.simulate.assumptions import Assumptions
+from treadle.simulate.forecast import Forecast, ScheduleSetup
+from treadle.simulate.report import draw_table
+from treadle.simulate.simulation import MeasuredSteps, simulate
+from treadle.simulate.stand_ins import CountingPolicy, NoCheckpoints, NoHistory
+from treadle.simulate.workload import AssumedWorkload, MeanSession, PlannedTurn, SessionPlan
+from treadle.trainer.parts import TrainerParts
 from treadle.trainer.schedules import SCHEDULES
-from treadle.trainer.simulation.assumptions import Assumptions
-from treadle.trainer.simulation.forecast import Forecast
-from treadle.trainer.simulation.report import draw_table
-from treadle.trainer.simulation.setup import Setup
-from treadle.trainer.simulation.simulation import Window, simulate
-from treadle.trainer.simulation.standins import CountingPolicy, NoCheckpoints, NoLineage
-from treadle.trainer.simulation.workload import Answer, AssumedWorkload, MeanSession, SessionPlan
 from treadle.trainer.step import StepParts, StepReport
+from treadle.trainer.trainer import Trainer
 from treadle.types import Group, Request, Task, Trajectory
-from treadle.weights.push import PushReport
+from treadle.weights.sync import PushReport
 
 REASONING = """
 model: {path: unused}
@@ -117,9 +116,12 @@ def bench_reasoning() -> None:
     config = _config(REASONING)
     workload = AssumedWorkload(REASONING_SPEEDS.fill(config.rollout), config.rollout, seed=0)
     setups = {
-        "sync, 8 GPUs in turn": Setup("sync", 8, 8, shared=True),
-        "one_step_off, 4 + 4": Setup("one_step_off", 4, 4),
-        **{f"fully_async, 4 + 4, staleness {k}": Setup("fully_async", 4, 4, max_staleness=k) for k in (1, 2, 3, 4, 6)},
+        "sync, 8 GPUs in turn": ScheduleSetup("sync", 8, 8, shared=True),
+        "one_step_off, 4 + 4": ScheduleSetup("one_step_off", 4, 4),
+        **{
+            f"fully_async, 4 + 4, staleness {k}": ScheduleSetup("fully_async", 4, 4, max_staleness=k)
+            for k in (1, 2, 3, 4, 6)
+        },
     }
     found = {name: simulate(config, REASONING_SPEEDS, workload, setup, steps=10) for name, setup in setups.items()}
     sync = found["sync, 8 GPUs in turn"]
@@ -149,9 +151,12 @@ def bench_published() -> None:
 
     in_turn, apart = speeds(PUBLISHED_TRAIN_S["sync"], 128), speeds(PUBLISHED_TRAIN_S["fully_async"], 64)
     workload = AssumedWorkload(in_turn.fill(config.rollout), config.rollout, seed=0)
-    sync = simulate(config, in_turn, workload, Setup("sync", 128, 128, shared=True), steps=3)
+    sync = simulate(config, in_turn, workload, ScheduleSetup("sync", 128, 128, shared=True), steps=3)
     found = {"sync, 128 GPUs in turn": sync}
-    for setup in (Setup("one_step_off", 64, 64), *(Setup("fully_async", 64, 64, False, k) for k in (1, 2, 4, 6))):
+    for setup in (
+        ScheduleSetup("one_step_off", 64, 64),
+        *(ScheduleSetup("fully_async", 64, 64, False, k) for k in (1, 2, 4, 6)),
+    ):
         name = f"{setup.mode}, 64 + 64" + (f", staleness {setup.max_staleness}" if setup.max_staleness else "")
         found[name] = simulate(config, apart, workload, setup, steps=4)
     show("published: 8,192 sessions a step on 128 GPUs, with verl's own speeds", found, sync)
@@ -186,8 +191,10 @@ class RealRun:
     def __init__(self, mode: str, folder: Path) -> None:
         self._config = _config(REAL, f"trainer.mode={mode}")
         lag = {"sync": 0, "one_step_off": 1, "fully_async": self._config.trainer.max_staleness}[mode]
-        self._window = Window.of(REAL_STEPS, lag)
-        total = Window.of(REAL_STEPS, self._config.trainer.max_staleness).total  # so that one run meets every task
+        self._window = MeasuredSteps.of(REAL_STEPS, lag)
+        total = MeasuredSteps.of(
+            REAL_STEPS, self._config.trainer.max_staleness
+        ).total  # so that one run meets every task
         self._config = _config(REAL, f"trainer.mode={mode}", f"trainer.total_training_steps={total}")
         self._tasks = [Task(str(at), ({"role": "user", "content": "Wait."},)) for at in range(total * 12)]
         self._folder = folder
@@ -209,7 +216,7 @@ class RealRun:
                     checksum = await manager.update_weights(update, running=config.trainer.on_weight_update)
                     return PushReport(version, checksum, 0, 0.0, 0.0)
 
-                parts = Parts(
+                parts = TrainerParts(
                     step=StepParts(policy, config.actor, config.algorithm, config.trainer, policy, policy),
                     rollout=manager,
                     push=push,
@@ -219,10 +226,10 @@ class RealRun:
                     journal=journal,
                     trackers=Trackers({}),
                     view=self,
-                    lineage=NoLineage(),
+                    lineage=NoHistory(),
                     train=self._train,
                 )
-                await SCHEDULES[config.trainer.mode](Run(config, parts))
+                await SCHEDULES[config.trainer.mode](Trainer(config, parts))
         first, last = self._marks[self._window.first - 1], self._marks[self._window.last - 1]
         return (last - first) / (self._window.last - self._window.first)
 
@@ -264,7 +271,7 @@ def _timed_plan(trajectory: Trajectory) -> SessionPlan:
     """A session in which a second of the scripted engine is so many tokens: its answers all have the same length."""
     turns = [turn for row in trajectory.rows for turn in row.turns]
     return SessionPlan(
-        1, tuple(Answer(max(1, round(turn.generate_s * REAL_TOKENS_PER_S)), turn.tool_s) for turn in turns)
+        1, tuple(PlannedTurn(max(1, round(turn.generate_s * REAL_TOKENS_PER_S)), turn.tool_s) for turn in turns)
     )
 
 
@@ -285,7 +292,7 @@ def bench_real() -> None:
     errors = []
     config = _config(REAL)
     for mode, seconds in measured.items():
-        setup = Setup(mode, 1, 4, max_staleness=config.trainer.max_staleness)  # type: ignore[arg-type]
+        setup = ScheduleSetup(mode, 1, 4, max_staleness=config.trainer.max_staleness)  # type: ignore[arg-type]
         predicted = simulate(config, speeds, workload, setup, steps=REAL_STEPS).step_s
         errors.append(abs(predicted / seconds - 1))
         rows.append((mode, f"{seconds:.3f} s", f"{predicted:.3f} s", f"{predicted / seconds - 1:+.1%}"))

@@ -23,9 +23,9 @@ from torch import Tensor
 from treadle.model.checksum import checksum
 from treadle.weights.collective import CollectiveTransport
 from treadle.weights.disk import DiskTransport
-from treadle.weights.local import LocalTransport
-from treadle.weights.parcel import Cast, describe
-from treadle.weights.sender import Transport
+from treadle.weights.shared_memory import SharedMemoryTransport
+from treadle.weights.sync import Transport
+from treadle.weights.transfer import CastTensors, tensor_specs
 
 
 def make_tensors(megabytes: int, each: int, device: str) -> dict[str, Tensor]:
@@ -38,13 +38,13 @@ def receive(connection: Connection, device: str) -> None:
     """The receiver: tensors of its own, and copies into them."""
     torch.set_num_threads(1)
     held: dict[str, Tensor] = {}
-    while (parcel := connection.recv()) is not None:
-        read(parcel, held, device)
+    while (transfer := connection.recv()) is not None:
+        read(transfer, held, device)
         connection.send("done")
 
 
-def read(parcel: Mapping[str, Tensor], held: dict[str, Tensor], device: str) -> None:
-    for name, tensor in parcel.items():
+def read(transfer: Mapping[str, Tensor], held: dict[str, Tensor], device: str) -> None:
+    for name, tensor in transfer.items():
         if name not in held:
             held[name] = torch.empty_like(tensor, device=device)
         held[name].copy_(tensor)
@@ -84,7 +84,7 @@ def push_by(transport: Transport, tensors: Mapping[str, Tensor], connection: Con
     """One push through a transport, to the receiver at the other end of `connection`."""
 
     def push(version: int) -> None:
-        connection.send(transport.offer(version, Cast(tensors, None)))
+        connection.send(transport.offer(version, CastTensors(tensors, None)))
         assert connection.recv() == "done"
         transport.retire(version)
 
@@ -99,8 +99,8 @@ class StoreReader:
         self._held: dict[str, Tensor] = {}
         self._device = device
 
-    def read(self, parcel: Mapping[str, Tensor]) -> None:
-        read(parcel, self._held, self._device)
+    def read(self, transfer: Mapping[str, Tensor]) -> None:
+        read(transfer, self._held, self._device)
 
 
 def measure_store(tensors: Mapping[str, Tensor], device: str, repeats: int) -> Times:
@@ -116,7 +116,7 @@ def measure_store(tensors: Mapping[str, Tensor], device: str, repeats: int) -> T
     reader = ray.remote(StoreReader).options(num_gpus=0).remote(device)
 
     def push(version: int) -> None:
-        ray.get(reader.read.remote(StoredParcel(describe(tensors), ray.put(pack(tensors)))))
+        ray.get(reader.read.remote(StoredParcel(tensor_specs(tensors), ray.put(pack(tensors)))))
 
     try:
         return measure(push, tensors, repeats)
@@ -148,12 +148,14 @@ def main() -> None:
     receiver.start()
     with tempfile.TemporaryDirectory() as folder:
         transports: dict[str, Transport] = {
-            "shared (host memory)": LocalTransport(bucket_bytes=bucket),
+            "shared (host memory)": SharedMemoryTransport(bucket_bytes=bucket),
             "collective (gloo, one machine)": CollectiveTransport(host="127.0.0.1", receivers=1, bucket_bytes=bucket),
             "disk (safetensors)": DiskTransport(Path(folder), bucket_bytes=bucket),
         }
         if options.device != "cpu":
-            transports = {"shared (CUDA IPC)": LocalTransport(device=options.device, bucket_bytes=bucket)} | transports
+            transports = {
+                "shared (CUDA IPC)": SharedMemoryTransport(device=options.device, bucket_bytes=bucket)
+            } | transports
         for name, transport in transports.items():
             measure(push_by(transport, tensors, ours), tensors, options.repeats).report(name, size)
     ours.send(None)

@@ -6,8 +6,8 @@ from typing import Any
 
 from tests.letters import decode, encode
 from treadle.config.rollout import FailureConfig, LimitsConfig, ScriptedConfig
-from treadle.engine.fleet import Routing
 from treadle.engine.protocol import WeightUpdate
+from treadle.engine.replica_set import RoutingOptions
 from treadle.engine.router import Router
 from treadle.engine.scripted import ScriptedEngine
 from treadle.errors import EngineFailure
@@ -75,5 +75,5 @@ def router(
         limits=LimitsConfig(request_timeout_s=timeout_s, close_timeout_s=30.0),
         failures=FailureConfig(request_retries=retries),
         rng=random.Random(seed),
-        routing=Routing(**numbers),
+        routing=RoutingOptions(**numbers),
     )

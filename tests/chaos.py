@@ -24,10 +24,10 @@ from typing import Any
 from zlib import crc32
 
 from treadle.errors import RunError
+from treadle.inspect.audit import audit
 from treadle.journal import JournalReader
 from treadle.recipes.calculator import tools
 from treadle.reward.builtin.number_match import score as match_numbers
-from treadle.trainer.audit import audit
 
 ROOT = Path(__file__).parents[1]
 

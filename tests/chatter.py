@@ -7,7 +7,7 @@ from typing import Any
 
 from tests import rollouts
 from treadle.config import AgentLoopConfig, RolloutConfig
-from treadle.engine.noise import bits_at, stream_of
+from treadle.engine.rng import bits_at, stream_of
 from treadle.rollout import AgentLoopBase, Session
 from treadle.types import Request
 

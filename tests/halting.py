@@ -9,8 +9,8 @@ from typing import Any
 class Halting(Mapping[str, Any]):
     """A parcel around another. Says by a file when its reader is in the middle."""
 
-    def __init__(self, parcel: Mapping[str, Any], flag: Path) -> None:
-        self._parcel = parcel
+    def __init__(self, transfer: Mapping[str, Any], flag: Path) -> None:
+        self._parcel = transfer
         self._flag = flag
 
     def __getitem__(self, name: str) -> Any:

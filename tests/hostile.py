@@ -15,14 +15,14 @@ from dataclasses import dataclass, field
 from random import Random
 from types import FrameType
 
-from treadle.config.model import ModelConfig
+from treadle.config.rollout import ModelConfig
 from treadle.data.renderer import Renderer
 from treadle.errors import ToolFailure
 from treadle.model.tokenizer import load_tokenizer
+from treadle.observe.rich_output import render_summary
 from treadle.observe.summary import summarize
-from treadle.observe.table import render_summary
 from treadle.reward.builtin import exact_match, format, math, number_match, reasoning_gym
-from treadle.reward.builtin.tag import read_tag
+from treadle.reward.builtin.exact_match import read_tag
 from treadle.rollout.parsers import MAX_CALLS, PARSERS, parser
 from treadle.terminal import cell, make_console, printable, say
 from treadle.types import Outcome, Score, StopReason, Task, Trajectory

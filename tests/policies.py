@@ -8,10 +8,9 @@ from typing import Any
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from treadle.config.actor import ActorConfig, OptimConfig
-from treadle.config.algorithm import RolloutCorrectionConfig
-from treadle.config.model import ModelConfig
-from treadle.policy.single import Sampling, SinglePolicy
+from treadle.config.rollout import ModelConfig
+from treadle.config.training import ActorConfig, OptimConfig, RolloutCorrectionConfig
+from treadle.policy.policy import Sampling, SinglePolicy
 from treadle.types import Group, Outcome, Row, Score, StopReason, Task, Trajectory
 
 torch.set_num_threads(1)  # such small models leave threads nothing to do but to wait for each other

@@ -15,17 +15,16 @@ from treadle.data.tasks import TaskSource
 from treadle.journal import Journal
 from treadle.model.checksum import checksum
 from treadle.observe.trackers import Trackers
-from treadle.rollout.recall import NO_PAST, Past
-from treadle.rollout.service import Kind
-from treadle.trainer.lineage import Lineage
-from treadle.trainer.parts import Parts, Validator, never
-from treadle.trainer.run import Run
+from treadle.rollout.completion_log import NOTHING_RECOVERED, RecoveredTask
+from treadle.rollout.service import RolloutKind
+from treadle.trainer.parts import RunInterrupted, TrainerParts, Validator, never
+from treadle.trainer.resume import RunHistory
 from treadle.trainer.schedules import SCHEDULES
 from treadle.trainer.step import StepParts, train_step
-from treadle.trainer.stop import Interrupted
 from treadle.trainer.terms import settings_digest
+from treadle.trainer.trainer import Trainer
 from treadle.types import Batch, Group, Outcome, Row, Score, StopReason, Trajectory
-from treadle.weights.push import PushReport
+from treadle.weights.sync import PushReport
 
 BASE = """
 model: {path: unused}
@@ -76,15 +75,15 @@ class Rollout:
         self.delay = delay
         self.version = 0
         self.journal: Journal | None = None
-        self.asked: list[tuple[Kind, str]] = []
-        self.pasts: dict[str, Past] = {}
+        self.asked: list[tuple[RolloutKind, str]] = []
+        self.pasts: dict[str, RecoveredTask] = {}
         self.open = 0
         self.most_open = 0
         self.kept = 0
         self.slept = 0
         self.dies: Exception | None = None
 
-    async def generate_sequences(self, tasks, *, kind=Kind.TRAINING, seed=None) -> Batch:
+    async def generate_sequences(self, tasks, *, kind=RolloutKind.TRAINING, seed=None) -> Batch:
         self.asked += [(kind, item.uid) for item in tasks]
         groups = []
         for item in tasks:
@@ -93,8 +92,8 @@ class Rollout:
             groups.append(self._group(item, begun, self.version))
         return Batch(tuple(groups))
 
-    async def generate_group(self, item, *, past: Past = NO_PAST) -> Group:
-        self.asked.append((Kind.TRAINING, item.uid))
+    async def generate_group(self, item, *, past: RecoveredTask = NOTHING_RECOVERED) -> Group:
+        self.asked.append((RolloutKind.TRAINING, item.uid))
         self.pasts[item.uid] = past
         begun = self.version
         self.open += 1
@@ -176,9 +175,9 @@ class Trial:
         validation=(),
         validation_rollout: Rollout | None = None,
         train_s: float = 0.0,
-        on_push: Callable[[Run, int], None] = lambda run, version: None,
+        on_push: Callable[[Trainer, int], None] = lambda run, version: None,
         trackers: Trackers | None = None,
-        weights_wanted: Callable[[], Awaitable[None]] = never,
+        needs_push: Callable[[], Awaitable[None]] = never,
     ) -> None:
         config = loads(BASE, "test", words)
         assert isinstance(config, TrainConfig)
@@ -194,9 +193,9 @@ class Trial:
         self._validation_rollout = validation_rollout
         self._train_s = train_s
         self._on_push = on_push
-        self._weights_wanted = weights_wanted
+        self._weights_wanted = needs_push
         self._trackers = trackers or Trackers({})
-        self.run: Run
+        self.run: Trainer
 
     async def run_to_end(self) -> "Trial":
         source = TaskSource([task(f"t{at}") for at in range(self._num_tasks)], shuffle=False, seed=0)
@@ -204,8 +203,8 @@ class Trial:
         with Journal.open(self.directory, max_mb=10) as journal:
             self.rollout.journal = journal
             validating = self._validation_rollout
-            lineage = Lineage.read(self.directory, settings=settings_digest(config))
-            parts = Parts(
+            lineage = RunHistory.read(self.directory, settings=settings_digest(config))
+            parts = TrainerParts(
                 step=StepParts(self.policy, config.actor, config.algorithm, config.trainer),
                 rollout=self.rollout,
                 push=partial(self._push, self.rollout),
@@ -218,13 +217,13 @@ class Trial:
                 lineage=lineage,
                 train=self._train,
                 validator=None if validating is None else Validator(validating, partial(self._push, validating)),
-                weights_wanted=self._weights_wanted,
+                needs_push=self._weights_wanted,
             )
-            self.run = Run(config, parts)
+            self.run = Trainer(config, parts)
             try:
                 await SCHEDULES[config.trainer.mode](self.run)
                 await self.run.record_rest()
-            except Interrupted:
+            except RunInterrupted:
                 await self.run.save_interrupted()
                 raise
             finally:

@@ -11,19 +11,23 @@ from torch import Tensor
 
 from tests.policies import CPU, make_groups
 from treadle.algorithm.advantage import rows_of
-from treadle.config.actor import FSDPActorConfig, FSDPConfig, FSDPCriticConfig, FSDPRefConfig, OptimConfig
-from treadle.config.algorithm import RolloutCorrectionConfig
-from treadle.config.model import ModelConfig
-from treadle.policy.batch import TrainBatch, belongings
+from treadle.config.rollout import ModelConfig
+from treadle.config.training import (
+    FSDPActorConfig,
+    FSDPConfig,
+    FSDPCriticConfig,
+    FSDPRefConfig,
+    OptimConfig,
+    RolloutCorrectionConfig,
+)
 from treadle.policy.critic import SingleCritic
-from treadle.policy.learner import Sampling
 from treadle.policy.local_ranks import LocalRanks
-from treadle.policy.protocol import Metrics
+from treadle.policy.policy import Sampling, SinglePolicy
+from treadle.policy.protocol import Metrics, TrainBatch, group_and_trajectory_ids
 from treadle.policy.rank import FSDPRank, NetworksSpec
-from treadle.policy.ranks import Ranks
+from treadle.policy.rank_group import RankGroup
 from treadle.policy.reference import SingleReference
 from treadle.policy.sharded import ShardedPolicy
-from treadle.policy.single import SinglePolicy
 from treadle.types import NOTHING, Group
 
 EPOCHS = {"ppo_epochs": 2, "ppo_mini_batch_size": 2}
@@ -47,11 +51,11 @@ def make_spec(
     )
 
 
-def start(spec: NetworksSpec, num_ranks: int, timeout_s: float = 60, device: str = "cpu") -> Ranks:
-    return Ranks(LocalRanks.start(spec, [device] * num_ranks, launch_timeout_s=180, timeout_s=60), timeout_s)
+def start(spec: NetworksSpec, num_ranks: int, timeout_s: float = 60, device: str = "cpu") -> RankGroup:
+    return RankGroup(LocalRanks.start(spec, [device] * num_ranks, launch_timeout_s=180, timeout_s=60), timeout_s)
 
 
-def load(ranks: Ranks, spec: NetworksSpec) -> ShardedPolicy:
+def load(ranks: RankGroup, spec: NetworksSpec) -> ShardedPolicy:
     ranks.run("loading", FSDPRank.load, spec)
     return ShardedPolicy(ranks)
 
@@ -91,7 +95,7 @@ def ragged(seed: int) -> tuple[Group, ...]:
 def make_batch(groups: Sequence[Group], **changes: Any) -> TrainBatch:
     rows, rng = rows_of(groups), random.Random(1)
     advantages = [value for row in rows for value in [rng.gauss(0, 1)] * len(row.ids)]
-    return replace(TrainBatch(rows, *belongings(groups), torch.tensor(advantages)), **changes)
+    return replace(TrainBatch(rows, *group_and_trajectory_ids(groups), torch.tensor(advantages)), **changes)
 
 
 def largest_gap(mine: Mapping[str, Tensor], theirs: Mapping[str, Tensor]) -> float:

@@ -1,5 +1,5 @@
-"""The virtual clock of the simulation, for tests: see `treadle.trainer.simulation.clock`."""
+"""The virtual clock of the simulation, for tests: see `treadle.simulate.clock`."""
 
-from treadle.trainer.simulation.clock import HORIZON_S, Deadlock, HorizonPassed, VirtualTimeLoop, run
+from treadle.simulate.clock import HORIZON_S, Deadlock, HorizonPassed, VirtualTimeLoop, run
 
 __all__ = ["HORIZON_S", "Deadlock", "HorizonPassed", "VirtualTimeLoop", "run"]

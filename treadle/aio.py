@@ -1,21 +1,34 @@
-"""Calls into code that is not ours: what was asked for from outside, and what the code did to itself.
+"""Asyncio helpers: foreign code in tasks, shielded cleanup, a bounded buffer, an event loop in a thread.
 
-Owns the difference between a cancellation or an interrupt of the caller, which passes, and `sys.exit()`,
-`KeyboardInterrupt` or a cancelled task out of somebody's tool, which is an error like any other; and the place in the
-user's files that an error message names.
-Invariant: `in_own_task` raises CancelledError only where its caller was cancelled.
+Tells a cancellation or an interrupt of the caller, which passes, from `sys.exit()`, `KeyboardInterrupt` or a task
+that cancelled itself inside a user's tool, which is an error like any other. Names the place in the user's files that
+an error message shows.
+
+    in_own_task      foreign code in a task of its own; CancelledError only where the caller was cancelled
+    run_shielded     cleanup that runs to its end or its deadline, also while the caller is cancelled
+    BoundedBuffer    `put` waits while it is full, `take` waits while it is empty and not closed
+    LoopThread       an event loop in a thread; `run` is awaited from another loop, `run_blocking` is called from
+                     plain code; the caller's context variables arrive in both
+
+Invariant: every wait on a LoopThread gets a value or an error. `sys.exit()` and KeyboardInterrupt of one task end
+that task alone; if the thread dies all the same, every wait fails with the cause.
 """
 
 import asyncio
+import logging
 import signal
 import sysconfig
 import threading
+from collections import deque
 from collections.abc import Callable, Coroutine, Iterable
+from concurrent.futures import Future
 from functools import cache
 from pathlib import Path
 from traceback import FrameSummary, extract_tb
 from types import CodeType
-from typing import Any, TypeVar
+from typing import Any, Generic, TypeVar
+
+from treadle.errors import DeadlineError, MisuseError, RunError
 
 T = TypeVar("T")
 
@@ -28,11 +41,11 @@ _ABANDONED: set[asyncio.Task[Any]] = set()
 """Tasks that nobody waits for any more; held, since an event loop holds its tasks only weakly."""
 
 
-class CancelledInside(Exception):
+class SelfCancelled(Exception):
     """A task was cancelled by the code that it runs: nobody outside asked for it."""
 
 
-def is_from_outside(error: BaseException) -> bool:
+def is_external_stop(error: BaseException) -> bool:
     """Whether an exception was asked for by whoever runs this code, and must pass."""
     if isinstance(error, asyncio.CancelledError):
         task = asyncio.current_task()
@@ -46,25 +59,25 @@ def is_from_outside(error: BaseException) -> bool:
 async def in_own_task(work: Coroutine[Any, Any, T], give_up_s: float = GIVE_UP_S) -> T:
     """What `work` gives. In a task of its own, so that what it does to its task is told from what the caller's is told.
 
-    CancelledInside where it cancelled itself. A cancelled caller waits for its end, and at most `give_up_s`.
+    SelfCancelled where it cancelled itself. A cancelled caller waits for its end, and at most `give_up_s`.
     """
-    task = asyncio.ensure_future(returned(work))
+    task = asyncio.ensure_future(as_result(work))
     try:
         await asyncio.wait({task})
     except asyncio.CancelledError:
-        await end(task, give_up_s)
+        await cancel_and_wait(task, give_up_s)
         raise
     if task.cancelled():
-        raise CancelledInside("cancelled its own task")
+        raise SelfCancelled("cancelled its own task")
     value, error = task.result()
     if isinstance(error, asyncio.CancelledError):
-        raise CancelledInside(f"cancelled its own task{place(error)}") from error
+        raise SelfCancelled(f"cancelled its own task{error_location(error)}") from error
     if error is not None:
         raise error
     return value  # type: ignore[return-value]
 
 
-async def returned(work: Coroutine[Any, Any, T]) -> tuple[T | None, BaseException | None]:
+async def as_result(work: Coroutine[Any, Any, T]) -> tuple[T | None, BaseException | None]:
     """An error as a value: a task that ends with SystemExit or KeyboardInterrupt would end its event loop too."""
     try:
         return await work, None
@@ -74,7 +87,7 @@ async def returned(work: Coroutine[Any, Any, T]) -> tuple[T | None, BaseExceptio
         return None, error
 
 
-async def end(task: asyncio.Task[Any], give_up_s: float = GIVE_UP_S) -> bool:
+async def cancel_and_wait(task: asyncio.Task[Any], give_up_s: float = GIVE_UP_S) -> bool:
     """Cancel a task and wait for its end; False where it does not end, and is left to itself."""
     task.cancel()
     abandon(task)
@@ -100,20 +113,20 @@ def _forget(task: asyncio.Task[Any]) -> None:
         task.exception()  # seen, so that the event loop does not print it
 
 
-def describe(error: BaseException) -> str:
+def describe_error(error: BaseException) -> str:
     """What broke and where in the user's files, in one line."""
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
     name, text = type(error).__name__, " ".join(str(error).split())[:_MAX_TEXT]
-    return f"{name}: {text}{place(error)}" if text else f"{name}{place(error)}"
+    return f"{name}: {text}{error_location(error)}" if text else f"{name}{error_location(error)}"
 
 
-def place(error: BaseException) -> str:
+def error_location(error: BaseException) -> str:
     """Where an error comes from, as ` (file:line)`: the innermost line of the user's, or else the innermost."""
     return _format(extract_tb(error.__traceback__))
 
 
-def where(task: asyncio.Task[Any]) -> str:
+def task_location(task: asyncio.Task[Any]) -> str:
     """Where a task waits, in the same form."""
     frames = list[FrameSummary]()
     step: Any = task.get_coro()
@@ -126,12 +139,12 @@ def where(task: asyncio.Task[Any]) -> str:
 
 def _format(frames: Iterable[FrameSummary]) -> str:
     known = [frame for frame in frames if not frame.filename.startswith("<")]
-    users = [frame for frame in known if is_users(frame.filename)]
+    users = [frame for frame in known if is_user_file(frame.filename)]
     found = (users or known)[-1:]
     return f" ({found[0].filename}:{found[0].lineno})" if found else ""
 
 
-def is_users(file: str) -> bool:
+def is_user_file(file: str) -> bool:
     """Whether a file is neither Python's, nor an installed package's, nor ours."""
     return not file.startswith(("<", *_libraries()))
 
@@ -143,3 +156,156 @@ def _libraries() -> tuple[str, ...]:
     ours = (str(path) for path in here.iterdir() if path.name != "recipes")
     folders: Callable[[str], str] = sysconfig.get_path
     return (*(folders(name) for name in ("stdlib", "purelib", "platlib")), *ours)
+
+
+log = logging.getLogger(__name__)
+
+
+async def run_shielded(work: Coroutine[Any, Any, None], deadline_s: float, what: str) -> None:
+    """Run `work` to its end, or to the deadline, whatever happens to the caller. A failure is logged, not raised."""
+    task = asyncio.create_task(as_result(work), name=what)
+    loop = asyncio.get_running_loop()
+    deadline = loop.time() + deadline_s
+    cancelled: asyncio.CancelledError | None = None
+    while not task.done() and loop.time() < deadline:
+        try:
+            await asyncio.wait({task}, timeout=deadline - loop.time())
+        except asyncio.CancelledError as error:
+            cancelled = error
+    if not task.done():
+        abandon(task)
+        task.cancel()
+        log.warning("%s did not finish within %g s and was abandoned", what, deadline_s)
+    elif task.cancelled():
+        log.warning("%s cancelled its own task", what)
+    elif (failed := task.result()[1]) is not None:
+        log.warning("%s failed", what, exc_info=failed)
+    if cancelled is not None:
+        raise cancelled
+
+
+class BoundedBuffer(Generic[T]):
+    """Items in the order they were put."""
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+        self._items: deque[T] = deque()
+        self._changed = asyncio.Condition()
+        self._closed = False
+
+    async def put(self, item: T) -> None:
+        async with self._changed:
+            await self._changed.wait_for(lambda: len(self._items) < self._most)
+            self._items.append(item)
+            self._changed.notify_all()
+
+    async def close(self) -> None:
+        """Nothing more will be put."""
+        async with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+
+    async def take(self) -> list[T]:
+        """Everything there is, at least one item; an empty list once the feed is closed and empty."""
+        async with self._changed:
+            await self._changed.wait_for(lambda: self._items or self._closed)
+            taken = list(self._items)
+            self._items.clear()
+            self._changed.notify_all()
+            return taken
+
+
+class LoopThread:
+    """Started by its constructor; `stop` ends it. The thread never keeps the interpreter from leaving."""
+
+    def __init__(self, name: str) -> None:
+        self._loop = asyncio.new_event_loop()
+        self._stopping = False
+        self._end_s = GIVE_UP_S
+        self._waiting: set[Future[Any]] = set()
+        self._died: str | None = None
+        self._thread = threading.Thread(target=self._serve, name=name, daemon=True)
+        self._thread.start()
+
+    def _serve(self) -> None:
+        asyncio.set_event_loop(self._loop)
+        try:
+            while not self._stopping:
+                self._run()
+            self._end_work()
+            self._loop.run_until_complete(self._loop.shutdown_asyncgens())
+        except BaseException as error:
+            self._died = f"thread {self._thread.name} died: {describe_error(error)}"
+            for task in asyncio.all_tasks(self._loop):
+                abandon(task)
+            log.exception("thread %s died", self._thread.name)
+        finally:
+            self._loop.close()
+            self._fail_waiting()
+
+    def _run(self) -> None:
+        """Run the loop until it is stopped, or until a task ends with one of the errors that asyncio stops for."""
+        try:
+            self._loop.run_forever()
+        except (SystemExit, KeyboardInterrupt) as error:
+            # No signal reaches this thread: it is the work of a task, which has this error as its result already.
+            log.error("a task on thread %s ended with %s; the others go on", self._thread.name, describe_error(error))
+
+    def _fail_waiting(self) -> None:
+        error = RunError(self._died or f"thread {self._thread.name} was stopped while this was under way")
+        for future in list(self._waiting):
+            if not future.done():
+                future.set_exception(error)
+
+    def _end_work(self) -> None:
+        """Let what was cancelled just before clean up. A task that does not end is left, and held, as it is."""
+        left = {task for task in asyncio.all_tasks(self._loop) if not is_abandoned(task)}
+        for task in left:
+            if not task.cancelling():  # a second time would interrupt its cleaning up
+                task.cancel()
+        if left:
+            self._loop.run_until_complete(asyncio.wait(left, timeout=self._end_s))
+        for task in left:
+            abandon(task)
+
+    def submit(self, work: Coroutine[Any, Any, T]) -> Future[T]:
+        """Start `work` on the loop, in a copy of the caller's context. Cancelling the future cancels the work."""
+        if self._loop.is_closed() or not self._thread.is_alive():
+            work.close()
+            if self._died is not None:
+                raise RunError(self._died)
+            raise MisuseError("the rollout manager is closed")
+        future = asyncio.run_coroutine_threadsafe(work, self._loop)
+        self._waiting.add(future)
+        future.add_done_callback(self._waiting.discard)
+        return future
+
+    async def run(self, work: Coroutine[Any, Any, T]) -> T:
+        """Await `work` from the caller's loop; on this thread's own loop it simply runs there."""
+        if threading.current_thread() is self._thread:
+            return await work
+        return await asyncio.wrap_future(self.submit(work))
+
+    def run_blocking(self, work: Coroutine[Any, Any, T], name: str) -> T:
+        """Wait for `work` in the caller's thread. An interrupt of the caller cancels the work."""
+        if threading.current_thread() is self._thread:
+            work.close()
+            raise MisuseError(f"{name}_blocking would wait for itself on the manager's own loop: await {name} instead")
+        future = self.submit(work)
+        try:
+            return future.result()
+        except BaseException:
+            future.cancel()
+            raise
+
+    def stop(self, timeout_s: float) -> None:
+        """End the loop and its thread; tasks have half of the time to end."""
+        if self._loop.is_closed():
+            return
+        self._stopping, self._end_s = True, timeout_s / 2
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        if threading.current_thread() is self._thread:
+            return
+        self._thread.join(timeout_s)
+        if self._thread.is_alive():
+            raise DeadlineError(f"thread {self._thread.name} did not stop within {timeout_s:g} s")

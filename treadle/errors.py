@@ -11,7 +11,7 @@
     │   ├── EnvironmentFailure   an environment or user simulator broke
     │   ├── LoopFailure          an agent loop's own code broke
     │   └── RewardFailure        a reward function crashed, ran out of time or gave no number
-    │       └── ScoreFailure       which function, and which of these (treadle.reward.failure)
+    │       └── ScoreFailure       which function, and which of these (treadle.reward.result)
     └── RunError               a run cannot go on: it ends with this cause and a non-zero status
         ├── NotFiniteError       a training step's numbers are not finite: its batch may be to blame
         ├── BudgetSpent          more trajectories failed than `rollout.failures` allows
@@ -152,11 +152,14 @@ def blame(boundary: type[Failure]) -> Iterator[None]:
     except TreadleError:
         raise
     except BaseException as error:
-        from treadle.aio import describe, is_from_outside  # brings asyncio, which the command does without at first
+        from treadle.aio import (  # brings asyncio, which the command does without at first
+            describe_error,
+            is_external_stop,
+        )
 
-        if is_from_outside(error):
+        if is_external_stop(error):
             raise
-        raise boundary(describe(error)) from error
+        raise boundary(describe_error(error)) from error
 
 
 def nearest(word: str, known: Iterable[str]) -> str | None:

@@ -1,9 +1,8 @@
-"""Exit statuses of processes, in words, and the memory limit of the container (cgroup v1 and v2) that a kill may be of.
+"""Exit statuses: those of our commands, those of child processes in words, and the container's memory limit (cgroup).
 
-Owns the statuses that our own commands end with, and what is said of a process that has ended, whoever started it. An
-exit status cannot tell a kill by the kernel for memory from any other SIGKILL; the counter of such kills in the control
-group can. Each kill that it counts explains one death. Where it counts one of a process that was not ours, a later
-SIGKILL from elsewhere is taken for one for memory.
+An exit status cannot tell an out-of-memory kill by the kernel from any other SIGKILL; the counter of such kills in the
+cgroup (v1 and v2) can. Each counted kill explains one death. Where the counter counts the kill of a process that is not
+ours, a later SIGKILL from elsewhere is reported as one for memory.
 """
 
 import signal
@@ -25,7 +24,7 @@ _V1 = ("memory.limit_in_bytes", "memory.oom_control")
 """Files of a control group: its limit, and its count of kills (`oom_kill N`)."""
 
 
-class Container:
+class MemoryCgroup:
     """The control group of this process, as far as memory goes. `root` is where /proc and /sys are."""
 
     def __init__(self, root: Path = Path("/")) -> None:
@@ -101,7 +100,7 @@ def _read(path: Path) -> str:
         return ""
 
 
-_HERE = Container()
+_HERE = MemoryCgroup()
 
 
 def describe_exit(status: int) -> str:

@@ -1,8 +1,8 @@
-"""Printing: the one way text reaches a terminal, or whatever else reads the command's output.
+"""Terminal output: the only place that prints, to a terminal or to whatever reads the command's output.
 
-Owns what is done to text that models, tools, data rows and endpoints wrote before somebody sees it: control characters
-are written out as escapes (`\\x1b`), so no text sets a title, clears the screen, writes to the clipboard or turns the
-reading direction, and nothing is read as rich's markup. Knows nothing about what is printed.
+Owns the escaping of text that models, tools, data rows and endpoints wrote: control characters are written out
+(`\\x1b`), so no text sets a title, clears the screen, writes to the clipboard or turns the reading direction, and
+nothing is read as rich's markup. Knows nothing about what is printed.
 Invariant: what `printable` returns holds no control character but line feeds and tabs. `print` is called nowhere else.
 """
 

@@ -163,7 +163,7 @@ class Completion:
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class RecordedCompletion:
     """One answer of an engine to a session that is still open: what a later start of the run can go on from."""
 
     uid: str

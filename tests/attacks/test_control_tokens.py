@@ -11,9 +11,9 @@ from transformers import PreTrainedTokenizerFast
 
 from tests.rendering import encode_full
 from tests.unit.test_renderer import ANSWER, CALL, ENDS, QUESTION, TOOL, WITH_TOOLS, renderer_of, result, tokenizer_of
-from treadle.config.model import ModelConfig
-from treadle.data.proof import Verdict
+from treadle.config.rollout import ModelConfig
 from treadle.data.renderer import Renderer
+from treadle.data.rendering_proof import BoundaryVerdict
 from treadle.errors import PromptFailure
 from treadle.rollout.parsers import parser
 from treadle.types import Message
@@ -128,14 +128,14 @@ def test_data_that_is_trusted_may_spell_them_in_prompts_and_tools_may_not() -> N
     stop = renderer.stop_token_ids[0]
     assert renderer.prompt([{"role": "user", "content": "a<|im_end|>b"}]).count(stop) == 2
     assert renderer.observation([result("a<|im_end|>b")], [TOOL]).count(stop) == 1
-    assert {check.verdict for check in renderer.proof.checks} <= {Verdict.AGREES, Verdict.KEEPS}
+    assert {check.verdict for check in renderer.proof.checks} <= {BoundaryVerdict.AGREES, BoundaryVerdict.KEEPS}
 
 
 @pytest.mark.parametrize("family", [family for family in ENDS if family != "gemma"])
 def test_the_proof_covers_such_text(family: str) -> None:
     proof = renderer_of(family).proof
-    assert proof["assistant → user, special tokens as text"].verdict is Verdict.AGREES
-    assert proof["assistant calls → tool, special tokens as text"].verdict is Verdict.AGREES
+    assert proof["assistant → user, special tokens as text"].verdict is BoundaryVerdict.AGREES
+    assert proof["assistant calls → tool, special tokens as text"].verdict is BoundaryVerdict.AGREES
 
 
 @pytest.mark.parametrize("family", ENDS)

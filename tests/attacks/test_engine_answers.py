@@ -14,13 +14,13 @@ from tests.letters import ask, decode, encode
 from tests.rollouts import engine, renderer, rollout, tasks
 from treadle.config import FailureConfig, ModelConfig
 from treadle.config.rollout import LimitsConfig, ScriptedConfig
-from treadle.engine.refusal import AnswerCheck
+from treadle.engine.requests import AnswerCheck
 from treadle.engine.router import Router
 from treadle.engine.scripted import ScriptedEngine
 from treadle.errors import EngineFailure
 from treadle.model.tokenizer import read_vocabulary_size
 from treadle.rollout.manager import AgentLoopManager
-from treadle.rollout.service import Parts
+from treadle.rollout.service import RolloutParts
 from treadle.types import Completion, Request
 
 NUM_WORDS = 0x110000
@@ -95,12 +95,12 @@ def test_a_rollout_refuses_ids_that_its_model_does_not_embed(config: dict[str, A
     assert read_vocabulary_size(model) == 333
     assert read_vocabulary_size(ModelConfig(path=str(tmp_path), override_config={"vocab_size": 7})) == 7
     once = FailureConfig(max_failed_fraction=1.0, session_retries=0, request_retries=0)
-    parts = Parts(engines=[engine(lambda request, rng: (65, 333))], renderer=renderer())
+    parts = RolloutParts(engines=[engine(lambda request, rng: (65, 333))], renderer=renderer())
     with AgentLoopManager.create_blocking(rollout=rollout(failures=once), model=model, parts=parts) as made:
         (trajectory,) = made.generate_sequences_blocking(tasks(1)).trajectories
     assert trajectory.outcome.boundary == "engine"
     assert "scripted-0: session task0/0: the engine answered with token ids from 65 to 333" in trajectory.outcome.detail
-    parts = Parts(engines=[engine(lambda request, rng: (65, 66))], renderer=renderer())
+    parts = RolloutParts(engines=[engine(lambda request, rng: (65, 66))], renderer=renderer())
     with AgentLoopManager.create_blocking(rollout=rollout(failures=once), model=model, parts=parts) as made:
         (trajectory,) = made.generate_sequences_blocking(tasks(1)).trajectories
     assert trajectory.outcome.ok

@@ -9,7 +9,7 @@ import pytest
 
 from tests.chaos import run_python
 from treadle.disk import explain_disk_error
-from treadle.policy.ranks import RankBroke
+from treadle.policy.rank_group import RankFailed
 
 WORDS = {
     errno.ENOSPC: ("no space left on the disk", "free some space"),
@@ -33,7 +33,7 @@ def test_each_errno_is_explained_whichever_library_met_it(number: int, tmp_path:
     for error in (
         OSError(number, os.strerror(number)),
         RuntimeError(f"Error while serializing: I/O error: {text}"),
-        RankBroke(f"policy rank 1 (pid 7) failed: SafetensorError: {text}"),
+        RankFailed(f"policy rank 1 (pid 7) failed: SafetensorError: {text}"),
     ):
         found = explain_disk_error(error, tmp_path)
         assert found is not None, error
@@ -125,8 +125,8 @@ def test_a_checkpoint_at_the_size_limit_of_files_says_so_and_leaves_no_draft(tmp
 import torch
 from safetensors.torch import save_file
 from treadle.checkpoint.store import Checkpoints
-from treadle.config.model import ModelConfig
-from treadle.config.trainer import CheckpointConfig
+from treadle.config.rollout import ModelConfig
+from treadle.config.training import CheckpointConfig
 from treadle.errors import RunError
 
 class Tensors:

@@ -12,12 +12,12 @@ from tests.schedules import BASE, Checkpoints, Policy, Rollout, Trial
 from treadle.checkpoint.store import Progress
 from treadle.config import loads
 from treadle.errors import RunError
+from treadle.inspect.audit import audit
+from treadle.inspect.replay import replay
 from treadle.journal import DamagedRecord, Journal, JournalReader, RunStatus, read_starts
-from treadle.trainer.audit import audit
-from treadle.trainer.lineage import Lineage
-from treadle.trainer.replay import replay
+from treadle.trainer.resume import RunHistory
 from treadle.trainer.step import StepParts
-from treadle.types import Completion, Outcome, Part, Row, Score, StopReason, Trajectory
+from treadle.types import Completion, Outcome, RecordedCompletion, Row, Score, StopReason, Trajectory
 
 
 def sample(uid: str = "task", number: int = 0) -> Trajectory:
@@ -60,7 +60,7 @@ def test_a_flipped_bit_is_seen_by_the_reader_and_the_sample_is_not_reused(tmp_pa
     with JournalReader.open(tmp_path) as reader:
         found = reader.trajectory("task", 0)
         assert found is not None and not found.headline.is_intact and found.trajectory.rows == ()
-    lineage = Lineage.read(tmp_path)
+    lineage = RunHistory.read(tmp_path)
     assert lineage.past("task", 4, version=10, oldest=0).finished == ()
     lineage.close()
 
@@ -68,9 +68,9 @@ def test_a_flipped_bit_is_seen_by_the_reader_and_the_sample_is_not_reused(tmp_pa
 def test_a_flipped_bit_in_a_half_generated_answer_is_not_continued(tmp_path):
     with Journal.open(tmp_path, max_mb=16) as journal:
         said = Completion((3, 4), (-0.5, -0.5), (0, 0), StopReason.ABORT)
-        journal.add_parts([Part("task", 0, 0, 10, 11, said)])
+        journal.add_parts([RecordedCompletion("task", 0, 0, 10, 11, said)])
     spoil(tmp_path, "UPDATE parts SET ids = x'0300000005000000'")
-    lineage = Lineage.read(tmp_path)
+    lineage = RunHistory.read(tmp_path)
     assert lineage.past("task", 4, version=10, oldest=0).parts == ()
     lineage.close()
 

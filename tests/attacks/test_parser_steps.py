@@ -12,7 +12,7 @@ from typing import Any, SupportsIndex
 
 import pytest
 
-from treadle.rollout.parsers import PARSERS, harmony, parser, payload
+from treadle.rollout.parsers import PARSERS, base, formats, parser
 from treadle.rollout.parsers.registry import CustomParser
 
 SMALL, LARGE = 4_000, 16_000
@@ -119,10 +119,10 @@ class CountedDecoder:
 
 @pytest.fixture(autouse=True)
 def counted(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(payload, "_DECODER", CountedDecoder(payload._DECODER))
-    monkeypatch.setattr(payload, "_BLANK", CountedPattern(payload._BLANK))
-    monkeypatch.setattr(harmony, "_ENDS", CountedPattern(harmony._ENDS))
-    monkeypatch.setattr(harmony, "_RECIPIENT", CountedPattern(harmony._RECIPIENT))
+    monkeypatch.setattr(base, "_DECODER", CountedDecoder(base._DECODER))
+    monkeypatch.setattr(base, "_BLANK", CountedPattern(base._BLANK))
+    monkeypatch.setattr(formats, "_ENDS", CountedPattern(formats._ENDS))
+    monkeypatch.setattr(formats, "_RECIPIENT", CountedPattern(formats._RECIPIENT))
 
 
 def steps_of(name: str, text: str) -> int:

@@ -10,7 +10,7 @@ from tests.rollouts import save_model
 from treadle.config import load
 from treadle.errors import ConfigError
 from treadle.journal import Journal, JournalReader
-from treadle.rollout.run import Result, run_rollout
+from treadle.rollout.run import RolloutResult, run_rollout
 
 SCRIPT = """
 from pathlib import Path
@@ -54,7 +54,7 @@ def write_tasks(question: str = "What is {} + 1?", answer: str = "#### 2") -> No
     Path("tasks.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
-def roll_out(*words: str, validation: bool = False, fresh: bool = False) -> Result:
+def roll_out(*words: str, validation: bool = False, fresh: bool = False) -> RolloutResult:
     return run_rollout(load("my.yaml", words), validation=validation, fresh=fresh)
 
 

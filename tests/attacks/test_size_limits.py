@@ -10,7 +10,7 @@ from tests.configs import rollout_config
 from tests.fake_endpoint import FakeEndpoint, Reply
 from tests.letters import ask, encode
 from treadle.config.rollout import FailureConfig, OpenAIConfig, RolloutConfig
-from treadle.engine import endpoint as endpoint_module
+from treadle.engine import http_client as endpoint_module
 from treadle.engine.openai import OpenAIEngine
 from treadle.errors import ConfigError, EngineFailure
 

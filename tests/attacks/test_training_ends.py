@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 
 from treadle.cluster.signals import StopSignals
+from treadle.inspect.audit import audit
 from treadle.journal import Journal, JournalReader, RunStatus, read_starts
-from treadle.trainer.audit import audit
 
 SMALL = (
     "data.train_batch_size=4",

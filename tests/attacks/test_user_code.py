@@ -9,11 +9,11 @@ import pytest
 
 from tests.attacks.hostile import CALLER, DEEDS, PLAIN, HangsOnce, Meeting
 from tests.rollouts import engine, renderer, rollout, say, tasks, turns_of
+from treadle.aio import LoopThread
 from treadle.config import AgentLoopConfig, FailureConfig, LimitsConfig, ModelConfig, RewardConfig, RewardFunctionConfig
 from treadle.errors import RunError
 from treadle.rollout.manager import AgentLoopManager
-from treadle.rollout.service import Kind, Parts
-from treadle.rollout.thread import LoopThread
+from treadle.rollout.service import RolloutKind, RolloutParts
 from treadle.types import Batch
 
 HOSTILE = "tests.attacks.hostile"
@@ -23,12 +23,12 @@ PATIENCE_S = 120
 
 def run(config, script, reward=None, count=3) -> Batch:
     """A batch, or a failed test where it takes for ever."""
-    parts = Parts(engines=[engine(script) if callable(script) else script], renderer=renderer())
+    parts = RolloutParts(engines=[engine(script) if callable(script) else script], renderer=renderer())
     made = AgentLoopManager.create_blocking(
         rollout=config, model=ModelConfig(path="unused"), reward=reward, parts=parts
     )
     with made:
-        work = made._thread.submit(made._service.generate(tasks(count), Kind.TRAINING))
+        work = made._thread.submit(made._service.generate(tasks(count), RolloutKind.TRAINING))
         try:
             return work.result(PATIENCE_S)
         except Late:

@@ -11,7 +11,7 @@ from tests.rollouts import engine, rollout, save_model, say, tasks, turns_of
 from treadle.config import AgentLoopConfig, FailureConfig, LimitsConfig
 from treadle.rollout.manager import AgentLoopManager
 from treadle.rollout.remote_worker import num_processes
-from treadle.rollout.service import Parts
+from treadle.rollout.service import RolloutParts
 from treadle.types import Batch
 
 HOSTILE = "tests.attacks.hostile"
@@ -24,7 +24,7 @@ def model(tmp_path_factory):
 
 
 def run(config, model, script, count=3, **parts) -> Batch:
-    brought = Parts(engines=[engine(script)], **parts)
+    brought = RolloutParts(engines=[engine(script)], **parts)
     with AgentLoopManager.create_blocking(rollout=config, model=model, parts=brought) as made:
         return made.generate_sequences_blocking(tasks(count))
 
@@ -124,7 +124,7 @@ def test_closing_does_not_wait_for_a_worker_that_does_not_listen(model):
 
     async def main() -> None:
         config = with_tool("hold_the_interpreter", tool_timeout_s=600.0, limits=LimitsConfig(close_timeout_s=300.0))
-        brought = Parts(engines=[engine(call("hold_the_interpreter"))])
+        brought = RolloutParts(engines=[engine(call("hold_the_interpreter"))])
         async with await AgentLoopManager.create(rollout=config, model=model, parts=brought) as made:
             work = asyncio.ensure_future(made.generate_sequences(tasks(2)))
             await asyncio.sleep(8)

@@ -15,7 +15,7 @@ from treadle.cluster.ray.ranks import RemoteRanks
 from treadle.cluster.ray.seat import Seat
 from treadle.cluster.ray.solo import SoloRank, SoloSpec
 from treadle.policy.rank import FSDPRank, NetworksSpec
-from treadle.policy.ranks import Ranks
+from treadle.policy.rank_group import RankGroup
 from treadle.policy.sharded import ShardedCritic, ShardedPolicy, ShardedReference
 
 
@@ -36,7 +36,7 @@ def load(request: pytest.FixtureRequest, seat: Seat, directory: Path) -> Iterato
     handles = RemoteRanks.start(
         solo(spec) if alone else spec, [seat] * request.param, launch_timeout_s=180, timeout_s=60
     )
-    ranks = Ranks(handles, 60)
+    ranks = RankGroup(handles, 60)
 
     def load_networks(wanted: NetworksSpec) -> Networks:
         if alone:

@@ -39,8 +39,8 @@ from treadle.errors import ConfigError, DeadlineError, EngineFailure, RequestRef
 from treadle.model.checksum import checksum
 from treadle.model.load import load_causal_model
 from treadle.types import Request, SamplingParams, StopReason
-from treadle.weights import PolicySender, send
-from treadle.weights.local import LocalTransport
+from treadle.weights import PolicySender, push_weights
+from treadle.weights.shared_memory import SharedMemoryTransport
 
 globals().update({name: value for name, value in vars(contract).items() if name.startswith("test_")})
 
@@ -100,8 +100,8 @@ class Confirming(VLLMEngine):
     async def update_weights(self, update: WeightUpdate) -> str:
         if update.checksum != "checksum":
             return await super().update_weights(update)
-        sender = PolicySender(Weights(letters_model()), transport=LocalTransport(timeout_s=20))  # type: ignore[arg-type]
-        await send(sender, self, update.version, timeout_s=60)
+        sender = PolicySender(Weights(letters_model()), transport=SharedMemoryTransport(timeout_s=20))  # type: ignore[arg-type]
+        await push_weights(sender, self, update.version, timeout_s=60)
         return update.checksum
 
 
@@ -172,8 +172,8 @@ def test_new_weights_show_in_what_is_sampled(stage: Stage) -> None:
 
     async def body(engine: VLLMEngine) -> None:
         native = await NativeEngine.create(ROLLOUT, module)
-        sender = PolicySender(Weights(module), transport=LocalTransport(timeout_s=20, bucket_bytes=4096))  # type: ignore[arg-type]
-        report = await send(sender, engine, 4, timeout_s=60)
+        sender = PolicySender(Weights(module), transport=SharedMemoryTransport(timeout_s=20, bucket_bytes=4096))  # type: ignore[arg-type]
+        report = await push_weights(sender, engine, 4, timeout_s=60)
         assert report.num_bytes > 4096
         ours, theirs = await native.generate(request), await engine.generate(request)
         await native.close()
@@ -191,11 +191,11 @@ def test_damage_on_the_way_is_named_with_both_checksums(stage: Stage) -> None:
             return WeightUpdate(version, "0123456789abcdef", update.tensors)
 
     async def body(engine: VLLMEngine) -> None:
-        sender = Lying(Weights(letters_model()), transport=LocalTransport(timeout_s=20))  # type: ignore[arg-type]
+        sender = Lying(Weights(letters_model()), transport=SharedMemoryTransport(timeout_s=20))  # type: ignore[arg-type]
         with pytest.raises(
             RunError, match=r"version 4 has checksum 0123456789abcdef, the engine confirms [0-9a-f]{16}"
         ):
-            await send(sender, engine, 4, timeout_s=60)
+            await push_weights(sender, engine, 4, timeout_s=60)
         await engine.update_weights(WeightUpdate(0, "checksum", {}))
 
     play(stage, body)
@@ -203,7 +203,7 @@ def test_damage_on_the_way_is_named_with_both_checksums(stage: Stage) -> None:
 
 def test_a_parcel_that_cannot_be_opened_fails_the_update_and_the_next_one_mends_it(stage: Stage) -> None:
     async def body(engine: VLLMEngine) -> None:
-        sender = PolicySender(Weights(letters_model()), transport=LocalTransport(timeout_s=20))  # type: ignore[arg-type]
+        sender = PolicySender(Weights(letters_model()), transport=SharedMemoryTransport(timeout_s=20))  # type: ignore[arg-type]
         gone = await sender.publish(1)
         await sender.retire(1)
         with pytest.raises(EngineFailure, match="vLLM"):
@@ -267,8 +267,8 @@ def test_pushed_weights_of_a_tied_and_fused_model_give_the_trainers_logprobs(
     async def body() -> None:
         assert calculator.version == 3
         native = await NativeEngine.create(RolloutConfig(prompt_length=64, response_length=100), module)
-        sender = PolicySender(Weights(module), transport=LocalTransport(timeout_s=20, bucket_bytes=1 << 19))  # type: ignore[arg-type]
-        await send(sender, calculator, 4, timeout_s=60)
+        sender = PolicySender(Weights(module), transport=SharedMemoryTransport(timeout_s=20, bucket_bytes=1 << 19))  # type: ignore[arg-type]
+        await push_weights(sender, calculator, 4, timeout_s=60)
         ours, theirs = await native.generate(request), await calculator.generate(request)
         await native.close()
         assert ours.ids == theirs.ids and set(theirs.versions) == {4}
@@ -328,20 +328,20 @@ def test_logprobs_that_travel_together_reach_their_requests() -> None:
     from vllm.v1.engine import EngineCoreOutput
     from vllm.v1.outputs import LogprobsLists
 
-    from treadle.engine.vllm.scheduling import Rows, Unpacking, pack
+    from treadle.engine.vllm.packed_logprobs import LogprobUnpacker, WholeLogprobs, pack
 
     values = numpy.arange(6, dtype=numpy.float32)[:, None]
     step = LogprobsLists(values.astype(numpy.int32), values, numpy.arange(6), [0, 2, 3, 4, 5])
     tokens = [2, 1, 1, 1, 1]
     names = ["treadle-a", "chatcmpl-b", "treadle-c", "treadle-d", "treadle-e"]
     outputs = [
-        EngineCoreOutput(name, [7] * count, new_logprobs=Rows(step).slice_request(at, count))
+        EngineCoreOutput(name, [7] * count, new_logprobs=WholeLogprobs(step).slice_request(at, count))
         for at, (name, count) in enumerate(zip(names, tokens, strict=True))
     ]
     pack(outputs, step)
     assert [output.request_id for output in outputs if output.new_logprobs] == ["treadle-a", "chatcmpl-b"]
     held: dict[str, list[float]] = {name: [] for name in names}
-    reading = Unpacking(held.get)
+    reading = LogprobUnpacker(held.get)
     reading.read(outputs[:3])
     del held["treadle-d"]  # aborted before the rest of the step is read
     reading.read(outputs[3:])
@@ -351,7 +351,7 @@ def test_logprobs_that_travel_together_reach_their_requests() -> None:
 
 @pytest.mark.filterwarnings("ignore")
 def test_what_is_held_is_put_back_together_from_fused_parameters() -> None:
-    from treadle.engine.vllm.receiver import Kind, _locate
+    from treadle.engine.vllm.weight_transfer import TensorLayout, _locate
 
     attention = torch.nn.ModuleDict({"qkv_proj": torch.nn.Linear(4, 10)})
     model = torch.nn.ModuleDict({"attn": attention, "words": torch.nn.Embedding(16, 4)})
@@ -359,7 +359,7 @@ def test_what_is_held_is_put_back_together_from_fused_parameters() -> None:
     for part in ("weight", "bias"):
         pieces = model.get_parameter(f"attn.qkv_proj.{part}").detach().clone().split([6, 2, 2])
         sent |= {f"attn.{name}_proj.{part}": piece for name, piece in zip("qkv", pieces, strict=True)}
-    kinds = {name: Kind(tuple(tensor.shape), tensor.dtype) for name, tensor in sent.items()}
+    kinds = {name: TensorLayout(tuple(tensor.shape), tensor.dtype) for name, tensor in sent.items()}
     assert checksum(_locate(model, kinds)) == checksum(sent)
     with torch.no_grad():
         model.get_parameter("attn.qkv_proj.weight")[7, 1] += 1
@@ -370,9 +370,9 @@ def test_what_is_held_is_put_back_together_from_fused_parameters() -> None:
 
 @pytest.mark.filterwarnings("ignore")
 def test_known_places_are_written_and_other_names_refused() -> None:
-    from treadle.engine.vllm.receiver import Receiver
+    from treadle.engine.vllm.weight_transfer import ProvenWeightTransfer
 
-    receiver = Receiver.__new__(Receiver)  # vLLM's worker makes the real ones
+    receiver = ProvenWeightTransfer.__new__(ProvenWeightTransfer)  # vLLM's worker makes the real ones
     fused = torch.zeros(5, 2)
     receiver.places = {"q": fused[:3], "k": fused[3:]}
     new = {"q": torch.ones(3, 2), "k": torch.full((2, 2), 2.0)}
@@ -424,11 +424,11 @@ class Sleepy:
 
 @pytest.mark.filterwarnings("ignore")
 def test_the_first_update_is_loaded_later_ones_are_written_and_failed_ones_mended_by_the_loader() -> None:
-    from treadle.engine.vllm.adapter import VLLMSampler
+    from treadle.engine.vllm.async_llm import AsyncLLMSampler
 
     async def body() -> None:
         llm = Sleepy()
-        sampler = VLLMSampler(llm, keyed=True, room=8)
+        sampler = AsyncLLMSampler(llm, keyed=True, room=8)
         assert [await sampler.load(b"") for _ in range(2)] == ["word", "word"]
         llm.broken = "write"
         with pytest.raises(EngineFailure, match="broken: write"):
@@ -442,11 +442,11 @@ def test_the_first_update_is_loaded_later_ones_are_written_and_failed_ones_mende
 
 @pytest.mark.filterwarnings("ignore")
 def test_weights_wake_what_may_sleep_however_its_sleep_and_earlier_updates_ended() -> None:
-    from treadle.engine.vllm.adapter import VLLMSampler
+    from treadle.engine.vllm.async_llm import AsyncLLMSampler
 
     async def body() -> None:
         llm = Sleepy()
-        sampler = VLLMSampler(llm, keyed=True, room=8)
+        sampler = AsyncLLMSampler(llm, keyed=True, room=8)
         sleeping = asyncio.ensure_future(sampler.sleep(1))
         await asyncio.sleep(0)
         sleeping.cancel()
@@ -468,7 +468,7 @@ def test_weights_wake_what_may_sleep_however_its_sleep_and_earlier_updates_ended
     ("version", "known"), [("0.24.0", True), ("0.32.1+cpu", True), ("0.23.9", False), ("1.0", False)]
 )
 def test_versions_that_nobody_tried_are_refused(version: str, known: bool) -> None:
-    from treadle.engine.vllm.adapter import check_version
+    from treadle.engine.vllm.async_llm import check_version
 
     if known:
         return check_version(version)

@@ -30,11 +30,11 @@ from treadle.errors import RunError
 from treadle.model.checksum import checksum
 from treadle.model.load import load_causal_model
 from treadle.types import Request, SamplingParams
-from treadle.weights import PolicySender, Transport, send
+from treadle.weights import PolicySender, Transport, push_weights
 from treadle.weights.collective import CollectiveTransport
 from treadle.weights.disk import DiskTransport
-from treadle.weights.local import LocalTransport
-from treadle.weights.parcel import Cast
+from treadle.weights.shared_memory import SharedMemoryTransport
+from treadle.weights.transfer import CastTensors
 
 BUCKET = 1 << 18
 MODEL = ModelConfig(path="treadle/tiny-calculator")
@@ -42,7 +42,7 @@ LIMITS = LimitsConfig(launch_timeout_s=240, request_timeout_s=60, close_timeout_
 ROLLOUT = RolloutConfig(prompt_length=32, response_length=64, max_num_seqs=8, limits=LIMITS)
 
 TRANSPORTS: dict[str, Callable[[Path], Transport]] = {
-    "shared": lambda folder: LocalTransport(timeout_s=20, bucket_bytes=BUCKET),
+    "shared": lambda folder: SharedMemoryTransport(timeout_s=20, bucket_bytes=BUCKET),
     "collective": lambda folder: CollectiveTransport(host="127.0.0.1", receivers=2, timeout_s=20, bucket_bytes=BUCKET),
     "disk": lambda folder: DiskTransport(folder, bucket_bytes=BUCKET),
 }
@@ -81,10 +81,10 @@ class Damaging:
     def __init__(self, transport: Transport) -> None:
         self._transport = transport
 
-    def offer(self, version: int, tensors: Cast) -> Any:
+    def offer(self, version: int, tensors: CastTensors) -> Any:
         damaged = {name: tensor.clone() for name, tensor in tensors.items()}
         list(damaged.values())[-1].view(-1)[7] += 1
-        return self._transport.offer(version, Cast(damaged, None))
+        return self._transport.offer(version, CastTensors(damaged, None))
 
     def retire(self, version: int) -> None:
         self._transport.retire(version)
@@ -135,7 +135,7 @@ def test_an_engine_holds_what_was_sent_and_samples_from_it(
     async def main() -> None:
         for version in (3, 4):
             weights.change()
-            report = await send(sender, engine, version, timeout_s=60)
+            report = await push_weights(sender, engine, version, timeout_s=60)
             assert report.checksum == checksum(weights.tensors()) and report.num_bytes > 4 * BUCKET
             completion = await engine.generate(Request("t", 0, (5, 6, 7), SamplingParams(4)))
             assert set(completion.versions) == {version} == {engine.version}
@@ -150,8 +150,8 @@ def test_damage_on_the_way_is_found_and_the_next_push_mends_it(
     async def main() -> None:
         sent = checksum(weights.tensors())
         with pytest.raises(RunError, match=rf"version 5 has checksum {sent}, the engine confirms [0-9a-f]{{16}}"):
-            await send(sender_of(weights, Damaging(transport)), engine, 5, timeout_s=60)
-        assert (await send(sender_of(weights, transport), engine, 6, timeout_s=60)).checksum == sent
+            await push_weights(sender_of(weights, Damaging(transport)), engine, 5, timeout_s=60)
+        assert (await push_weights(sender_of(weights, transport), engine, 6, timeout_s=60)).checksum == sent
 
     loop.run(main())
 
@@ -166,7 +166,7 @@ def test_a_replica_killed_in_the_middle_fails_alone_and_the_next_push_works(
         assert isinstance(victim, Victim)
         victim.flag = tmp_path / "halted"
         router = Router([victim, engine], limits=LIMITS, failures=FailureConfig(), rng=random.Random(0))
-        pushing = asyncio.ensure_future(send(sender, router, 7, timeout_s=60))
+        pushing = asyncio.ensure_future(push_weights(sender, router, 7, timeout_s=60))
         await asyncio.to_thread(wait_for, victim.flag)
         os.kill(victim.pid, signal.SIGKILL)
         killed_at = time.monotonic()
@@ -175,7 +175,7 @@ def test_a_replica_killed_in_the_middle_fails_alone_and_the_next_push_works(
         states = {state.name: state.healthy for state in router.snapshot()}
         assert states == {"victim": False, engine.name: True} and engine.version == 7
         weights.change()
-        assert (await send(sender, router, 8, timeout_s=60)).checksum == checksum(weights.tensors())
+        assert (await push_weights(sender, router, 8, timeout_s=60)).checksum == checksum(weights.tensors())
         await router.remove(engine.name)
         await router.close()
 

@@ -21,13 +21,12 @@ from tests.policies import make_policy, save_tiny_model
 from treadle.engine.protocol import WeightUpdate
 from treadle.errors import DeadlineError, EngineFailure, RunError
 from treadle.model.checksum import checksum
-from treadle.policy.single import SinglePolicy
-from treadle.weights import PolicySender, Transport, send
-from treadle.weights.collective import CollectiveTransport
+from treadle.policy.policy import SinglePolicy
+from treadle.weights import PolicySender, Transport, push_weights
+from treadle.weights.collective import BroadcastRank, CollectiveTransport, own_address
 from treadle.weights.disk import DiskTransport
-from treadle.weights.local import LocalTransport
-from treadle.weights.meeting import Seat, own_address
-from treadle.weights.parcel import Cast
+from treadle.weights.shared_memory import SharedMemoryTransport
+from treadle.weights.transfer import CastTensors
 
 BUCKET = 2048
 """Small, so that even a tiny model takes several."""
@@ -57,7 +56,7 @@ for line in sys.stdin:
 Make = Callable[[Path, int, float], Transport]
 
 TRANSPORTS: dict[str, Make] = {
-    "local": lambda folder, readers, wait: LocalTransport(timeout_s=wait, bucket_bytes=BUCKET),
+    "local": lambda folder, readers, wait: SharedMemoryTransport(timeout_s=wait, bucket_bytes=BUCKET),
     "collective": lambda folder, readers, wait: CollectiveTransport(
         host="127.0.0.1", receivers=readers, timeout_s=wait, bucket_bytes=BUCKET
     ),
@@ -146,7 +145,7 @@ def test_weights_arrive_bit_for_bit_at_every_receiver(
 ) -> None:
     transport = make(tmp_path, 2, 20.0)
     sender = PolicySender(policy, dtype=dtype, transport=transport)
-    report = asyncio.run(send(sender, Both(*readers), 3, timeout_s=30))
+    report = asyncio.run(push_weights(sender, Both(*readers), 3, timeout_s=30))
     sent = {name: tensor.to(dtype) for name, tensor in policy.tensors().items()}
     assert report.checksum == checksum(sent) and report.version == 3
     assert report.num_bytes == sum(tensor.nbytes for tensor in sent.values())
@@ -163,7 +162,7 @@ def test_versions_follow_each_other(
         for version in (1, 2, 3):
             with torch.no_grad():
                 next(iter(policy.tensors().values())).add_(0.5)
-            words.append((await send(sender, readers[0], version, timeout_s=30)).checksum)
+            words.append((await push_weights(sender, readers[0], version, timeout_s=30)).checksum)
         return words
 
     assert len(set(asyncio.run(main()))) == 3
@@ -188,7 +187,7 @@ def test_a_receiver_killed_on_the_way_fails_alone_and_nothing_is_left(
     assert asyncio.run(main()) < 5.0, "its death was noticed, not waited for"
     assert not list(tmp_path.iterdir())
     after = Reader("replica-10")
-    assert asyncio.run(send(sender, after, 2, timeout_s=30)).checksum == checksum(policy.tensors())
+    assert asyncio.run(push_weights(sender, after, 2, timeout_s=30)).checksum == checksum(policy.tensors())
     after.close()
 
 
@@ -241,7 +240,7 @@ async def _impatient(sender: PolicySender, stuck: Reader) -> None:
             return ""
 
     try:
-        await send(sender, Silent(), 1, timeout_s=1)
+        await push_weights(sender, Silent(), 1, timeout_s=1)
     finally:
         stuck.kill()
 
@@ -270,23 +269,23 @@ def test_a_broadcast_reaches_other_machines(policy: SinglePolicy, readers: tuple
         host = probe.getsockname()[0]
     assert not host.startswith("127.")
     transport = CollectiveTransport(host=host, receivers=1, timeout_s=10, bucket_bytes=BUCKET)
-    report = asyncio.run(send(PolicySender(policy, transport=transport), readers[0], 1, timeout_s=20))
+    report = asyncio.run(push_weights(PolicySender(policy, transport=transport), readers[0], 1, timeout_s=20))
     assert report.checksum == checksum(policy.tensors())
-    assert own_address(Seat(1, 1, 2), (host, 9)) == host == own_address(Seat(1, 0, 2), (host, 9))
-    assert own_address(Seat(1, 1, 2), ("127.0.0.1", 9)) == "127.0.0.1"
+    assert own_address(BroadcastRank(1, 1, 2), (host, 9)) == host == own_address(BroadcastRank(1, 0, 2), (host, 9))
+    assert own_address(BroadcastRank(1, 1, 2), ("127.0.0.1", 9)) == "127.0.0.1"
 
 
 def test_a_file_that_was_cut_off_is_named(policy: SinglePolicy, tmp_path: Path) -> None:
     transport = DiskTransport(tmp_path, bucket_bytes=BUCKET)
-    parcel = transport.offer(1, Cast(dict(policy.tensors()), None))
+    transfer = transport.offer(1, CastTensors(dict(policy.tensors()), None))
     file = tmp_path / "weights-1" / "bucket-00001.safetensors"
     file.write_bytes(file.read_bytes()[:-5])
     with pytest.raises(EngineFailure, match=rf"weights on disk, {file}"):
-        list(parcel.items())
+        list(transfer.items())
 
 
 def test_what_a_killed_sender_left_on_disk_goes_with_the_next_one(policy: SinglePolicy, tmp_path: Path) -> None:
-    DiskTransport(tmp_path).offer(1, Cast(dict(policy.tensors()), None))
+    DiskTransport(tmp_path).offer(1, CastTensors(dict(policy.tensors()), None))
     DiskTransport(tmp_path)
     assert not list(tmp_path.iterdir())
 

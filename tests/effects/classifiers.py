@@ -14,9 +14,9 @@ from tests.effects.models import classifier
 from tests.fake_endpoint import FakeEndpoint
 from tests.reward_models import make_task, make_trajectory
 from treadle.errors import TreadleError
-from treadle.reward.classifier.network import Network
+from treadle.reward.classifier.model import ClassifierModel
+from treadle.reward.context import RewardContext
 from treadle.reward.scorer import Scorer
-from treadle.reward.surroundings import Surroundings
 
 BASE = "model: {path: unused}\nreward: {num_workers: 0, retries: 0, classifiers: {it: {placement: thread}}}\n"
 ANSWERS = ("42", "It is forty-two, I think.", "6 * 7 is 42", "no")
@@ -33,7 +33,7 @@ async def scores(config: Any, held: threading.Event, go_on: threading.Event, key
             return str(error)
 
     try:
-        scorer = await Scorer.create(config.reward, Surroundings(api_keys=keys))
+        scorer = await Scorer.create(config.reward, RewardContext(api_keys=keys))
     except TreadleError as error:
         return str(error)
     async with scorer:
@@ -50,16 +50,16 @@ async def scores(config: Any, held: threading.Event, go_on: threading.Event, key
 def classified(directory: Path, **keys: Any) -> Any:
     """Scores, and how many texts each forward had; or why there are none. A server records what it is sent."""
     path, url = "reward.classifiers.*.path", "reward.classifiers.*.endpoint.base_url"
-    sizes, held, go_on, compute = list[int](), threading.Event(), threading.Event(), Network.score
+    sizes, held, go_on, compute = list[int](), threading.Event(), threading.Event(), ClassifierModel.score
 
-    def score(network: Network, texts: Sequence[Any]) -> list[float]:
+    def score(network: ClassifierModel, texts: Sequence[Any]) -> list[float]:
         held.set()
         go_on.wait(60)
         sizes.append(len(texts))
         return compute(network, texts)
 
     with FakeEndpoint() as endpoint, pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Network, "score", score)
+        patch.setattr(ClassifierModel, "score", score)
         keys[path] = str(classifier(keys.get(path, 0)))
         if url in keys:
             keys[url] = keys[url].format(endpoint.base_url)

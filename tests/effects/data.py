@@ -11,8 +11,7 @@ import pytest
 from tests.effects.cases import Case, cases, config_cases, training
 from tests.effects.models import tiny_model
 from treadle.checkpoint.store import Checkpoints
-from treadle.config.data import DataConfig
-from treadle.config.logging import LoggingConfig
+from treadle.config.root import DataConfig, LoggingConfig
 from treadle.data.tasks import TaskSource, load_training_tasks, load_validation_tasks
 from treadle.errors import ConfigError
 from treadle.observe.trackers import Trackers

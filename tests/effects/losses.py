@@ -9,16 +9,21 @@ import torch
 
 from tests.effects.cases import Case, cases
 from treadle.algorithm.advantage import AdvantageInputs
-from treadle.algorithm.aggregation import Denominator
-from treadle.algorithm.covariance import select_tokens
 from treadle.algorithm.estimators import compute_advantages
 from treadle.algorithm.kl import KLControl, penalise_kl
-from treadle.algorithm.objective import compute_policy_loss
-from treadle.algorithm.packed import MicroBatch
-from treadle.algorithm.value import ValueBatch, compute_value_loss
-from treadle.config.actor import ActorConfig, CriticConfig, OptimConfig, PolicyLossConfig
-from treadle.config.algorithm import AlgorithmConfig, KLControlConfig, RolloutCorrectionConfig
-from treadle.policy.schedule import learning_rate
+from treadle.algorithm.loss import ValueBatch, compute_policy_loss, compute_value_loss
+from treadle.algorithm.micro_batch import Denominator, MicroBatch
+from treadle.algorithm.policy_losses import select_tokens
+from treadle.config.training import (
+    ActorConfig,
+    AlgorithmConfig,
+    CriticConfig,
+    KLControlConfig,
+    OptimConfig,
+    PolicyLossConfig,
+    RolloutCorrectionConfig,
+)
+from treadle.policy.optimizer import learning_rate_at
 
 SIZES = (6, 1, 9, 4, 5, 3)
 NUM_TOKENS = sum(SIZES)
@@ -90,7 +95,7 @@ def value_loss(directory: Path, **keys: Any) -> float:
 
 
 def rates(directory: Path, **keys: Any) -> list[float]:
-    return [learning_rate(OptimConfig(**keys), step, 20) for step in range(1, 21)]
+    return [learning_rate_at(OptimConfig(**keys), step, 20) for step in range(1, 21)]
 
 
 def loss_of(section: str) -> Callable[..., list[float]]:

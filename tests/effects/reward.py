@@ -18,8 +18,8 @@ from tests.rollouts import renderer, save_model
 from treadle.config.reward import RewardConfig
 from treadle.engine.protocol import Engine
 from treadle.errors import TreadleError
+from treadle.reward.context import NO_CONTEXT, RewardContext
 from treadle.reward.scorer import Scorer
-from treadle.reward.surroundings import ALONE, Surroundings
 from treadle.rollout.engines import start_engines
 from treadle.types import Request, Row, StopReason, ToolResult, Trajectory, Turn
 
@@ -59,7 +59,7 @@ def make_sample(number: int) -> Trajectory:
     return replace(make_trajectory("42" + "!" * number, sample=number), rows=(row,))
 
 
-async def scores(reward: RewardConfig, surroundings: Surroundings = ALONE, count: int = 2) -> Any:
+async def scores(reward: RewardConfig, surroundings: RewardContext = NO_CONTEXT, count: int = 2) -> Any:
     """Scores of some samples of a task that are scored side by side, and of their group; or the failures."""
 
     async def one(sample: Trajectory) -> Any:
@@ -97,7 +97,7 @@ def scored(directory: Path, **keys: Any) -> Any:
         return engines
 
     config = configured(BASE, keys)
-    around = Surroundings(save_model(directory / "policy"), renderer(), None, start)
+    around = RewardContext(save_model(directory / "policy"), renderer(), None, start)
     return virtual_time.run(scores(config.reward, around)), started
 
 
@@ -130,7 +130,7 @@ def at_endpoint(directory: Path, **keys: Any) -> Any:
         endpoint.message = {"content": "Score: 3"}
         endpoint.models = replace(endpoint.models, delay_s=0.05)
         given = {**keys, "reward.judges.*.engine.openai.base_url": keys[f"{ENGINE}.openai.base_url"].format(url)}
-        around = Surroundings(
+        around = RewardContext(
             save_model(directory), renderer(), None, start_engines, api_keys={"ONE": "key 1", "TWO": "key 2"}
         )
         found = asyncio.run(scores(configured(BASE, given).reward, around, count=1))

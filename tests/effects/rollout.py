@@ -15,7 +15,7 @@ from treadle.config import RolloutConfig
 from treadle.errors import TreadleError
 from treadle.rollout import AgentLoopBase, Session
 from treadle.rollout.environment import Reply
-from treadle.rollout.service import Kind, Parts, RolloutService
+from treadle.rollout.service import RolloutKind, RolloutParts, RolloutService
 from treadle.types import Batch, Request, Task, Trajectory
 
 HERE = __name__
@@ -131,12 +131,14 @@ def described(trajectory: Trajectory) -> Any:
     return *known, trajectory.messages, turns, rows, times
 
 
-async def sampled(keys: dict[str, Any], asks: str, kind: Kind = Kind.TRAINING, agent: str | None = None) -> Any:
+async def sampled(
+    keys: dict[str, Any], asks: str, kind: RolloutKind = RolloutKind.TRAINING, agent: str | None = None
+) -> Any:
     """The batch of two tasks with all its times, stall reports, and when closing was over; or the error."""
     random.seed(0)  # of the waits between attempts
     clock, stalls = asyncio.get_running_loop().time, list[Any]()
     rollout = configured(BASE, keys).rollout
-    parts = Parts(renderer=renderer(), on_stall=lambda report: stalls.append((report.now, report.waits)))
+    parts = RolloutParts(renderer=renderer(), on_stall=lambda report: stalls.append((report.now, report.waits)))
     model, asked = configured(BASE, {}).model, [task(f"t{at}", agent=agent) for at in range(2)]
     asked = [replace(item, messages=({"role": "user", "content": asks},)) for item in asked]
     service = await RolloutService.start(rollout, model, None, parts)
@@ -151,7 +153,9 @@ async def sampled(keys: dict[str, Any], asks: str, kind: Kind = Kind.TRAINING, a
     return [described(item) for item in batch.trajectories], batch.dropped, stalls, round(clock(), 6)
 
 
-def asking(asks: str, kind: Kind = Kind.TRAINING, agent: str | None = None, run: Any = virtual_time.run) -> Any:
+def asking(
+    asks: str, kind: RolloutKind = RolloutKind.TRAINING, agent: str | None = None, run: Any = virtual_time.run
+) -> Any:
     def observe(directory: Path, **keys: Any) -> Any:
         return run(sampled(keys, asks, kind, agent))
 
@@ -163,8 +167,8 @@ def closed(directory: Path, **keys: Any) -> float:
 
     async def main() -> float:
         config, clock = configured(BASE, keys), asyncio.get_running_loop().time
-        service = await RolloutService.start(config.rollout, config.model, None, Parts(renderer=renderer()))
-        running = asyncio.ensure_future(service.generate([task()], Kind.TRAINING))
+        service = await RolloutService.start(config.rollout, config.model, None, RolloutParts(renderer=renderer()))
+        running = asyncio.ensure_future(service.generate([task()], RolloutKind.TRAINING))
         await asyncio.sleep(1)
         began = clock()
         await service.close()
@@ -182,11 +186,11 @@ def in_processes(directory: Path, **keys: Any) -> Any:
     async def main() -> Any:
         config = configured(BASE, keys)
         try:
-            service = await RolloutService.start(config.rollout, config.model, None, Parts(renderer=renderer()))
+            service = await RolloutService.start(config.rollout, config.model, None, RolloutParts(renderer=renderer()))
         except TreadleError as error:
             return str(error)
         try:
-            batch = await service.generate([task()], Kind.TRAINING)
+            batch = await service.generate([task()], RolloutKind.TRAINING)
         finally:
             await service.close()
         return [(item.outcome, item.messages, item.extra) for item in batch.trajectories]
@@ -216,7 +220,7 @@ DOWN = {**TOOLS, "rollout.multi_turn.tools": [f"{HERE}:unreachable"]}
 EFFECTS: dict[str, Case] = {
     **config_cases("rollout", asking("sampling"), *SAMPLED, ("seed", 1, 2), ("ignore_eos", False, True)),
     **config_cases("rollout", asking("sampling"), ("response_length", 400, 450)),
-    **config_cases("rollout.val_kwargs", asking("sampling", Kind.VALIDATION), *SAMPLED),
+    **config_cases("rollout.val_kwargs", asking("sampling", RolloutKind.VALIDATION), *SAMPLED),
     **config_cases(
         "rollout",
         asking("final"),

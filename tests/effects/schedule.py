@@ -11,16 +11,16 @@ from tests import virtual_time
 from tests.effects.cases import Case, config_cases, configured, training
 from tests.rollouts import renderer, task
 from tests.schedules import ASYNC, BASE, Rollout, Trial
-from treadle.cluster.training import _Receiver
+from treadle.cluster.training import _RolloutReceiver
 from treadle.config import Machine, make_plan
 from treadle.engine.protocol import WeightUpdate
 from treadle.errors import TreadleError
 from treadle.model.checksum import checksum
 from treadle.observe.trackers import Trackers
-from treadle.rollout.service import Kind, Parts, RolloutService
+from treadle.rollout.service import RolloutKind, RolloutParts, RolloutService
 from treadle.types import Batch
-from treadle.weights.parcel import Cast
-from treadle.weights.route import Route
+from treadle.weights.transfer import CastTensors
+from treadle.weights.transports import TransportSpec
 
 SCRIPTED = "model: {path: unused}\nrollout: {name: scripted, agent: {num_workers: 0}}\ntrainer: {}\n"
 
@@ -82,10 +82,10 @@ def updated(directory: Path, **keys: Any) -> Any:
 
     async def main() -> Any:
         clock = asyncio.get_running_loop().time
-        service = await RolloutService.start(slow.rollout, slow.model, None, Parts(renderer=renderer()))
+        service = await RolloutService.start(slow.rollout, slow.model, None, RolloutParts(renderer=renderer()))
         service.name = "rollout"  # type: ignore[attr-defined]
-        receiver = _Receiver(service, config.trainer.on_weight_update)  # type: ignore[arg-type]
-        running = asyncio.ensure_future(service.generate([task()], Kind.TRAINING))
+        receiver = _RolloutReceiver(service, config.trainer.on_weight_update)  # type: ignore[arg-type]
+        running = asyncio.ensure_future(service.generate([task()], RolloutKind.TRAINING))
         await asyncio.sleep(10)
         tensors = {"weight": torch.zeros(1)}
         await receiver.update_weights(WeightUpdate(1, checksum(tensors), tensors))
@@ -104,11 +104,11 @@ def sent(directory: Path, **keys: Any) -> Any:
     if keys.get(key) is not None:
         keys[key] = str(directory / keys[key])
     keys["logging.run_dir"] = str(directory / "run")
-    transport = Route.of(training(BASE, keys), replicas=1, device="cpu").open()
+    transport = TransportSpec.of(training(BASE, keys), replicas=1, device="cpu").open()
     tensors = {name: torch.ones(180_000) for name in ("a", "b")}
     try:
-        parcel = transport.offer(1, Cast(tensors, torch.float32))
-        return type(transport).__name__, len(parcel.buckets), sorted(str(path) for path in directory.rglob("*"))
+        transfer = transport.offer(1, CastTensors(tensors, torch.float32))
+        return type(transport).__name__, len(transfer.buckets), sorted(str(path) for path in directory.rglob("*"))
     finally:
         transport.close()
 

@@ -14,8 +14,8 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from tests.effects.cases import Case, config_cases, training
 from tests.effects.models import tiny_model
 from tests.effects.training import BASE
-from treadle.cluster.networks import sharded_spec
-from treadle.policy.rank import FSDPRank, Seat
+from treadle.cluster.runtime import sharded_spec
+from treadle.policy.rank import FSDPRank, RankSpec
 
 SHARDED = {"actor._target_": "treadle.config.FSDPActorConfig", "trainer.processes_per_node": 4}
 ALSO = {
@@ -33,7 +33,7 @@ def cut(name: str) -> Callable[..., Any]:
         config = training(BASE, {**SHARDED, **ALSO[name], "model.path": str(tiny_model()), **keys})
         distributed.init_process_group("fake", store=FakeStore(), rank=0, world_size=4)
         try:
-            seat = Seat(0, 4, "127.0.0.1", 0, "", "cpu", 60.0)
+            seat = RankSpec(0, 4, "127.0.0.1", 0, "", "cpu", 60.0)
             rank = FSDPRank(seat, sharded_spec(config, steps=1))
             network: Any = getattr(rank, name)._network
             return [_describe(part) for part in network.module.modules() if isinstance(part, FSDPModule)]

@@ -13,7 +13,7 @@ from tests.effects.cases import Case, config_cases, training
 from tests.effects.models import tiny_model
 from tests.policies import make_groups, save_tiny_model
 from tests.rollouts import task
-from treadle.cluster.networks import load_networks
+from treadle.cluster.runtime import load_networks
 from treadle.config import TrainConfig
 from treadle.data.tasks import TaskSource
 from treadle.errors import TreadleError

@@ -10,7 +10,7 @@ import torch
 
 from treadle.algorithm.advantage import AdvantageInputs, Advantages
 from treadle.algorithm.estimators import ESTIMATORS, find_estimator
-from treadle.config.algorithm import AlgorithmConfig
+from treadle.config.training import AlgorithmConfig
 from treadle.types import Group, Outcome, Row, Score, StopReason, Task, Trajectory, Turn
 
 Rows = list[np.ndarray]

@@ -6,13 +6,11 @@ import numpy as np
 import pytest
 import torch
 
-from treadle.algorithm.aggregation import Denominator
-from treadle.algorithm.correction import Correction, correct
-from treadle.algorithm.measures import merge, read
-from treadle.algorithm.objective import compute_policy_loss
-from treadle.algorithm.packed import LossOutput, MicroBatch
-from treadle.config.actor import ActorConfig, PolicyLossConfig
-from treadle.config.algorithm import RolloutCorrectionConfig
+from treadle.algorithm.loss import compute_policy_loss
+from treadle.algorithm.metrics import merge_metrics, read_metrics
+from treadle.algorithm.micro_batch import Denominator, LossOutput, MicroBatch
+from treadle.algorithm.rollout_correction import RolloutCorrection, correct_rollout
+from treadle.config.training import ActorConfig, PolicyLossConfig, RolloutCorrectionConfig
 
 
 @dataclass
@@ -44,9 +42,9 @@ def index(sequences: list[Sequence]) -> torch.Tensor:
     return torch.tensor([at for at, sequence in enumerate(sequences) for _ in sequence.mask])
 
 
-def run(sequences: list[Sequence], rollout_correction: RolloutCorrectionConfig) -> Correction:
+def run(sequences: list[Sequence], rollout_correction: RolloutCorrectionConfig) -> RolloutCorrection:
     old, rollout, mask = (flat(sequences, name) for name in ("old", "rollout", "mask"))
-    return correct(old, rollout, mask, index(sequences), len(sequences), rollout_correction)
+    return correct_rollout(old, rollout, mask, index(sequences), len(sequences), rollout_correction)
 
 
 @pytest.mark.parametrize("level", ["token", "sequence", "none", None])
@@ -82,7 +80,7 @@ def test_rejection_has_two_bounds(level: str, lower: float | None) -> None:
     expected = [keeps(sequence, level, lower or 0.8, 1.25) for sequence in sequences]
     found = run(sequences, chosen)
     np.testing.assert_array_equal(found.keep_T.numpy(), np.concatenate(expected))
-    measured = read(found.measures)
+    measured = read_metrics(found.measures)
     gone = [sequence.mask & ~keep for sequence, keep in zip(sequences, expected, strict=True)]
     tokens = sum(sequence.mask.sum() for sequence in sequences)
     assert 0 < sum(row.sum() for row in gone) < tokens
@@ -94,7 +92,7 @@ def test_rejection_has_two_bounds(level: str, lower: float | None) -> None:
 @pytest.mark.parametrize("level", ["token", "sequence"])
 def test_measures_tell_how_far_apart_the_policies_are(level: str) -> None:
     sequences = make(2)
-    found = read(run(sequences, RolloutCorrectionConfig(rollout_is=level, rollout_is_threshold=1.2)).measures)
+    found = read_metrics(run(sequences, RolloutCorrectionConfig(rollout_is=level, rollout_is_threshold=1.2)).measures)
     logs = [(sequence.old - sequence.rollout)[sequence.mask] for sequence in sequences if sequence.mask.any()]
     tokens = np.concatenate(logs)
     ratios = np.exp(tokens if level == "token" else np.array([log.sum() for log in logs]))
@@ -130,7 +128,7 @@ def test_every_asynchronous_choice_reports_divergence_effective_samples_and_clip
         RolloutCorrectionConfig(rollout_is="sequence", rollout_rs="geometric", rollout_rs_threshold=1.2),
         RolloutCorrectionConfig(rollout_is="token", bypass_mode=True),
     ):
-        measured = read(output_of(make(8), "vanilla", chosen).measures)
+        measured = read_metrics(output_of(make(8), "vanilla", chosen).measures)
         assert {f"rollout_corr/{name}" for name in wanted} <= measured.keys()
         assert {"actor/pg_clipfrac", "actor/pg_clipfrac_lower", "actor/ppo_kl"} <= measured.keys()
         assert 0 < measured["rollout_corr/rollout_is_eff_sample_size"] < 1
@@ -139,7 +137,7 @@ def test_every_asynchronous_choice_reports_divergence_effective_samples_and_clip
 
 def test_samples_of_the_policy_itself_are_worth_all_of_themselves() -> None:
     sequences = [replace(sequence, rollout=sequence.old) for sequence in make(9)]
-    measured = read(run(sequences, RolloutCorrectionConfig(rollout_is="token")).measures)
+    measured = read_metrics(run(sequences, RolloutCorrectionConfig(rollout_is="token")).measures)
     assert measured["rollout_corr/rollout_is_eff_sample_size"] == pytest.approx(1)
     assert measured["rollout_corr/k3_kl"] == pytest.approx(0, abs=1e-12)
 
@@ -153,7 +151,9 @@ def test_rejected_samples_are_worth_nothing() -> None:
         weights.append((np.minimum(ratio, 2.0) * keeps(sequence, "token", 0.8, 1.25))[sequence.mask])
     flat_weights = np.concatenate(weights)
     worth = flat_weights.sum() ** 2 / (len(flat_weights) * (flat_weights**2).sum())
-    assert read(run(sequences, chosen).measures)["rollout_corr/rollout_is_eff_sample_size"] == pytest.approx(worth)
+    assert read_metrics(run(sequences, chosen).measures)["rollout_corr/rollout_is_eff_sample_size"] == pytest.approx(
+        worth
+    )
 
 
 @pytest.mark.parametrize("level", ["token", "sequence"])
@@ -161,7 +161,7 @@ def test_measures_of_micro_batches_join_to_those_of_the_batch(level: str) -> Non
     sequences = make(4)
     chosen = RolloutCorrectionConfig(rollout_is=level, rollout_rs="geometric", rollout_rs_threshold=1.1)
     parts = [run(part, chosen).measures for part in (sequences[:1], sequences[1:4], sequences[4:])]
-    assert read(merge(parts)) == pytest.approx(read(run(sequences, chosen).measures))
+    assert read_metrics(merge_metrics(parts)) == pytest.approx(read_metrics(run(sequences, chosen).measures))
 
 
 def ppo(ratio: np.ndarray, a: np.ndarray) -> np.ndarray:
@@ -232,7 +232,7 @@ def test_weights_divide_by_the_distribution_sampled_from_and_differences_compare
     drawn = policy * kept / (policy * kept).sum()
     tokens = torch.tensor([0, 1])
     logs = policy.log()[tokens]
-    found = correct(
+    found = correct_rollout(
         logs,
         logs,
         torch.ones(2, dtype=torch.bool),
@@ -245,6 +245,6 @@ def test_weights_divide_by_the_distribution_sampled_from_and_differences_compare
     expected = (policy[tokens] * value).sum()
     assert (drawn[tokens] * found.weights_T * value).sum().item() == pytest.approx(expected.item())
     assert found.keep_T.all(), "what truncation does is no reason to reject"
-    figures = read(found.measures)
+    figures = read_metrics(found.measures)
     assert figures["rollout_corr/k3_kl"] == 0.0
     assert figures["rollout_corr/processed_kl"] == pytest.approx(-np.log(0.8))

@@ -5,8 +5,7 @@ import pytest
 import torch
 
 from treadle.algorithm.kl import Estimator, KLControl, estimate_kl, kl_loss, penalise_kl
-from treadle.config.actor import KLLossType
-from treadle.config.algorithm import AlgorithmConfig, KLControlConfig
+from treadle.config.training import AlgorithmConfig, KLControlConfig, KLLossType
 
 ESTIMATORS: list[Estimator] = ["k1", "k2", "k3"]
 KINDS: list[KLLossType] = ["k1", "k1+", "k2", "k3", "k3+"]

@@ -12,8 +12,7 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-from treadle.engine.native.penalties import Penalties
-from treadle.engine.native.sampling import Controls, keep_likely, sample
+from treadle.engine.native.sampler import Penalties, SamplingMetadata, apply_top_k_top_p, sample
 
 ROWS, WORDS = 64, 200
 
@@ -22,8 +21,8 @@ def logits(seed: int = 0) -> Tensor:
     return 3 * torch.randn(ROWS, WORDS, generator=torch.Generator().manual_seed(seed))
 
 
-def controls(*, temperature: float = 1.0, top_p: float = 1.0, top_k: int = -1, min_p: float = 0.0) -> Controls:
-    return Controls(
+def controls(*, temperature: float = 1.0, top_p: float = 1.0, top_k: int = -1, min_p: float = 0.0) -> SamplingMetadata:
+    return SamplingMetadata(
         torch.full((ROWS,), temperature),
         torch.full((ROWS,), top_p),
         torch.full((ROWS,), top_k),
@@ -50,7 +49,7 @@ def test_the_distribution_sampled_from_is_that_of_transformers(settings: dict, p
     given = controls(temperature=temperature, **settings)
     warpers = LogitsProcessorList([TemperatureLogitsWarper(temperature), *processors])
     expected = warpers(torch.zeros(ROWS, 1, dtype=torch.long), logits()).softmax(-1)
-    kept = keep_likely((logits() / temperature).softmax(-1), given.top_k, given.top_p, given.min_p)
+    kept = apply_top_k_top_p((logits() / temperature).softmax(-1), given.top_k, given.top_p, given.min_p)
     assert torch.allclose(kept / kept.sum(-1, keepdim=True), expected, atol=1e-6)
     drawn = sample(logits(), given, filtered=True)
     at = drawn.ids.unsqueeze(1)

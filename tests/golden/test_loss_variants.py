@@ -22,12 +22,11 @@ from tests.golden.test_losses import (
     share,
     slopes,
 )
-from treadle.algorithm.aggregation import Denominator
-from treadle.algorithm.correction import correct, mask_off_policy
-from treadle.algorithm.measures import read
-from treadle.algorithm.objective import LOSSES, compute_policy_loss
-from treadle.config.actor import SEQUENCE_MEAN_LOSSES, ActorConfig, PolicyLossConfig
-from treadle.config.algorithm import RolloutCorrectionConfig
+from treadle.algorithm.loss import LOSSES, compute_policy_loss
+from treadle.algorithm.metrics import read_metrics
+from treadle.algorithm.micro_batch import Denominator
+from treadle.algorithm.rollout_correction import correct_rollout, off_policy_mask
+from treadle.config.training import SEQUENCE_MEAN_LOSSES, ActorConfig, PolicyLossConfig, RolloutCorrectionConfig
 
 LEVELS = ["none", "token", "sequence", "geometric"]
 
@@ -51,7 +50,7 @@ def test_the_bound_of_dual_clipping_is_the_delta_of_two_sided_clipping() -> None
     output, batch = share(sequences, denominator(sequences), config("vanilla", "token-mean"))
     assert output.loss.item() == pytest.approx(two_sided(now), abs=1e-12)
     np.testing.assert_allclose(gradient(batch.logprobs_T), slopes(two_sided, now), atol=1e-7)
-    assert read(output.measures)["actor/pg_clipfrac_lower"] > 0
+    assert read_metrics(output.measures)["actor/pg_clipfrac_lower"] > 0
 
 
 def test_dual_clipping_can_be_left_out() -> None:
@@ -115,7 +114,7 @@ def test_the_off_policy_sequence_mask_equals_its_formula(name: str, bypass: bool
     plain, _ = share(silent, denominator(sequences), actor, RolloutCorrectionConfig(bypass_mode=bypass))
     assert output.loss.item() == pytest.approx(plain.loss.item(), abs=1e-12)
     fraction = sequences[7].mask.sum() / sum(sequence.mask.sum() for sequence in sequences)
-    assert read(output.measures)["rollout_corr/off_policy_masked_fraction"] == pytest.approx(fraction)
+    assert read_metrics(output.measures)["rollout_corr/off_policy_masked_fraction"] == pytest.approx(fraction)
     assert fraction > 0
 
 
@@ -169,13 +168,13 @@ def test_rejected_and_masked_tokens_have_no_gradient(
     compute_policy_loss(batch, denominator(sequences), actor, chosen).loss.backward()
     assert batch.old_logprobs_T is not None and batch.rollout_logprobs_T is not None and batch.entropy_T is not None
     before_T = batch.logprobs_T.detach() if chosen.bypass_mode else batch.old_logprobs_T
-    kept_T = correct(
+    kept_T = correct_rollout(
         before_T, batch.rollout_logprobs_T, batch.mask_T, batch.sequence_T, batch.num_sequences, chosen
     ).keep_T
     for slope in (gradient(batch.logprobs_T), gradient(batch.entropy_T)):
         assert np.isfinite(slope).all() and (slope[~kept_T.numpy()] == 0).all()
     if chosen.off_policy_mask_threshold is not None:
-        masked_T = mask_off_policy(
+        masked_T = off_policy_mask(
             batch.logprobs_T.detach(),
             batch.rollout_logprobs_T,
             batch.advantages_T,

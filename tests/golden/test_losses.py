@@ -10,14 +10,17 @@ import numpy as np
 import pytest
 import torch
 
-from treadle.algorithm.aggregation import Denominator
-from treadle.algorithm.covariance import select_tokens
-from treadle.algorithm.measures import merge, read
-from treadle.algorithm.objective import LOSSES, compute_policy_loss
-from treadle.algorithm.packed import LossOutput, MicroBatch
-from treadle.algorithm.value import ValueBatch, compute_value_loss
-from treadle.config.actor import SEQUENCE_MEAN_LOSSES, ActorConfig, CriticConfig, PolicyLossConfig
-from treadle.config.algorithm import RolloutCorrectionConfig
+from treadle.algorithm.loss import LOSSES, ValueBatch, compute_policy_loss, compute_value_loss
+from treadle.algorithm.metrics import merge_metrics, read_metrics
+from treadle.algorithm.micro_batch import Denominator, LossOutput, MicroBatch
+from treadle.algorithm.policy_losses import select_tokens
+from treadle.config.training import (
+    SEQUENCE_MEAN_LOSSES,
+    ActorConfig,
+    CriticConfig,
+    PolicyLossConfig,
+    RolloutCorrectionConfig,
+)
 
 MODES = ["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"]
 LOW, HIGH, BOUND, SCALE = 0.2, 0.3, 1.8, 12.0
@@ -244,8 +247,8 @@ def test_any_split_of_a_mini_batch_gives_the_same_loss_gradient_and_measures(nam
         assert sum(output.loss.item() for output, _ in shares) == pytest.approx(whole.loss.item(), rel=1e-13, abs=1e-14)
         gradients = np.concatenate([gradient(part.logprobs_T) for _, part in shares])
         np.testing.assert_allclose(gradients, gradient(batch.logprobs_T), rtol=1e-13, atol=1e-15)
-        together = read(merge([output.measures for output, _ in shares]))
-        assert together == pytest.approx(read(whole.measures), rel=1e-12, abs=1e-14)
+        together = read_metrics(merge_metrics([output.measures for output, _ in shares]))
+        assert together == pytest.approx(read_metrics(whole.measures), rel=1e-12, abs=1e-14)
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -269,7 +272,7 @@ def test_kl_and_entropy_are_added_to_the_loss(estimator: str, mode: str) -> None
 
 def test_measures_say_how_far_the_policy_moved_and_how_much_was_clipped() -> None:
     sequences = make(4)
-    measured = read(share(sequences, denominator(sequences), config("vanilla", "token-mean"))[0].measures)
+    measured = read_metrics(share(sequences, denominator(sequences), config("vanilla", "token-mean"))[0].measures)
     log = np.concatenate([(sequence.now - sequence.old)[sequence.mask] for sequence in sequences])
     a = np.concatenate([sequence.advantages[sequence.mask] for sequence in sequences])
     entropy = np.concatenate([sequence.entropy[sequence.mask] for sequence in sequences])
@@ -344,7 +347,7 @@ def test_the_value_loss_equals_its_formula_in_any_split(mode: str) -> None:
     shares = [value_share(sequences[:2]), value_share(sequences[2:])]
     assert value_share(sequences).loss.item() == pytest.approx(aggregate(rows, mode), abs=1e-12)
     assert sum(output.loss.item() for output in shares) == pytest.approx(aggregate(rows, mode), abs=1e-12)
-    measured = read(merge([output.measures for output in shares]))
+    measured = read_metrics(merge_metrics([output.measures for output in shares]))
     assert measured["critic/vf_clipfrac"] == pytest.approx(np.concatenate(clipped).mean())
 
 
@@ -368,4 +371,4 @@ def test_what_stands_on_unsampled_tokens_never_matters(name: str) -> None:
     dirty = share(spoilt, denominator(sequences), actor, correction)
     assert dirty[0].loss.item() == clean[0].loss.item()
     np.testing.assert_array_equal(gradient(dirty[1].logprobs_T), gradient(clean[1].logprobs_T))
-    assert read(dirty[0].measures) == read(clean[0].measures)
+    assert read_metrics(dirty[0].measures) == read_metrics(clean[0].measures)

@@ -11,9 +11,7 @@ from transformers import LlamaForCausalLM
 
 from tests.policies import make_groups, make_policy, save_tiny_model
 from treadle.algorithm.advantage import rows_of
-from treadle.config.actor import OptimConfig
-from treadle.config.algorithm import AlgorithmConfig
-from treadle.config.trainer import TrainerConfig
+from treadle.config.training import AlgorithmConfig, OptimConfig, TrainerConfig
 from treadle.trainer.step import StepParts, train_step
 from treadle.types import Group, Outcome, StopReason
 

@@ -13,13 +13,12 @@ from tempfile import mkdtemp
 import pytest
 from transformers import PreTrainedTokenizerFast
 
-from treadle.config.model import ModelConfig
-from treadle.config.rollout import MultiTurnConfig
-from treadle.data.proof import Verdict
+from treadle.config.rollout import ModelConfig, MultiTurnConfig
 from treadle.data.renderer import Renderer
+from treadle.data.rendering_proof import BoundaryVerdict
 from treadle.errors import ConfigError
 from treadle.rollout.parsers import PARSERS, parser
-from treadle.rollout.template_check import check_template
+from treadle.rollout.startup_checks import check_template
 
 HERE = Path(__file__).parent
 NAMES = sorted(path.stem for path in (HERE / "templates" / "trl").glob("*.jinja"))
@@ -103,8 +102,8 @@ def test_every_boundary_renders_right_or_is_refused_by_name(name: str) -> None:
     for check in renderer_of(name).proof.checks:
         if name == "gemma4_v5" and "tool" in check.boundary and "calls" not in check.boundary:
             continue  # results that follow no call: its turns go on after calls only
-        assert check.verdict is not Verdict.DIFFERS, check
-        assert check.verdict is not Verdict.REFUSED or "the chat template" in check.detail
+        assert check.verdict is not BoundaryVerdict.DIFFERS, check
+        assert check.verdict is not BoundaryVerdict.REFUSED or "the chat template" in check.detail
 
 
 @pytest.mark.parametrize("name", NAMES)

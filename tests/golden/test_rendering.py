@@ -12,7 +12,7 @@ from tempfile import TemporaryDirectory
 import pytest
 from transformers import PreTrainedTokenizerFast
 
-from treadle.config.model import ModelConfig
+from treadle.config.rollout import ModelConfig
 from treadle.data.renderer import Renderer
 from treadle.types import Message
 

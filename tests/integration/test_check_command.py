@@ -10,10 +10,10 @@ import pytest
 import treadle
 from treadle.cli.main import main
 from treadle.config import load, loads
-from treadle.config.recipe import recipe_names
+from treadle.config.load import recipe_names
 from treadle.model.tokenizer import resolve_model_path
 from treadle.preflight import memory
-from treadle.preflight.checks import inspect_run
+from treadle.preflight.checks import run_preflight
 
 EXAMPLES = Path(treadle.__file__).parents[1] / "examples"
 CONFIG = """
@@ -200,11 +200,11 @@ def test_runs_begin_with_the_quick_part(here, run, command):
 def test_a_key_for_an_endpoint_elsewhere_must_be_there():
     text = "model: {path: treadle/tiny-calculator}\ndata: {train_files: [tasks.jsonl]}\n"
     text += "rollout: {name: openai, openai: {base_url: 'https://api.example.com/v1'}}\n"
-    found = {item.key for item in inspect_run(loads(text), {}, thorough=False).mistakes}
+    found = {item.key for item in run_preflight(loads(text), {}, thorough=False).mistakes}
     assert "rollout.openai.api_key_env" in found
-    there = inspect_run(loads(text), {"OPENAI_API_KEY": "k"}, thorough=False).mistakes
+    there = run_preflight(loads(text), {"OPENAI_API_KEY": "k"}, thorough=False).mistakes
     assert "rollout.openai.api_key_env" not in {item.key for item in there}
-    local = inspect_run(loads(text.replace("https://api.example.com", "http://10.0.0.7:8000")), {}, thorough=False)
+    local = run_preflight(loads(text.replace("https://api.example.com", "http://10.0.0.7:8000")), {}, thorough=False)
     assert "rollout.openai.api_key_env" not in {item.key for item in local.mistakes}
 
 

@@ -9,8 +9,8 @@ from pathlib import Path
 
 from tests.policies import make_policy, save_tiny_model
 from treadle.checkpoint import Checkpoints, latest
-from treadle.config.model import ModelConfig
-from treadle.config.trainer import CheckpointConfig
+from treadle.config.rollout import ModelConfig
+from treadle.config.training import CheckpointConfig
 from treadle.model.checksum import checksum
 
 WORK = """
@@ -18,9 +18,9 @@ import sys
 from pathlib import Path
 from tests.policies import make_groups, make_policy
 from treadle.checkpoint import Checkpoints
-from treadle.config.algorithm import AlgorithmConfig
-from treadle.config.model import ModelConfig
-from treadle.config.trainer import CheckpointConfig, TrainerConfig
+from treadle.config.training import AlgorithmConfig
+from treadle.config.rollout import ModelConfig
+from treadle.config.training import CheckpointConfig, TrainerConfig
 from treadle.model.checksum import checksum
 from treadle.trainer.step import StepParts, train_step
 

@@ -21,12 +21,12 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from tests.policies import make_groups, make_policy
 from treadle.algorithm.advantage import rows_of
 from treadle.checkpoint import export
-from treadle.checkpoint.export import copy_tokenizer
+from treadle.checkpoint.store import copy_tokenizer
 from treadle.config import ModelConfig, OptimConfig, RolloutConfig
 from treadle.data.renderer import Renderer
 from treadle.engine.native.engine import NativeEngine
 from treadle.model.tokenizer import resolve_model_path
-from treadle.policy.batch import TrainBatch, belongings
+from treadle.policy.protocol import TrainBatch, group_and_trajectory_ids
 from treadle.types import Request, SamplingParams
 
 MODEL = ModelConfig(path="treadle/tiny-calculator")
@@ -75,7 +75,7 @@ def make_batch() -> TrainBatch:
     groups = make_groups()
     rows = rows_of(groups)
     advantages = [(-1.0) ** at for at, row in enumerate(rows) for _ in row.ids]
-    return TrainBatch(rows, *belongings(groups), torch.tensor(advantages))
+    return TrainBatch(rows, *group_and_trajectory_ids(groups), torch.tensor(advantages))
 
 
 async def ask_engine(module: Any, prompts: list[list[int]], stops: tuple[int, ...]) -> list[list[int]]:

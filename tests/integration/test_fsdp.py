@@ -29,15 +29,13 @@ from tests.sharded import (
 from tests.tiny import FAMILIES, tiny
 from treadle.algorithm.advantage import rows_of
 from treadle.checkpoint import Checkpoints
-from treadle.config.actor import POLICY_LOSSES, PolicyLossConfig
-from treadle.config.algorithm import AlgorithmConfig
-from treadle.config.model import ModelConfig
-from treadle.config.trainer import CheckpointConfig, TrainerConfig
+from treadle.config.rollout import ModelConfig
+from treadle.config.training import POLICY_LOSSES, AlgorithmConfig, CheckpointConfig, PolicyLossConfig, TrainerConfig
 from treadle.errors import ConfigError
 from treadle.model.checksum import checksum
-from treadle.policy.batch import TrainBatch
+from treadle.policy.protocol import TrainBatch
 from treadle.policy.rank import FSDPRank
-from treadle.policy.ranks import Ranks
+from treadle.policy.rank_group import RankGroup
 from treadle.policy.sharded import ShardedCritic, ShardedNetworks, ShardedReference
 from treadle.trainer.step import StepParts, train_step
 
@@ -53,14 +51,14 @@ def tied(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def pair(directory: Path) -> Iterator[Ranks]:
+def pair(directory: Path) -> Iterator[RankGroup]:
     ranks = start(make_spec(directory), 2)
     yield ranks
     ranks.close()
 
 
 @pytest.fixture(scope="module")
-def four(directory: Path) -> Iterator[Ranks]:
+def four(directory: Path) -> Iterator[RankGroup]:
     ranks = start(make_spec(directory), 4)
     yield ranks
     ranks.close()
@@ -81,7 +79,7 @@ def interface(rank: FSDPRank) -> str | None:
 
 
 @pytest.mark.skipif(not Path("/proc/net/tcp").exists(), reason="sockets are read from Linux's /proc")
-def test_ranks_of_one_machine_listen_on_the_loopback_alone(pair: Ranks) -> None:
+def test_ranks_of_one_machine_listen_on_the_loopback_alone(pair: RankGroup) -> None:
     """Where the host's name is an address of the network, gloo would listen there: it is told the interface."""
     loopback = inet_aton("127.0.0.1")[::-1].hex().upper()
     assert pair.run("its sockets", listening) == [{loopback}, {loopback}]
@@ -97,7 +95,7 @@ SHARDINGS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("sharding", SHARDINGS)
 @pytest.mark.parametrize("model", ["directory", "tied"])
 def test_ten_steps_equal_those_of_one_device(
-    pair: Ranks, model: str, sharding: str, request: pytest.FixtureRequest
+    pair: RankGroup, model: str, sharding: str, request: pytest.FixtureRequest
 ) -> None:
     """Several epochs and mini batches, many micro batches, ragged groups, KL to a reference, recomputed activations."""
     spec = make_spec(
@@ -123,7 +121,7 @@ def test_ten_steps_equal_those_of_one_device(
     torch.testing.assert_close(policy.logprobs(batch.rows), single.logprobs(batch.rows), atol=1e-5, rtol=0)
 
 
-def test_ten_steps_with_a_critic_equal_those_of_one_device(pair: Ranks, directory: Path) -> None:
+def test_ten_steps_with_a_critic_equal_those_of_one_device(pair: RankGroup, directory: Path) -> None:
     spec = make_spec(directory, ppo_mini_batch_size=2)
     algorithm = AlgorithmConfig(adv_estimator="gae", use_kl_in_reward=True, gamma=0.99, lam=0.9)
     many = StepParts(
@@ -139,7 +137,7 @@ def test_ten_steps_with_a_critic_equal_those_of_one_device(pair: Ranks, director
 
 @pytest.mark.parametrize("loss_mode", POLICY_LOSSES)
 def test_every_loss_is_that_of_one_device_though_ranks_have_nothing_to_do(
-    four: Ranks, directory: Path, loss_mode: str
+    four: RankGroup, directory: Path, loss_mode: str
 ) -> None:
     """Three rows over four ranks: one computes without being counted, in every optimizer step."""
     loss = PolicyLossConfig(loss_mode=loss_mode, kl_cov_ratio=0.1, clip_cov_ratio=0.1, clip_cov_lb=-5)
@@ -153,7 +151,7 @@ def test_every_loss_is_that_of_one_device_though_ranks_have_nothing_to_do(
 
 
 @pytest.mark.parametrize("sharding", SHARDINGS)
-def test_copies_of_a_sharded_model_equal_one_device(four: Ranks, tied: Path, sharding: str) -> None:
+def test_copies_of_a_sharded_model_equal_one_device(four: RankGroup, tied: Path, sharding: str) -> None:
     """Two copies, each cut over two ranks."""
     spec = make_spec(tied, sharding={"fsdp_size": 2} | SHARDINGS[sharding], ppo_max_token_len_per_gpu=40, **EPOCHS)
     policy, single = load(four, spec), alone(spec)
@@ -164,12 +162,12 @@ def test_copies_of_a_sharded_model_equal_one_device(four: Ranks, tied: Path, sha
     assert largest_gap(policy.tensors(), single.tensors()) < 1e-5
 
 
-def test_ranks_that_do_not_divide_into_copies_are_refused(four: Ranks, directory: Path) -> None:
+def test_ranks_that_do_not_divide_into_copies_are_refused(four: RankGroup, directory: Path) -> None:
     with pytest.raises(ConfigError, match=r"actor\.fsdp_config\.fsdp_size: 3 does not divide 4 ranks"):
         load(four, make_spec(directory, sharding={"fsdp_size": 3}))
 
 
-def test_bf16_computes_as_on_one_device(pair: Ranks, tied: Path) -> None:
+def test_bf16_computes_as_on_one_device(pair: RankGroup, tied: Path) -> None:
     """Full weights in fp32, gathered and pushed in bf16."""
     spec = make_spec(tied, dtype="bf16")
     policy, single = load(pair, spec), alone(spec)
@@ -182,7 +180,7 @@ def test_bf16_computes_as_on_one_device(pair: Ranks, tied: Path) -> None:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_every_family_is_cut_and_put_together_again(pair: Ranks, family: str, tmp_path: Path) -> None:
+def test_every_family_is_cut_and_put_together_again(pair: RankGroup, family: str, tmp_path: Path) -> None:
     model = tiny(family, tie_word_embeddings=family == "gemma2")
     model.save_pretrained(tmp_path)
     spec = make_spec(tmp_path, ppo_max_token_len_per_gpu=120)
@@ -193,7 +191,7 @@ def test_every_family_is_cut_and_put_together_again(pair: Ranks, family: str, tm
     assert mine["actor/grad_norm"] == pytest.approx(theirs["actor/grad_norm"], rel=1e-4)
 
 
-def test_a_run_goes_on_at_any_number_of_ranks(pair: Ranks, four: Ranks, tied: Path, tmp_path: Path) -> None:
+def test_a_run_goes_on_at_any_number_of_ranks(pair: RankGroup, four: RankGroup, tied: Path, tmp_path: Path) -> None:
     """One device, two ranks, two copies over two ranks each, two ranks, one device: as if it had been one all along."""
     spec, copies = make_spec(tied, **EPOCHS), make_spec(tied, sharding={"fsdp_size": 2}, **EPOCHS)
     model = ModelConfig(path=str(tied))
@@ -218,7 +216,7 @@ def test_a_run_goes_on_at_any_number_of_ranks(pair: Ranks, four: Ranks, tied: Pa
     assert [path.name for path in saved.glob("training/optimizer*")] == ["optimizer.safetensors"]
 
 
-def test_a_sharded_checkpoint_has_a_file_from_each_rank(four: Ranks, tied: Path, tmp_path: Path) -> None:
+def test_a_sharded_checkpoint_has_a_file_from_each_rank(four: RankGroup, tied: Path, tmp_path: Path) -> None:
     policy = load(four, make_spec(tied, sharding={"fsdp_size": 2}))
     policy.train(make_batch(ragged(1)))
     ShardedCritic(four).save(tmp_path)
@@ -231,23 +229,23 @@ def test_a_sharded_checkpoint_has_a_file_from_each_rank(four: Ranks, tied: Path,
     ]
 
 
-def test_a_critic_goes_on_at_another_number_of_ranks(pair: Ranks, directory: Path, tmp_path: Path) -> None:
+def test_a_critic_goes_on_at_another_number_of_ranks(pair: RankGroup, directory: Path, tmp_path: Path) -> None:
     spec = make_spec(directory)
     load(pair, spec)
     sharded, rows = ShardedCritic(pair), rows_of(ragged(1))
 
-    def lesson(seed: int) -> TrainBatch:
+    def update(seed: int) -> TrainBatch:
         batch = make_batch(ragged(seed))
         zeros_T = torch.zeros_like(batch.advantages_T)
         return replace(batch, values_T=zeros_T, returns_T=zeros_T + 0.3)
 
-    sharded.train(lesson(1))
+    sharded.train(update(1))
     sharded.save(tmp_path / "two")
     one = critic_alone(spec)
     one.restore(tmp_path / "two")
     torch.testing.assert_close(one.values(rows), sharded.values(rows), atol=1e-6, rtol=0)
     for critic in (one, sharded):
-        critic.train(lesson(2))
+        critic.train(update(2))
     one.save(tmp_path / "one")
     load(pair, spec)
     sharded.restore(tmp_path / "one")
@@ -255,12 +253,12 @@ def test_a_critic_goes_on_at_another_number_of_ranks(pair: Ranks, directory: Pat
 
 
 def use_small_files(rank: FSDPRank, num_bytes: int) -> None:
-    from treadle.policy import export
+    from treadle.policy import hf_model
 
-    export.FILE_BYTES = num_bytes
+    hf_model.FILE_BYTES = num_bytes
 
 
-def test_a_large_model_is_exported_in_several_files(pair: Ranks, tied: Path, tmp_path: Path) -> None:
+def test_a_large_model_is_exported_in_several_files(pair: RankGroup, tied: Path, tmp_path: Path) -> None:
     policy = load(pair, make_spec(tied))
     policy.train(make_batch(ragged(1)))
     pair.run("setting up", use_small_files, 4096)
@@ -284,14 +282,14 @@ def publish(rank: FSDPRank, dtype: torch.dtype) -> str | None:
     return None
 
 
-def test_whole_weights_can_be_had_on_the_ranks(pair: Ranks, tied: Path) -> None:
+def test_whole_weights_can_be_had_on_the_ranks(pair: RankGroup, tied: Path) -> None:
     policy = load(pair, make_spec(tied))
     policy.train(make_batch(ragged(1)))
     narrow = {name: tensor.bfloat16() for name, tensor in policy.tensors().items()}
     assert pair.run("a push", publish, torch.bfloat16) == [checksum(narrow), None]
 
 
-def test_networks_over_ranks_are_those_of_the_spec(pair: Ranks, directory: Path) -> None:
+def test_networks_over_ranks_are_those_of_the_spec(pair: RankGroup, directory: Path) -> None:
     spec = make_spec(directory)
     networks = ShardedNetworks.over(pair._handles, replace(spec, critic=None), 60)
     assert networks.critic is None and networks.reference is not None and networks.policy.version == 0

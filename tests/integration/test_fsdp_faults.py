@@ -16,7 +16,7 @@ from tests.sharded import load, make_batch, make_spec, ragged, start
 from treadle.errors import ConfigError, DeadlineError, RunError
 from treadle.policy.local_ranks import LocalRanks
 from treadle.policy.rank import FSDPRank
-from treadle.policy.ranks import RankBroke, RankDied, Ranks
+from treadle.policy.rank_group import RankDied, RankFailed, RankGroup
 from treadle.policy.sharded import ShardedPolicy
 
 
@@ -26,7 +26,7 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def pair(directory: Path) -> Iterator[Ranks]:
+def pair(directory: Path) -> Iterator[RankGroup]:
     ranks = start(make_spec(directory), 2)
     yield ranks
     ranks.close()
@@ -37,9 +37,9 @@ def stumble(rank: FSDPRank) -> None:
         raise KeyError("layer 7")
 
 
-def test_an_unexpected_error_names_its_rank_and_ends_the_run(pair: Ranks) -> None:
-    ranks = Ranks(pair._handles, 60)
-    with pytest.raises(RankBroke, match=r"policy rank 1 \(pid \d+\) failed: KeyError: 'layer 7'"):
+def test_an_unexpected_error_names_its_rank_and_ends_the_run(pair: RankGroup) -> None:
+    ranks = RankGroup(pair._handles, 60)
+    with pytest.raises(RankFailed, match=r"policy rank 1 \(pid \d+\) failed: KeyError: 'layer 7'"):
         ranks.run("a push", stumble)
     with pytest.raises(RunError, match="cannot go on: policy rank 1"):
         ShardedPolicy(ranks).train(make_batch(ragged(1)))
@@ -74,7 +74,7 @@ def test_a_killed_rank_ends_the_run_with_its_cause(directory: Path) -> None:
     assert not is_alive(pids[0])
 
 
-def test_a_model_that_cannot_be_loaded_is_the_users_mistake(pair: Ranks, tmp_path: Path) -> None:
+def test_a_model_that_cannot_be_loaded_is_the_users_mistake(pair: RankGroup, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"model\.path"):
         load(pair, make_spec(tmp_path))
     with pytest.raises(ConfigError, match=r"model\.path"):

@@ -10,10 +10,10 @@ from transformers import AutoModelForCausalLM
 
 from tests.policies import save_tiny_model
 from tests.sharded import EPOCHS, alone, gaps, load, make_batch, make_spec, ragged, start
-from treadle.config.actor import FSDPCriticConfig, OptimConfig
+from treadle.config.training import FSDPCriticConfig, OptimConfig
 from treadle.model.checksum import checksum
 from treadle.policy.rank import FSDPRank
-from treadle.policy.ranks import Ranks
+from treadle.policy.rank_group import RankGroup
 from treadle.policy.sharded import ShardedCritic
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
@@ -28,7 +28,7 @@ def larger(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def gpu(larger: Path) -> Iterator[Ranks]:
+def gpu(larger: Path) -> Iterator[RankGroup]:
     ranks = start(make_spec(larger), 1, device="cuda:0")
     yield ranks
     ranks.close()
@@ -43,7 +43,7 @@ def gpu_bytes(rank: FSDPRank) -> int:
 
 @pytest.mark.parametrize("offload", ["none", *OFFLOADS])
 def test_on_a_gpu_offloading_frees_memory_and_changes_nothing(
-    gpu: Ranks, larger: Path, offload: str, tmp_path: Path
+    gpu: RankGroup, larger: Path, offload: str, tmp_path: Path
 ) -> None:
     sharding = {} if offload == "none" else {offload: True}
     slow = OptimConfig(lr=1e-5)
@@ -69,7 +69,7 @@ def test_on_a_gpu_offloading_frees_memory_and_changes_nothing(
     torch.testing.assert_close(again.logprobs(batch.rows), single.logprobs(batch.rows), atol=2e-3, rtol=0)
 
 
-def test_on_a_gpu_bf16_computes_as_on_one_device(gpu: Ranks, larger: Path) -> None:
+def test_on_a_gpu_bf16_computes_as_on_one_device(gpu: RankGroup, larger: Path) -> None:
     spec = make_spec(larger, dtype="bf16", sharding={"forward_prefetch": True})
     assert spec.critic is not None
     slow = FSDPCriticConfig(optim=OptimConfig(lr=1e-4), cliprange_value=10.0)

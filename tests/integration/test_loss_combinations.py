@@ -20,15 +20,13 @@ from tests.configs import TRAINING
 from tests.policies import CPU, make_groups, save_tiny_model
 from treadle.algorithm.advantage import rows_of
 from treadle.config import ConfigWarning, TrainConfig, loads
-from treadle.config.actor import POLICY_LOSSES, Aggregation
-from treadle.config.algorithm import GROUP_ESTIMATORS, OTHER_ESTIMATORS
+from treadle.config.training import GROUP_ESTIMATORS, OTHER_ESTIMATORS, POLICY_LOSSES, Aggregation
 from treadle.errors import ConfigError
 from treadle.model.load import load_causal_model
 from treadle.policy.critic import SingleCritic
-from treadle.policy.network import Network
-from treadle.policy.optimizer import Optimizer
-from treadle.policy.precision import Weights
-from treadle.policy.single import Sampling, SinglePolicy
+from treadle.policy.network import DecoderNetwork
+from treadle.policy.optimizer import MasterWeights, Optimizer
+from treadle.policy.policy import Sampling, SinglePolicy
 from treadle.trainer.step import StepParts, train_step
 from treadle.types import Group
 
@@ -87,10 +85,10 @@ class Bench:
         for name, weight in self._module.named_parameters():
             weight.copy_(self._start[name])
             weight.grad = None
-        weights = Weights(dict(self._module.named_parameters()), torch.float32)
+        weights = MasterWeights(dict(self._module.named_parameters()), torch.float32)
         actor, correction = config.actor, config.algorithm.rollout_correction
         return SinglePolicy(
-            Network(self._module),
+            DecoderNetwork(self._module),
             Optimizer("actor", weights, actor.optim, actor.grad_clip, 10),
             model=config.model,
             actor=actor,

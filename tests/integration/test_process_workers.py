@@ -12,7 +12,7 @@ from treadle.config import AgentLoopConfig, FailureConfig, LimitsConfig
 from treadle.errors import ConfigError
 from treadle.rollout.agent_loop import AgentLoopBase
 from treadle.rollout.manager import AgentLoopManager
-from treadle.rollout.service import Parts
+from treadle.rollout.service import RolloutParts
 from treadle.rollout.session import Session
 
 TOOLS = {"default_agent_loop": "tool_agent", "tools": ("tests.rollouts:add",)}
@@ -24,7 +24,9 @@ def model(tmp_path_factory):
 
 
 def generate(config, model, script, count=6):
-    with AgentLoopManager.create_blocking(rollout=config, model=model, parts=Parts(engines=[engine(script)])) as made:
+    with AgentLoopManager.create_blocking(
+        rollout=config, model=model, parts=RolloutParts(engines=[engine(script)])
+    ) as made:
         return made.generate_sequences_blocking(tasks(count))
 
 
@@ -83,7 +85,7 @@ def test_a_mistake_in_the_config_comes_back_from_the_process(model):
 def test_cancelling_a_call_cancels_the_sessions_in_the_processes(model):
     async def main() -> None:
         config = rollout(num_workers=2, limits=LimitsConfig(close_timeout_s=5.0))
-        parts = Parts(engines=[engine(hang_rate=1.0)])
+        parts = RolloutParts(engines=[engine(hang_rate=1.0)])
         async with await AgentLoopManager.create(rollout=config, model=model, parts=parts) as made:
             call = asyncio.ensure_future(made.generate_sequences(tasks(4)))
             await asyncio.sleep(0.3)

@@ -22,7 +22,7 @@ from treadle.config import AgentLoopConfig, Config, FailureConfig, ScriptedConfi
 from treadle.config.reward import JudgeConfig, JudgeEngineConfig, RewardConfig, RewardFunctionConfig
 from treadle.engine.router import Router
 from treadle.errors import ConfigError, RewardFailure
-from treadle.rollout.dispatch import Dispatcher, Order
+from treadle.rollout.dispatch import Dispatcher, RolloutRequest
 from treadle.rollout.worker import AgentLoopWorker
 from treadle.types import Outcome, Row, SamplingParams, StopReason, Trajectory
 
@@ -62,7 +62,7 @@ async def generate(config, model, engines, *, remote=0, count=6, body=None):
             workers.append(
                 await AgentLoopWorker.create(rollout=config, model=model, engine=router, renderer=renderer())
             )
-        order = Order(SamplingParams(config.response_length, stop_token_ids=renderer().stop_token_ids), 1)
+        order = RolloutRequest(SamplingParams(config.response_length, stop_token_ids=renderer().stop_token_ids), 1)
         async with asyncio.TaskGroup() as group:
             if body is not None:
                 group.create_task(body(workers))

@@ -9,10 +9,10 @@ import pytest
 from transformers import AutoTokenizer
 
 from tests.twins import Twins
-from treadle.config.model import ModelConfig
+from treadle.config.rollout import ModelConfig
 from treadle.data.encoder import HOSTILE
-from treadle.data.proof import Verdict
 from treadle.data.renderer import Renderer
+from treadle.data.rendering_proof import BoundaryVerdict
 
 HERMES = (Path(__file__).parents[1] / "golden" / "templates" / "hermes.jinja").read_text()
 CONVERT = """
@@ -42,7 +42,7 @@ def smollm2(tmp_path_factory: pytest.TempPathFactory) -> str:
 @pytest.mark.parametrize("template", [None, HERMES])
 def test_incremental_and_full_rendering_agree_everywhere(smollm2: str, template: str | None) -> None:
     renderer = Renderer.create(ModelConfig(path=smollm2, custom_chat_template=template))
-    assert {check.verdict for check in renderer.proof.checks} == {Verdict.AGREES}
+    assert {check.verdict for check in renderer.proof.checks} == {BoundaryVerdict.AGREES}
     assert all(check.fast for check in renderer.proof.checks)
 
 
@@ -71,7 +71,7 @@ def test_the_light_tokenizer_is_that_of_transformers(smollm2: str) -> None:
 
 START = """
 import sys, time
-from treadle.config.model import ModelConfig
+from treadle.config.rollout import ModelConfig
 from treadle.data.renderer import Renderer
 Renderer.create(ModelConfig(path=sys.argv[1]))
 (peak,) = (line.split()[1] for line in open("/proc/self/status") if line.startswith("VmHWM"))

@@ -24,12 +24,12 @@ from treadle.config import ModelConfig, OpenAIConfig
 from treadle.config.reward import ClassifierConfig, JudgeConfig, JudgeEngineConfig, RewardConfig
 from treadle.errors import ConfigError, RunError
 from treadle.journal import JournalReader
-from treadle.reward.classifier.network import Network
+from treadle.reward.classifier.model import ClassifierModel
 from treadle.reward.classifier.process import ClassifierProcess
-from treadle.reward.failure import Fault, ScoreFailure
+from treadle.reward.context import NO_CONTEXT, RewardContext
+from treadle.reward.result import Fault, ScoreFailure
 from treadle.reward.sandbox.limits import list_children
 from treadle.reward.scorer import Scorer
-from treadle.reward.surroundings import ALONE, Surroundings
 from treadle.rollout.engines import start_engines
 from treadle.types import Score
 
@@ -61,7 +61,7 @@ def is_alive(pid: int) -> bool:
         return False
 
 
-async def score(reward: RewardConfig, surroundings: Surroundings = ALONE) -> list[Score]:
+async def score(reward: RewardConfig, surroundings: RewardContext = NO_CONTEXT) -> list[Score]:
     async with await Scorer.create(reward, surroundings) as scorer:
         trajectories = [make_trajectory(answer, sample=at) for at, answer in enumerate(ANSWERS)]
         return list(await asyncio.gather(*(scorer.score(make_task(), item) for item in trajectories)))
@@ -136,7 +136,7 @@ from tests.rollouts import renderer
 from treadle.config import ModelConfig
 from treadle.config.reward import ClassifierConfig, JudgeConfig, JudgeEngineConfig, RewardConfig
 from treadle.reward.scorer import Scorer
-from treadle.reward.surroundings import Surroundings
+from treadle.reward.context import RewardContext
 from treadle.rollout.engines import start_engines
 from treadle.types import Outcome, StopReason, Task, Trajectory
 
@@ -145,7 +145,7 @@ async def main():
         classifiers={"c": ClassifierConfig(path=sys.argv[1])},
         judges={"j": JudgeConfig(prompt="Score: 1", engine=JudgeEngineConfig(name="scripted"))},
     )
-    lent = Surroundings(ModelConfig(path=sys.argv[1]), renderer(), None, start_engines)
+    lent = RewardContext(ModelConfig(path=sys.argv[1]), renderer(), None, start_engines)
     async with await Scorer.create(reward, lent) as scorer:
         said = ({"role": "assistant", "content": "42"},)
         trajectory = Trajectory("t", 0, (), Outcome.ended(StopReason.STOP), messages=said)
@@ -170,7 +170,7 @@ def test_the_parent_loads_no_torch_and_its_death_is_the_classifiers_too(director
 class Classify(BaseHTTPRequestHandler):
     """A server that answers /classify as vLLM does."""
 
-    network: Network
+    network: ClassifierModel
     bodies: list[dict[str, Any]]
     labels = 1
 
@@ -192,7 +192,7 @@ class Classify(BaseHTTPRequestHandler):
 
 @pytest.fixture
 def server(directory) -> Iterator[ThreadingHTTPServer]:
-    network = Network(str(directory), device="cpu", dtype="auto")
+    network = ClassifierModel(str(directory), device="cpu", dtype="auto")
     network.load()
     handler = type("Handler", (Classify,), {"network": network, "bodies": []})
     with ThreadingHTTPServer(("127.0.0.1", 0), handler) as listening:
@@ -230,7 +230,7 @@ def test_a_judge_behind_an_endpoint_is_sent_messages_and_its_key():
         openai = OpenAIConfig(base_url=endpoint.base_url, api_key_env="JUDGE_KEY")
         engine = JudgeEngineConfig(name="openai", openai=openai)
         reward = RewardConfig(judges={"j": JudgeConfig(prompt="Rate {{ response }}", engine=engine, n=2)})
-        lent = Surroundings(ModelConfig(path=""), renderer(), None, start_engines, {"JUDGE_KEY": "secret"})
+        lent = RewardContext(ModelConfig(path=""), renderer(), None, start_engines, {"JUDGE_KEY": "secret"})
         scores = asyncio.run(score(reward, lent))
         assert [one.value for one in scores] == [4.0] * 3
         asked = [chat["messages"][-1]["content"] for chat in endpoint.chats]
@@ -242,7 +242,7 @@ def test_a_judge_behind_an_endpoint_is_sent_messages_and_its_key():
 def test_an_endpoint_that_is_not_there_ends_the_start_with_the_judges_name():
     engine = JudgeEngineConfig(name="openai", openai=OpenAIConfig(base_url="http://127.0.0.1:9/v1"))
     reward = RewardConfig(judges={"j": JudgeConfig(prompt="?", engine=engine)}, retries=0)
-    lent = Surroundings(ModelConfig(path=""), renderer(), None, start_engines)
+    lent = RewardContext(ModelConfig(path=""), renderer(), None, start_engines)
     with pytest.raises(RunError, match=r"the engine of reward\.judges\.j did not start"):
         asyncio.run(score(reward, lent))
 

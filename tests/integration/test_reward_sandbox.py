@@ -17,7 +17,7 @@ import pytest
 
 from treadle.config.reward import RewardConfig, RewardFunctionConfig
 from treadle.errors import ConfigError, RewardFailure, RunError
-from treadle.reward.failure import Fault, ScoreFailure
+from treadle.reward.result import Fault, ScoreFailure
 from treadle.reward.sandbox.process import WorkerProcess
 from treadle.reward.scorer import Scorer
 from treadle.types import Outcome, Score, StopReason, Task, Trajectory

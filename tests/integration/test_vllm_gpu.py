@@ -15,9 +15,9 @@ from treadle.config import ModelConfig, RolloutConfig
 from treadle.engine.vllm.engine import VLLMEngine
 from treadle.errors import RunError
 from treadle.types import Completion, Request, SamplingParams
-from treadle.weights import PolicySender, send
-from treadle.weights.local import LocalTransport
-from treadle.weights.parcel import Cast
+from treadle.weights import PolicySender, push_weights
+from treadle.weights.shared_memory import SharedMemoryTransport
+from treadle.weights.transfer import CastTensors
 
 pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
@@ -52,13 +52,13 @@ class Weights:
         return float((own.cpu() - torch.tensor(answer.logprobs)).abs().mean())
 
 
-class Damaging(LocalTransport):
+class Damaging(SharedMemoryTransport):
     """Changes one number after the checksum was taken."""
 
-    def offer(self, version: int, tensors: Cast) -> Any:
+    def offer(self, version: int, tensors: CastTensors) -> Any:
         damaged = {name: tensor.clone() for name, tensor in tensors.items()}
         list(damaged.values())[-1].view(-1)[7] += 1
-        return super().offer(version, Cast(damaged, None))
+        return super().offer(version, CastTensors(damaged, None))
 
 
 @pytest.fixture(scope="module")
@@ -89,7 +89,7 @@ def weights(model: ModelConfig, request: pytest.FixtureRequest) -> Weights:
     return Weights(model, request.param)
 
 
-def sender(weights: Weights, kind: type[LocalTransport] = LocalTransport) -> PolicySender:
+def sender(weights: Weights, kind: type[SharedMemoryTransport] = SharedMemoryTransport) -> PolicySender:
     transport = kind(device=DEVICE, timeout_s=20)
     return PolicySender(weights, dtype=torch.bfloat16, transport=transport)  # type: ignore[arg-type]
 
@@ -102,7 +102,7 @@ def test_every_update_shows_in_what_is_sampled(loop: Loop, engine: VLLMEngine, w
     async def body() -> None:
         sending = sender(weights)
         for version in range(1, 5):  # vLLM's loader takes the first, the others are written in place
-            await send(sending, engine, version, timeout_s=60)
+            await push_weights(sending, engine, version, timeout_s=60)
             assert weights.gap(await answer(engine)) < 0.05
             weights.change(version)
             assert weights.gap(await answer(engine)) > 0.2
@@ -112,11 +112,11 @@ def test_every_update_shows_in_what_is_sampled(loop: Loop, engine: VLLMEngine, w
 
 def test_damage_is_named_and_the_next_update_mends_it(loop: Loop, engine: VLLMEngine, weights: Weights) -> None:
     async def body() -> None:
-        await send(sender(weights), engine, 10, timeout_s=60)
+        await push_weights(sender(weights), engine, 10, timeout_s=60)
         with pytest.raises(RunError, match="holds other weights than the policy: version 11"):
-            await send(sender(weights, Damaging), engine, 11, timeout_s=60)
+            await push_weights(sender(weights, Damaging), engine, 11, timeout_s=60)
         weights.change(11)
-        await send(sender(weights), engine, 12, timeout_s=60)
+        await push_weights(sender(weights), engine, 12, timeout_s=60)
         assert weights.gap(await answer(engine)) < 0.05
 
     loop.run(body())
@@ -129,7 +129,7 @@ def test_weights_wake_a_sleeping_engine(loop: Loop, engine: VLLMEngine, weights:
         await engine.sleep(level)
         assert torch.cuda.mem_get_info()[0] > awake + (8 << 30)  # a fifth of the GPU was the engine's
         weights.change(20 + level)
-        await send(sender(weights), engine, 20 + level, timeout_s=60)
+        await push_weights(sender(weights), engine, 20 + level, timeout_s=60)
         assert weights.gap(await answer(engine)) < 0.05
 
     loop.run(body())

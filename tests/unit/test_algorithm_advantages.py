@@ -1,12 +1,14 @@
+"""Advantages: groups, turns, forks and signals, against formulas written out by hand."""
+
 import dataclasses
 import random
 
 import pytest
 import torch
 
-from treadle.algorithm.advantage import AdvantageInputs, Advantages, rows_of
+from treadle.algorithm.advantage import AdvantageInputs, Advantages, has_signal, rows_of
 from treadle.algorithm.estimators import ESTIMATORS, compute_advantages, find_estimator
-from treadle.config.algorithm import GROUP_ESTIMATORS, OTHER_ESTIMATORS, AlgorithmConfig
+from treadle.config.training import GROUP_ESTIMATORS, OTHER_ESTIMATORS, AlgorithmConfig
 from treadle.errors import ConfigError, MisuseError, ToolFailure
 from treadle.types import Group, Outcome, Row, Score, StopReason, Task, Trajectory
 
@@ -170,3 +172,31 @@ def test_tokens_of_a_sequence_must_stand_together() -> None:
 
 def test_no_survivors_at_all_is_an_empty_batch() -> None:
     assert advantages("grpo", group(sample(None, outcome=FAILED))) == []
+
+
+def scores(*values: float) -> list[Score]:
+    return [Score(value, {"exact": round(value), "format": 1.0}) for value in values]
+
+
+def test_rewards_that_differ_are_a_signal() -> None:
+    assert has_signal(scores(0.0, 0.0, 1.0), "reward")
+
+
+def test_rewards_that_are_equal_are_none() -> None:
+    assert not has_signal(scores(1.0, 1.0, 1.0), "reward")
+
+
+def test_one_survivor_or_none_has_no_signal() -> None:
+    assert not has_signal(scores(1.0), "reward")
+    assert not has_signal([], "reward")
+
+
+def test_a_reward_function_can_be_what_must_differ() -> None:
+    assert has_signal(scores(0.1, 0.9), "exact")
+    assert not has_signal(scores(0.1, 0.9), "format")
+    assert not has_signal(scores(0.1, 0.2), "exact")
+
+
+def test_an_unknown_function_names_the_key_and_the_nearest() -> None:
+    with pytest.raises(ConfigError, match=r"algorithm\.filter_groups\.metric.*\n.*did you mean 'format'"):
+        has_signal(scores(0.1, 0.9), "fromat")

@@ -16,7 +16,7 @@ over_tiles = pytest.mark.parametrize("words", [2048, 16, 1], indirect=True)
 @pytest.fixture
 def words(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Tiles of so many words."""
-    monkeypatch.setattr(logprobs, "CPU_WORDS", request.param)
+    monkeypatch.setattr(logprobs, "CPU_VOCAB_TILE", request.param)
 
 
 def inputs(dtype: torch.dtype, seed: int = 0) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -192,7 +192,7 @@ def test_no_tensor_is_larger_than_one_chunk_of_logits() -> None:
 
 
 def test_tiles_of_fewer_words_hold_more_tokens_instead(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(logprobs, "CPU_WORDS", 100)
+    monkeypatch.setattr(logprobs, "CPU_VOCAB_TILE", 100)
     hidden, weight = torch.randn(300, 4, requires_grad=True), torch.randn(1000, 4, requires_grad=True)
     with LargestTensor() as seen:
         found = logprobs_and_entropy(hidden, weight, torch.zeros(300, dtype=torch.int64), chunk=20)

@@ -3,13 +3,11 @@ from dataclasses import replace
 import pytest
 import torch
 
-from treadle.algorithm.aggregation import Denominator
-from treadle.algorithm.covariance import select_tokens
-from treadle.algorithm.measures import Mean, Peak, merge, read
-from treadle.algorithm.objective import LOSSES, compute_policy_loss, find_loss
-from treadle.algorithm.packed import LossInputs, MicroBatch, TokenLosses
-from treadle.config.actor import POLICY_LOSSES, ActorConfig, PolicyLossConfig
-from treadle.config.algorithm import RolloutCorrectionConfig
+from treadle.algorithm.loss import LOSSES, compute_policy_loss, find_loss
+from treadle.algorithm.metrics import MaxMetric, MeanMetric, merge_metrics, read_metrics
+from treadle.algorithm.micro_batch import Denominator, LossInputs, MicroBatch, TokenLosses
+from treadle.algorithm.policy_losses import select_tokens
+from treadle.config.training import POLICY_LOSSES, ActorConfig, PolicyLossConfig, RolloutCorrectionConfig
 from treadle.errors import ConfigError, MisuseError
 
 NONE = RolloutCorrectionConfig()
@@ -93,7 +91,7 @@ def test_everything_rejected_is_a_loss_of_zero() -> None:
 def test_the_mismatch_is_measured_whenever_the_sampler_reported_logprobs() -> None:
     made = batch(rollout_logprobs_T=torch.tensor([-1.0, -2.0, -0.5, -1.7]))
     output = compute_policy_loss(made, Denominator.of([2, 2]), ActorConfig(), NONE)
-    assert read(output.measures)["rollout_corr/logprob_abs_diff_max"] == pytest.approx(0.2)
+    assert read_metrics(output.measures)["rollout_corr/logprob_abs_diff_max"] == pytest.approx(0.2)
     assert output.loss.item() == loss(batch())
 
 
@@ -164,16 +162,18 @@ def test_single_precision_losses_have_single_precision_gradients() -> None:
 def test_measures_join_before_they_divide() -> None:
     one, two = torch.tensor([True]), torch.tensor([True, True])
     parts = [
-        {"mean": Mean.of(torch.tensor([3.0]), one), "peak": Peak.of(torch.tensor([3.0]), one)},
-        {"mean": Mean.of(torch.tensor([0.0, 0.0]), two), "peak": Peak.of(torch.tensor([0.0, 5.0]), two)},
+        {"mean": MeanMetric.of(torch.tensor([3.0]), one), "peak": MaxMetric.of(torch.tensor([3.0]), one)},
+        {"mean": MeanMetric.of(torch.tensor([0.0, 0.0]), two), "peak": MaxMetric.of(torch.tensor([0.0, 5.0]), two)},
     ]
-    assert read(merge(parts)) == {"mean": 1.0, "peak": 5.0}
+    assert read_metrics(merge_metrics(parts)) == {"mean": 1.0, "peak": 5.0}
 
 
 def test_nothing_measured_reads_as_nothing() -> None:
-    assert read(merge([])) == {}
+    assert read_metrics(merge_metrics([])) == {}
     nobody = torch.zeros(0, dtype=torch.bool)
-    assert read({"mean": Mean.of(torch.zeros(0), nobody), "peak": Peak.of(torch.zeros(0), nobody)}) == {
+    assert read_metrics(
+        {"mean": MeanMetric.of(torch.zeros(0), nobody), "peak": MaxMetric.of(torch.zeros(0), nobody)}
+    ) == {
         "mean": 0.0,
         "peak": 0.0,
     }

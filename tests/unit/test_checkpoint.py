@@ -11,12 +11,11 @@ from transformers import AutoModelForCausalLM
 
 from tests.policies import make_groups, make_policy, save_tiny_model
 from treadle.checkpoint import Checkpoints, export, latest
-from treadle.config.algorithm import AlgorithmConfig
-from treadle.config.model import ModelConfig
-from treadle.config.trainer import CheckpointConfig, TrainerConfig
+from treadle.config.rollout import ModelConfig
+from treadle.config.training import AlgorithmConfig, CheckpointConfig, TrainerConfig
 from treadle.errors import ConfigError, MisuseError, RunError
 from treadle.model.checksum import checksum
-from treadle.policy.single import SinglePolicy
+from treadle.policy.policy import SinglePolicy
 from treadle.trainer.step import StepParts, train_step
 
 KEYS = {"ppo_epochs": 2, "ppo_mini_batch_size": 2, "shuffle": True}

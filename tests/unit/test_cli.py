@@ -13,7 +13,7 @@ from tests.configs import ROLLOUT, TRAINING
 from treadle.cli.main import main
 from treadle.cli.parser import load_words
 from treadle.config import load, loads
-from treadle.config.recipe import recipe_names
+from treadle.config.load import recipe_names
 
 COMMAND = [sys.executable, "-c", "from treadle.cli.main import main; main()"]
 

@@ -24,7 +24,7 @@ from tests.effects import (
 )
 from tests.effects.cases import Case
 from treadle.config import TrainConfig
-from treadle.config.outline import key_paths
+from treadle.config.tree import key_paths
 
 MODULES = (classifiers, data, engines, losses, prompts, reward, rollout, runs, schedule, sharding, tools, training)
 EFFECTS = {key: case for module in MODULES for key, case in module.EFFECTS.items()}
@@ -38,7 +38,7 @@ UNPROVEN = {
     "a Ray cluster; tests/integration/test_ray_*.py start one": """
         cluster.address cluster.ray_init
     """,
-    "processes that load torch, seconds for each: tests/integration/test_reward_model.py, test_policy_ranks.py": """
+    "processes that load torch, seconds each: tests/integration/test_reward_model.py, test_policy_rank_group.py": """
         reward.classifiers.*.memory_mb trainer.rank_timeout_s
     """,
 }

@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 from tests.configs import ROLLOUT, mistake, mistakes, rollout_config, training_config
 from treadle.config import Config, FSDPActorConfig, ModelConfig, TrainConfig, load, loads, to_yaml
 from treadle.config.explain import explain
-from treadle.config.merge import leaves_of, merge
-from treadle.config.origin import Leaf, Origin
-from treadle.config.recipe import recipe_names
+from treadle.config.load import recipe_names
+from treadle.config.section import Leaf, Origin
 from treadle.config.show import flatten
+from treadle.config.tree import leaves_of, merge
 from treadle.errors import ConfigError
 
 
@@ -171,7 +171,7 @@ def test_target_picks_a_variant_and_its_own_keys_and_defaults():
     config = training_config("actor._target_=treadle.config.FSDPActorConfig", "actor.fsdp_config.fsdp_size=1")
     assert type(config.actor) is FSDPActorConfig
     assert config.actor.fsdp_config.fsdp_size == 1
-    same = training_config("actor._target_=treadle.config.actor.FSDPActorConfig")
+    same = training_config("actor._target_=treadle.config.training.FSDPActorConfig")
     assert type(same.actor) is FSDPActorConfig
 
 

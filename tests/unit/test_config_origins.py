@@ -16,9 +16,8 @@ from treadle.config import (
     load,
     loads,
 )
-from treadle.config.origin import Unset
 from treadle.config.rollout import OpenAIConfig
-from treadle.config.section import Section, fields_of
+from treadle.config.section import Section, Unset, fields_of
 from treadle.config.show import flatten
 
 

@@ -11,7 +11,7 @@ from treadle.config.rules import (
     TRAINING_CAUTIONS,
     TRAINING_RULES,
     UNKNOWN,
-    AskedUnknown,
+    UnknownValueRead,
     check_rules,
 )
 
@@ -491,7 +491,7 @@ def test_several_clashes_come_together():
     ],
 )
 def test_whoever_looks_at_an_unknown_value_stops(look):
-    with pytest.raises(AskedUnknown):
+    with pytest.raises(UnknownValueRead):
         look(UNKNOWN)
 
 

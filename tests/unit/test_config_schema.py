@@ -8,10 +8,10 @@ from jsonschema import Draft7Validator
 
 from tests.configs import ROLLOUT, TRAINING
 from treadle.config import TrainConfig, load, to_yaml
-from treadle.config.outline import key_paths, subclasses
-from treadle.config.recipe import RECIPES
-from treadle.config.schema import json_schema
+from treadle.config.explain import json_schema
+from treadle.config.load import RECIPES
 from treadle.config.section import Section, fields_of
+from treadle.config.tree import key_paths, subclasses
 
 SCHEMA = json_schema()
 VALIDATOR = Draft7Validator(SCHEMA)

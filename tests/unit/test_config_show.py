@@ -1,4 +1,4 @@
-"""Showing a config: YAML that loads again, explanations, differences."""
+"""A config as YAML, explained and compared; secrets are written nowhere."""
 
 import pytest
 from hypothesis import given, settings
@@ -6,10 +6,10 @@ from hypothesis import strategies as st
 
 from tests.configs import ROLLOUT, rollout_config, training_config
 from treadle.config import AgentLoopConfig, ModelConfig, RolloutConfig, diff, explain, load, loads, to_yaml
-from treadle.config.explain import Explanation, Overview
+from treadle.config.explain import Explanation, SectionOverview
 from treadle.config.rollout import OpenAIConfig
 from treadle.config.root import Config
-from treadle.config.show import ABSENT, Difference, as_yaml, flatten
+from treadle.config.show import ABSENT, HIDDEN, Difference, as_yaml, flatten, hide_in_words, hide_secret
 from treadle.errors import ConfigError
 
 NASTY = [
@@ -197,7 +197,7 @@ def test_explain_the_class_of_a_section():
 
 def test_explain_a_section_lists_its_keys():
     overview = explain(rollout_config("rollout.limits.stall_report_s=5"), "rollout.limits")
-    assert isinstance(overview, Overview)
+    assert isinstance(overview, SectionOverview)
     assert [item.key for item in overview.keys][:2] == [
         "rollout.limits.session_timeout_s",
         "rollout.limits.session_tool_time_s",
@@ -225,7 +225,7 @@ def test_explain_a_map_of_sections_names_them():
 def test_everything_can_be_explained(key):
     explained = explain(load("calculator"), key)
     assert str(explained).startswith(key)
-    assert isinstance(explained, Explanation | Overview)
+    assert isinstance(explained, Explanation | SectionOverview)
 
 
 @pytest.mark.parametrize(
@@ -268,3 +268,39 @@ def test_diff_of_equal_configs_is_empty_wherever_the_values_came_from():
 def test_diff_of_training_and_stand_alone_counts_the_training_sections_as_absent():
     keys = {item.key: item for item in diff(rollout_config(), training_config())}
     assert keys["trainer.mode"].left is ABSENT
+
+
+CONFIG = """
+model: {path: unused}
+rollout:
+  multi_turn:
+    mcp_servers:
+      search: {command: [python, server.py], env: {SEARCH_TOKEN: s3cret, MODE: deep}}
+  openai: {base_url: "http://me:s3cret@host:8000/v1", extra_body: {api_key: s3cret, max_tokens: 7}}
+"""
+
+
+def test_the_config_of_a_run_directory_has_no_secret_and_still_loads():
+    config = loads(CONFIG)
+    text = to_yaml(config, origins=True, secrets=False)
+    assert "s3cret" not in text and "deep" not in text and text.count(HIDDEN) == 4
+    assert "max_tokens: 7" in text and "api_key_env: OPENAI_API_KEY" in text
+    assert loads(text).rollout.multi_turn.mcp_servers["search"].command == ("python", "server.py")
+    assert "s3cret" in to_yaml(config), "where it is asked for, a config is shown whole"
+
+
+def test_trackers_and_command_lines_have_none_either():
+    shown = {name: hide_secret(name, value) for name, value in flatten(loads(CONFIG)).items()}
+    assert "s3cret" not in str(shown)
+    words = ["rollout.multi_turn.mcp_servers.search.env.KEY=s3cret", "rollout.openai.extra_body.api_key=s3cret"]
+    assert "s3cret" not in str(hide_in_words(words))
+    assert hide_in_words(["rollout.openai.api_key_env=MY_KEY", "rollout.n=4", "my.yaml"]) == [
+        "rollout.openai.api_key_env=MY_KEY",
+        "rollout.n=4",
+        "my.yaml",
+    ]
+
+
+def test_a_secret_that_changed_can_be_told():
+    one, two = (hide_secret("x.env", {"A": value}, digest=True) for value in ("one", "two"))
+    assert one != two and "one" not in str(one)

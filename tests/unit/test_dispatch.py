@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from tests.rollouts import rollout, task, tasks
 from tests.virtual_time import run
+from treadle.aio import BoundedBuffer
 from treadle.config import FailureConfig
 from treadle.errors import (
     BudgetSpent,
@@ -19,12 +20,11 @@ from treadle.errors import (
     RewardFailure,
     ToolFailure,
 )
-from treadle.rollout.dispatch import Dispatcher, Order
-from treadle.rollout.feed import Feed
+from treadle.rollout.dispatch import Dispatcher, RolloutRequest
 from treadle.rollout.worker import Dropped, Job
 from treadle.types import Outcome, SamplingParams, Score, StopReason, Trajectory
 
-ORDER = Order(SamplingParams(8), n=4)
+ORDER = RolloutRequest(SamplingParams(8), n=4)
 FORGIVING = FailureConfig(max_failed_fraction=1.0, session_retries=0)
 
 
@@ -189,7 +189,7 @@ def test_the_wait_for_a_place_is_in_the_timing():
 def test_time_held_back_for_new_weights_is_in_the_timing():
     async def main():
         dispatcher = Dispatcher(rollout(), [Worker(seconds=1.0)], None)
-        async with dispatcher.emptied(restart=False):
+        async with dispatcher.drained(restart=False):
             work = asyncio.ensure_future(dispatcher.generate(tasks(1), ORDER))
             await asyncio.sleep(3.0)
         return await work
@@ -210,8 +210,8 @@ def test_as_many_sessions_are_open_as_fill_the_engines_where_the_config_does_not
 
 def test_a_stream_leaves_out_what_is_done():
     async def main():
-        feed: Feed = Feed(100)
-        order = Order(SamplingParams(8), n=2, done={("task0", 0), ("task1", 1)})
+        feed: BoundedBuffer = BoundedBuffer(100)
+        order = RolloutRequest(SamplingParams(8), n=2, done={("task0", 0), ("task1", 1)})
         await Dispatcher(rollout(), [Worker()], None).stream(tasks(2), order, feed)
         return [(item.uid, item.sample) for item in await feed.take()]
 

@@ -16,8 +16,8 @@ import yaml
 
 import treadle
 from treadle.config import TrainConfig
-from treadle.config.outline import is_section, subclasses
 from treadle.config.section import REQUIRED, fields_of, types_of
+from treadle.config.tree import is_section, subclasses
 
 ROOT = Path(treadle.__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]

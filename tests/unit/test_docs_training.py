@@ -10,8 +10,7 @@ import pytest
 from treadle.cli.main import build_parser
 from treadle.cli.parser import load_words, parse
 from treadle.config import TrainConfig
-from treadle.config.actor import POLICY_LOSSES, Aggregation, KLLossType
-from treadle.config.algorithm import GROUP_ESTIMATORS, OTHER_ESTIMATORS
+from treadle.config.training import GROUP_ESTIMATORS, OTHER_ESTIMATORS, POLICY_LOSSES, Aggregation, KLLossType
 
 PAGE = (Path(__file__).parents[2] / "docs" / "training.md").read_text(encoding="utf-8")
 COMMANDS = re.findall(r"^    (treadle .*)$", PAGE, re.MULTILINE)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from treadle.exit_status import Container, describe_exit
+from treadle.exit_status import MemoryCgroup, describe_exit
 
 GIB = 1 << 30
 VERSIONS = ["v1", "v2", "v2 beside v1", "v1 of a host", "v2 above"]
@@ -49,7 +49,7 @@ def machine(request: pytest.FixtureRequest, tmp_path: Path) -> Machine:
 
 
 def test_the_containers_limit_counts_before_the_machines(machine: Machine) -> None:
-    here = Container(machine.root)
+    here = MemoryCgroup(machine.root)
     assert here.memory_limit() == (GIB, "this machine")
     machine.limit(GIB // 4)
     assert here.memory_limit() == (GIB // 4, "the container")
@@ -60,7 +60,7 @@ def test_the_containers_limit_counts_before_the_machines(machine: Machine) -> No
 def test_a_kill_for_memory_explains_one_death(machine: Machine) -> None:
     machine.kills(3)
     machine.limit(GIB // 2)
-    here = Container(machine.root)
+    here = MemoryCgroup(machine.root)
     assert here.describe(-signal.SIGKILL) == "killed by SIGKILL", "what was killed before is another's"
     machine.kills(5)
     assert here.describe(1) == "exit status 1"
@@ -72,13 +72,13 @@ def test_a_kill_for_memory_explains_one_death(machine: Machine) -> None:
 
 
 def test_a_machine_without_a_limit_can_run_out_too(machine: Machine) -> None:
-    here = Container(machine.root)
+    here = MemoryCgroup(machine.root)
     machine.kills(1)
     assert here.describe(-signal.SIGKILL) == "killed by the kernel for memory (this machine has 1.1 GB)"
 
 
 def test_where_nobody_counts_a_kill_is_a_kill(tmp_path: Path) -> None:
-    here = Container(tmp_path)
+    here = MemoryCgroup(tmp_path)
     assert here.memory_limit() == (0, "this machine")
     assert here.describe(-signal.SIGKILL) == "killed by SIGKILL"
 

@@ -23,7 +23,7 @@ def heavy_after(code: str) -> str:
 
 @pytest.mark.parametrize(
     "module",
-    ["treadle", "treadle.types", "treadle.errors", "treadle.config", "treadle.config.schema", "treadle.cli.main"],
+    ["treadle", "treadle.types", "treadle.errors", "treadle.config", "treadle.config.explain", "treadle.cli.main"],
 )
 def test_importing_it_loads_nothing_heavy(module):
     assert heavy_after(f"import {module}") == "heavy: []"

@@ -16,10 +16,9 @@ import pytest
 from tests.virtual_time import run as run_in_virtual_time
 from treadle.errors import Boundary, DeadlineError, EngineFailure, MisuseError, RewardFailure, RunError
 from treadle.journal import Filter, Journal, JournalReader, RunStatus, read_starts
-from treadle.journal.directory import RunFile
-from treadle.journal.lock import RunLock
-from treadle.journal.store import Store
-from treadle.journal.writer import Writer
+from treadle.journal.run_directory import RunFile, RunLock
+from treadle.journal.store import JournalStore
+from treadle.journal.writer import JournalWriter
 from treadle.types import Outcome, Row, Score, Status, StopReason, Trajectory
 
 DONE = Outcome.ended(StopReason.STOP)
@@ -64,10 +63,10 @@ def held(run_dir: Path) -> Iterator[None]:
 def assemble(run_dir: Path, *, max_pending: int = 4096, max_pages: int | None = None) -> Journal:
     """A journal from its parts, with a queue or a disk of a chosen size."""
     run_dir.mkdir(exist_ok=True)
-    store = Store.open(run_dir, 16 << 20)
+    store = JournalStore.open(run_dir, 16 << 20)
     if max_pages is not None:
         store._connection.execute(f"PRAGMA max_page_count = {max_pages}")
-    writer = Writer(store, run_dir / "journal.sqlite", max_pending)
+    writer = JournalWriter(store, run_dir / "journal.sqlite", max_pending)
     writer.start()
     return Journal(run_dir, RunLock.take(run_dir, 0.0), RunFile.open(run_dir, (), 0.0), writer)
 
@@ -307,11 +306,13 @@ def test_a_full_disk_is_an_error_that_says_what_was_lost_and_what_was_not(tmp_pa
     large = replace(make("lost"), messages=({"role": "user", "content": "x" * 1_000_000},))
     journal.add(large)
     journal.add_event("lost, too")
-    with pytest.raises(RunError, match=r"database or disk is full.*Lost: 1 × Trajectory, 1 × Note.*1 records before"):
+    with pytest.raises(
+        RunError, match=r"no space left on the disk.*Lost: 1 × Trajectory, 1 × JournalEvent.*1 records before"
+    ):
         journal.flush_blocking()
-    with pytest.raises(RunError, match="disk is full"):
+    with pytest.raises(RunError, match="no space left on the disk"):
         journal.add(make("refused"))
-    with pytest.raises(RunError, match="disk is full"):
+    with pytest.raises(RunError, match="no space left on the disk"):
         journal.close_blocking()
     assert read_starts(tmp_path)[-1].status is RunStatus.FAILED
     with JournalReader.open(tmp_path) as reader:
@@ -323,10 +324,10 @@ def test_whoever_watches_hears_of_a_failure_at_once(tmp_path: Path) -> None:
     async def main() -> None:
         journal = assemble(tmp_path, max_pages=20)
         journal.add(replace(make(), messages=({"role": "user", "content": "x" * 1_000_000},)))
-        with pytest.raises(RunError, match="disk is full"):
+        with pytest.raises(RunError, match="no space left on the disk"):
             async with asyncio.timeout(5):
                 await journal.watch()
-        with pytest.raises(RunError, match="disk is full"):
+        with pytest.raises(RunError, match="no space left on the disk"):
             await journal.close()
 
     asyncio.run(main())
@@ -440,7 +441,7 @@ def test_journal_and_plain_progress_need_neither_torch_nor_rich() -> None:
     script = """
 import io, sys
 import treadle.journal, treadle.observe
-with treadle.observe.LiveProgress(treadle.observe.Tally(), stream=io.StringIO()):
+with treadle.observe.LiveProgress(treadle.observe.RolloutCounters(), stream=io.StringIO()):
     pass
 print({"torch", "ray", "rich"} & sys.modules.keys())
 """

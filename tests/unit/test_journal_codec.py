@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 
 from treadle.errors import Boundary, ToolFailure
 from treadle.journal import Journal, JournalReader
-from treadle.journal.codec import pack_floats, read_row, row_values, unpack_floats
-from treadle.journal.text import decode, encode, label
+from treadle.journal.codec import decode, encode, label, pack_floats, read_row, row_values, unpack_floats
 from treadle.types import (
     Outcome,
     Row,

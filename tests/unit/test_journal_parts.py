@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from treadle.errors import RunError
 from treadle.journal import Journal, JournalReader
-from treadle.types import Completion, Outcome, Part, Row, StopReason, ToolCall, Trajectory
+from treadle.types import Completion, Outcome, RecordedCompletion, Row, StopReason, ToolCall, Trajectory
 
 MB = 1 << 20
 INT64 = st.integers(-(2**63), 2**63 - 1)
@@ -29,9 +29,11 @@ def completions(draw: st.DrawFn) -> Completion:
     )
 
 
-def part(uid: str = "task", sample: int = 0, number: int = 0, *ids: int) -> Part:
+def part(uid: str = "task", sample: int = 0, number: int = 0, *ids: int) -> RecordedCompletion:
     said = ids or (number, sample)
-    return Part(uid, sample, number, 10, 11, Completion(said, (-0.5,) * len(said), (0,) * len(said), StopReason.ABORT))
+    return RecordedCompletion(
+        uid, sample, number, 10, 11, Completion(said, (-0.5,) * len(said), (0,) * len(said), StopReason.ABORT)
+    )
 
 
 def trajectory(uid: str, sample: int = 0, attempt: int = 0, num_tokens: int = 400) -> Trajectory:
@@ -39,7 +41,7 @@ def trajectory(uid: str, sample: int = 0, attempt: int = 0, num_tokens: int = 40
     return Trajectory(uid, sample, (row,), Outcome.ended(StopReason.STOP), attempt=attempt)
 
 
-def kept(run_dir: Path, uid: str = "task") -> list[Part]:
+def kept(run_dir: Path, uid: str = "task") -> list[RecordedCompletion]:
     with JournalReader.open(run_dir) as reader:
         return [entry.part for entry in reader.parts(uid)]
 
@@ -47,7 +49,7 @@ def kept(run_dir: Path, uid: str = "task") -> list[Part]:
 @settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(completions(), INT64)
 def test_a_part_comes_back_equal(tmp_path: Path, completion: Completion, digest: int) -> None:
-    sent = Part("täsk", 3, 4, 100, digest, completion)
+    sent = RecordedCompletion("täsk", 3, 4, 100, digest, completion)
     with Journal.open(tmp_path, max_mb=16) as journal:
         journal.add_parts([sent])
     assert kept(tmp_path, "täsk") == [sent]
@@ -128,7 +130,7 @@ def test_an_older_journal_is_refused(tmp_path: Path) -> None:
         Journal.open(tmp_path, max_mb=16)
 
 
-def long_part(number: int) -> Part:
+def long_part(number: int) -> RecordedCompletion:
     return replace(part("open", number), completion=replace(trajectory_tokens(2000), stop=StopReason.ABORT))
 
 

@@ -15,7 +15,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pro
 from transformers import AutoTokenizer
 
 from tests.twins import BUNDLED, GOLDEN, QUESTION, TEXTS, Twins, added, golden_core, save
-from treadle.config.model import ModelConfig
+from treadle.config.rollout import ModelConfig
 from treadle.data.renderer import Renderer
 from treadle.model.light_tokenizer import load_light_tokenizer
 
@@ -243,7 +243,7 @@ def test_a_fresh_renderer_needs_neither_torch_nor_transformers(tmp_path: Path) -
     save(
         tmp_path, golden_core(), {"eos_token": "<|im_end|>", "chat_template": template}, config={"model_type": "llama"}
     )
-    code = "import sys\nfrom treadle.config.model import ModelConfig\nfrom treadle.data.renderer import Renderer\n"
+    code = "import sys\nfrom treadle.config.rollout import ModelConfig\nfrom treadle.data.renderer import Renderer\n"
     code += (
         "for path in sys.argv[1:]: Renderer.create(ModelConfig(path=path)).prompt([{'role': 'user', 'content': 'x'}])\n"
     )

@@ -13,14 +13,14 @@ import pytest
 
 from tests.heartbeat import longest_stall_s
 from tests.rollouts import CALL, FINAL, engine, renderer, rollout, say, task, tasks
+from treadle.aio import LoopThread
 from treadle.config import FailureConfig, LimitsConfig, ModelConfig, RewardConfig, RewardFunctionConfig
 from treadle.errors import ConfigError, EngineFailure, MisuseError
 from treadle.journal import Journal, JournalReader
 from treadle.rollout.agent_loop import AgentLoopBase
 from treadle.rollout.manager import AgentLoopManager
-from treadle.rollout.service import Kind, Parts
+from treadle.rollout.service import RolloutKind, RolloutParts
 from treadle.rollout.session import Session
-from treadle.rollout.thread import LoopThread
 from treadle.types import Batch, Status, Trajectory
 
 MODEL = ModelConfig(path="unused")
@@ -28,8 +28,8 @@ FORGIVING = FailureConfig(max_failed_fraction=1.0, session_retries=0, request_re
 CALLER: ContextVar[str] = ContextVar("caller", default="nobody")
 
 
-def parts(script=None, **fields) -> Parts:
-    return Parts(engines=[engine(script, **fields)], renderer=renderer())
+def parts(script=None, **fields) -> RolloutParts:
+    return RolloutParts(engines=[engine(script, **fields)], renderer=renderer())
 
 
 def manager(config=None, script=None, reward=None, **fields) -> AgentLoopManager:
@@ -249,7 +249,7 @@ def test_validation_samples_as_val_kwargs_say():
         made.generate_sequences_blocking([task()])
         assert seen == {(1.0, 0), (1.0, 1)}
         seen.clear()
-        made.generate_sequences_blocking([task()], kind=Kind.VALIDATION)
+        made.generate_sequences_blocking([task()], kind=RolloutKind.VALIDATION)
         assert seen == {(0.0, 0)}
 
 
@@ -273,7 +273,7 @@ def test_tasks_with_equal_uids_are_refused():
 def test_a_wait_that_takes_too_long_is_reported_by_name():
     reports = []
     config = rollout(limits=LimitsConfig(stall_report_s=0.05, session_timeout_s=0.3), failures=FORGIVING)
-    stuck = Parts(engines=[engine(hang_rate=1.0)], renderer=renderer(), on_stall=reports.append)
+    stuck = RolloutParts(engines=[engine(hang_rate=1.0)], renderer=renderer(), on_stall=reports.append)
     with AgentLoopManager.create_blocking(rollout=config, model=MODEL, parts=stuck) as made:
         made.generate_sequences_blocking([task("the-stuck-one")])
     wait = reports[0].waits[0]
@@ -290,7 +290,7 @@ def test_a_wait_for_a_score_that_takes_too_long_is_reported_by_name():
     reports = []
     config = rollout(limits=LimitsConfig(stall_report_s=0.05))
     reward = RewardConfig(functions={"slow": RewardFunctionConfig(path=f"{__name__}:slow_score")}, num_workers=0)
-    slow = Parts(engines=[engine(say(FINAL))], renderer=renderer(), on_stall=reports.append)
+    slow = RolloutParts(engines=[engine(say(FINAL))], renderer=renderer(), on_stall=reports.append)
     with AgentLoopManager.create_blocking(rollout=config, model=MODEL, reward=reward, parts=slow) as made:
         made.generate_sequences_blocking([task("unscored")])
     wait = reports[0].waits[0]
@@ -307,7 +307,7 @@ def test_every_attempt_is_in_the_journal_and_the_last_one_counts(tmp_path):
 
     config = rollout(failures=FailureConfig(request_retries=0, session_retries=1))
     with Journal.open(tmp_path, max_mb=10) as journal:
-        parts = Parts(engines=[engine(script)], renderer=renderer(), journal=journal)
+        parts = RolloutParts(engines=[engine(script)], renderer=renderer(), journal=journal)
         with AgentLoopManager.create_blocking(rollout=config, model=MODEL, parts=parts) as made:
             made.generate_sequences_blocking([task()])
     with JournalReader.open(tmp_path) as reader:
@@ -319,7 +319,7 @@ def test_every_attempt_is_in_the_journal_and_the_last_one_counts(tmp_path):
 
 def test_how_turns_are_rendered_is_in_the_journal(tmp_path):
     with Journal.open(tmp_path, max_mb=10) as journal:
-        parts = Parts(engines=[engine()], renderer=renderer(), journal=journal)
+        parts = RolloutParts(engines=[engine()], renderer=renderer(), journal=journal)
         AgentLoopManager.create_blocking(rollout=rollout(), model=MODEL, parts=parts).close_blocking()
     with JournalReader.open(tmp_path) as reader:
         (event,) = reader.events(kind="rendering")

@@ -13,21 +13,20 @@ from tests.configs import training_config
 from tests.small_models import make_config
 from tests.tiny import tiny
 from treadle.cluster.local import _runtime
-from treadle.cluster.networks import Networks
+from treadle.cluster.runtime import Networks
 from treadle.config import ModelConfig, RolloutConfig
-from treadle.config.actor import ActorConfig
-from treadle.config.algorithm import RolloutCorrectionConfig
+from treadle.config.training import ActorConfig, RolloutCorrectionConfig
 from treadle.engine.native.engine import NativeEngine
 from treadle.engine.native.proof import prove
 from treadle.errors import ConfigError, MisuseError
-from treadle.model import causal, proof
-from treadle.model.causal import prepare_module, recomputing
-from treadle.model.fused import find_fused
+from treadle.model import causal_lm, proof
+from treadle.model.causal_lm import prepare_module, recomputing
+from treadle.model.fused_layers import find_fused
 from treadle.model.load import load_causal_model, load_model_config
 from treadle.model.proof import Probe, digest, prove_policy
 from treadle.model.rope import fix_rope, longest_sequence
-from treadle.model.shrink import build_small, shrink
-from treadle.policy.single import Sampling, SinglePolicy
+from treadle.model.tiny_model import build_small, shrink
+from treadle.policy.policy import Sampling, SinglePolicy
 from treadle.trainer.step import StepParts
 from treadle.types import Completion, Request, SamplingParams
 
@@ -87,7 +86,7 @@ def test_the_engine_may_refuse_what_the_policy_trains(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["phi3-longrope", "llama-dynamic"])
 def test_rope_that_every_forward_chooses_anew_is_found(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(causal, "fix_rope", lambda *_: None)
+    monkeypatch.setattr(causal_lm, "fix_rope", lambda *_: None)
     assert "nats from" in str(prove_policy(make_config(name)).problem)
 
 
@@ -97,7 +96,7 @@ def test_dropout_under_recomputation_is_found_and_gone(monkeypatch: pytest.Monke
     module = prepare_module(build_small(shrink(config)))
     with recomputing(module, True):
         assert not any(getattr(part, "dropout", 0.0) for part in module.modules())
-    monkeypatch.setattr(causal, "_drops", lambda name: name == "attention_dropout")
+    monkeypatch.setattr(causal_lm, "_drops", lambda name: name == "attention_dropout")
     assert "nats from OPTForCausalLM" in str(prove_policy(config).problem)
 
 
@@ -112,15 +111,15 @@ def test_layers_that_scale_their_queries_far_out_are_not_fused(monkeypatch: pyte
     config.rope_parameters["original_max_position_embeddings"] = 16384
     module = prepare_module(build_small(config))
     assert find_fused(module, plain=True) == []
-    monkeypatch.setattr("treadle.model.anatomy.position_thresholds", lambda config: ())
+    monkeypatch.setattr("treadle.model.layer_parts.position_thresholds", lambda config: ())
     assert find_fused(module, plain=True), "without a look beyond the threshold nobody would see it"
 
 
 def test_fused_layers_that_differ_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
     assert prove_policy(make_config("ministral3")).problem is None
-    monkeypatch.setattr("treadle.model.anatomy.position_thresholds", lambda config: ())
+    monkeypatch.setattr("treadle.model.layer_parts.position_thresholds", lambda config: ())
     monkeypatch.setattr(proof, "CACHE", Path("/dev/null/nowhere"))
-    monkeypatch.setattr("treadle.model.fused._agrees", lambda *_: True)
+    monkeypatch.setattr("treadle.model.fused_layers._agrees", lambda *_: True)
     assert "fused layers are up to" in str(prove_policy(make_config("ministral3")).problem)
 
 

@@ -11,12 +11,12 @@ from hypothesis import strategies as st
 
 from tests.tiny import VOCABULARY, tiny
 from treadle.config import RolloutConfig
-from treadle.engine.native.cache import CacheShape, PageCache
-from treadle.engine.native.decoder import Decoder, find_row_step
-from treadle.engine.native.parking import Parking
+from treadle.engine.native.kv_cache import KVCacheShape, PagedKVCache
+from treadle.engine.native.model_runner import ModelRunner, find_row_step
+from treadle.engine.native.prefix_cache import SwapSpace
 from treadle.engine.native.scheduler import Scheduler
-from treadle.engine.native.ticket import Answer, Ticket
-from treadle.model.causal import prepare_module
+from treadle.engine.native.sequence import SequenceResult, SequenceState
+from treadle.model.causal_lm import prepare_module
 from treadle.types import Completion, Request, SamplingParams, StopReason
 
 ROLLOUT = RolloutConfig(prompt_length=40, response_length=60, max_num_seqs=40, max_num_batched_tokens=48)
@@ -76,15 +76,17 @@ class Stand:
     ) -> None:
         module = model(hidden)
         step = find_row_step(module, rollout.max_num_seqs, torch.device("cpu"))
-        page_bytes = CacheShape.of(module).numbers_per_token() * module.dtype.itemsize * (page or 0)
+        page_bytes = KVCacheShape.of(module).numbers_per_token() * module.dtype.itemsize * (page or 0)
         budget = None if pages is None else (pages + 1) * page_bytes
-        cache = PageCache.create(rollout, module, torch.device("cpu"), step, page=page, budget=budget)
-        self.answers: dict[str, Answer] = {}
+        cache = PagedKVCache.create(rollout, module, torch.device("cpu"), step, page=page, budget=budget)
+        self.answers: dict[str, SequenceResult] = {}
         self.room = rollout.sequence_length()
-        self.decoder = Decoder(module, cache, step)
-        self.scheduler = Scheduler(rollout, self.decoder, Parking(parked_bytes), self._answer, name="native", version=0)
+        self.decoder = ModelRunner(module, cache, step)
+        self.scheduler = Scheduler(
+            rollout, self.decoder, SwapSpace(parked_bytes), self._answer, name="native", version=0
+        )
 
-    def _answer(self, ticket: Ticket, answer: Answer) -> None:
+    def _answer(self, ticket: SequenceState, answer: SequenceResult) -> None:
         self.answers[ticket.request.session] = answer
 
     def run(self, talks: list[Talk]) -> None:
@@ -111,7 +113,7 @@ class Stand:
             talk.ids += [(talk.task + at) % VOCABULARY for at in range(turn + 2)]
 
     def _ask(self, talk: Talk, left: int, abort_after: int | None) -> Iterator[None]:
-        self.scheduler.add(Ticket(talk.ask(left), lambda answer: None, self.room))
+        self.scheduler.add(SequenceState(talk.ask(left), lambda answer: None, self.room))
         waited = 0
         while talk.session not in self.answers:
             if waited == abort_after:

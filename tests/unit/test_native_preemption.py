@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 from tests.unit.test_native_determinism import ROLLOUT, Talk, alone
 from tests.unit.test_native_scheduler import Lagging, Watched, ticket
 from treadle.config import RolloutConfig
-from treadle.engine.native.growth import STRIDE, Growth
-from treadle.engine.native.parking import Parking
-from treadle.engine.native.ticket import Answer, Ticket
+from treadle.engine.native.kv_cache_manager import LOOKAHEAD_STEPS, PageSchedule
+from treadle.engine.native.prefix_cache import SwapSpace
+from treadle.engine.native.sequence import SequenceResult, SequenceState
 from treadle.types import Completion, Request, SamplingParams, StopReason
 
 PAGE = 16
@@ -37,10 +37,10 @@ class Tight(Watched):
 
     def count_pages(self) -> None:
         """Every page is free, or counted once for each ticket and each resident that has it."""
-        seating, users = self.scheduler._seating, [0] * self.decoder.cache.pages
+        seating, users = self.scheduler._kv_manager, [0] * self.decoder.cache.pages
         held = [
             *(one.pages for one in self.scheduler._seated),
-            *(one.pages for one in seating.residents._held.values()),
+            *(one.pages for one in seating.prefix_cache._held.values()),
         ]
         for page in (page for pages in held for page in pages):
             users[page] += 1
@@ -50,13 +50,13 @@ class Tight(Watched):
     def check_empty(self) -> None:
         """Nothing is left of requests that are over, once sessions are forgotten."""
         assert not self.scheduler.busy and self.parking.held_bytes == 0
-        self.scheduler._seating.residents.clear()
+        self.scheduler._kv_manager.prefix_cache.clear()
         self.count_pages()
-        assert len(self.scheduler._seating.pages.free) == self.decoder.cache.pages
+        assert len(self.scheduler._kv_manager.pages.free) == self.decoder.cache.pages
 
     @property
-    def parking(self) -> Parking:
-        return self.scheduler._seating._parking
+    def parking(self) -> SwapSpace:
+        return self.scheduler._kv_manager._swap_space
 
 
 def check(stand: Tight, crowd: list[Talk]) -> None:
@@ -112,7 +112,7 @@ def test_the_row_that_was_admitted_last_gives_way_and_goes_on_where_it_was(caplo
     waits: list[int] = []
     answer = stand.scheduler._answer
 
-    def watch_answer(one: Ticket, done: Answer) -> None:
+    def watch_answer(one: SequenceState, done: SequenceResult) -> None:
         assert isinstance(done, Completion)
         ends.append(one.request.uid)
         waits.append(done.preemptions)
@@ -137,7 +137,7 @@ def preempted(tokens: int = 60) -> tuple[Tight, int]:
         if not stand.scheduler.preemptions:
             stand.scheduler.turn()
     (waiting,) = stand.scheduler._waiting
-    assert waiting.request.uid == "b" and waiting.parked is not None
+    assert waiting.request.uid == "b" and waiting.swapped is not None
     return stand, len(waiting.said.ids)
 
 
@@ -153,7 +153,7 @@ def test_an_abort_of_a_preempted_row_keeps_its_tokens_and_what_was_computed() ->
     assert isinstance(answer, Completion) and len(answer.ids) == tokens > 0 and answer.stop is StopReason.ABORT
     computed = stand.tokens
     rest = Request("b", 0, (*range(5, 25), *answer.ids), SamplingParams(60 - tokens), tokens)
-    stand.scheduler.add(Ticket(rest, lambda answer: None, 100))
+    stand.scheduler.add(SequenceState(rest, lambda answer: None, 100))
     finish(stand)
     more, whole = stand.answers["b/0"], Watched()
     whole.scheduler.add(ticket("b", 60, ids=tuple(range(5, 25))))
@@ -179,12 +179,16 @@ def test_new_weights_begin_a_prefill_again_in_pages_that_no_row_of_old_ones_has(
     rollout, prompt = RolloutConfig(**{**ROLLOUT.values(), "max_num_batched_tokens": 4}), tuple(range(5, 46))
     stand = Tight(3 * LONGEST, rollout=rollout)
     for sample, tokens in ((0, 40), (1, 3)):
-        stand.scheduler.add(Ticket(Request("a", sample, prompt, SamplingParams(tokens)), lambda answer: None, 100))
+        stand.scheduler.add(
+            SequenceState(Request("a", sample, prompt, SamplingParams(tokens)), lambda answer: None, 100)
+        )
     for _ in range(16):
         stand.scheduler.turn()
     first = stand.answers.pop("a/1")
     assert isinstance(first, Completion)
-    again = Ticket(Request("a", 1, (*prompt, *first.ids, *range(17)), SamplingParams(3)), lambda answer: None, 100)
+    again = SequenceState(
+        Request("a", 1, (*prompt, *first.ids, *range(17)), SamplingParams(3)), lambda answer: None, 100
+    )
     stand.scheduler.add(again)
     stand.scheduler.turn()
     (running,) = stand.scheduler._running.values()
@@ -214,11 +218,11 @@ def test_siblings_share_the_full_pages_of_their_prompt() -> None:
     stand, prompt = Tight(3 * LONGEST), tuple(range(5, 46))
     for sample in range(6):
         request = Request("a", sample, prompt, SamplingParams(5))
-        stand.scheduler.add(Ticket(request, lambda answer: None, 100))
+        stand.scheduler.add(SequenceState(request, lambda answer: None, 100))
     stand.scheduler.turn()
-    used = stand.decoder.cache.pages - len(stand.scheduler._seating.pages.free)
+    used = stand.decoder.cache.pages - len(stand.scheduler._kv_manager.pages.free)
     assert used == 2 + 6, "40 tokens: two full pages for all, and one for each"
-    assert [stand.scheduler._seating.pages.users(page) for page in range(2)] == [7, 7], "six rows, and the prompt"
+    assert [stand.scheduler._kv_manager.pages.users(page) for page in range(2)] == [7, 7], "six rows, and the prompt"
     for _ in range(6):
         stand.scheduler.turn()
     stand.check_empty()
@@ -235,7 +239,7 @@ def test_a_session_that_goes_back_into_a_shared_page_leaves_it_to_the_others() -
     stand, prompt = Tight(3 * LONGEST), tuple(range(5, 33))
 
     def ask(uid: str, sample: int, ids: tuple[int, ...]) -> Completion:
-        stand.scheduler.add(Ticket(Request(uid, sample, ids, SamplingParams(5)), lambda answer: None, 100))
+        stand.scheduler.add(SequenceState(Request(uid, sample, ids, SamplingParams(5)), lambda answer: None, 100))
         for _ in range(7):
             stand.scheduler.turn()
         answer = stand.answers.pop(f"{uid}/{sample}")
@@ -250,16 +254,16 @@ def test_a_session_that_goes_back_into_a_shared_page_leaves_it_to_the_others() -
 
 
 def test_rows_are_told_of_once_and_before_they_need_a_page() -> None:
-    growth, first, second = Growth(), ticket("a"), ticket("b")
+    growth, first, second = PageSchedule(), ticket("a"), ticket("b")
     assert growth.next(0) == []
-    growth.plan(first, STRIDE + 3)
-    growth.plan(second, 3 * STRIDE)
-    told = {step: growth.next(step) for step in range(1, 2 * STRIDE)}
-    assert {step for step, found in told.items() if found} == {STRIDE} and told[STRIDE] == [first]
-    growth.plan(first, 3 * STRIDE + 1)
+    growth.plan(first, LOOKAHEAD_STEPS + 3)
+    growth.plan(second, 3 * LOOKAHEAD_STEPS)
+    told = {step: growth.next(step) for step in range(1, 2 * LOOKAHEAD_STEPS)}
+    assert {step for step, found in told.items() if found} == {LOOKAHEAD_STEPS} and told[LOOKAHEAD_STEPS] == [first]
+    growth.plan(first, 3 * LOOKAHEAD_STEPS + 1)
     growth.drop(second)
-    growth.next(2 * STRIDE)
-    assert growth.next(3 * STRIDE) == [first]
+    growth.next(2 * LOOKAHEAD_STEPS)
+    assert growth.next(3 * LOOKAHEAD_STEPS) == [first]
 
 
 def test_prefill_gives_way_as_well_and_keeps_what_its_session_had() -> None:
@@ -278,7 +282,7 @@ def test_prefill_gives_way_as_well_and_keeps_what_its_session_had() -> None:
             stand.scheduler.turn()
             if stand.scheduler.preemptions:
                 break
-        waiting = [len(one.parked.ids) if one.parked else 0 for one in stand.scheduler._waiting]
+        waiting = [len(one.swapped.ids) if one.swapped else 0 for one in stand.scheduler._waiting]
         assert not crowded or 14 < waiting[0] < 74, "in the middle of its prefill"
         finish(stand)
         stand.check_empty()

@@ -7,10 +7,10 @@ import torch
 
 from tests.unit.test_native_determinism import PLAIN, Stand, Talk, alone
 from treadle.config import RolloutConfig
-from treadle.engine.native.decoder import Decoder
-from treadle.engine.native.parking import Parked, Parking
-from treadle.engine.native.plans import Piece
-from treadle.engine.native.ticket import Ticket
+from treadle.engine.native.attention_metadata import PrefillChunk
+from treadle.engine.native.model_runner import ModelRunner
+from treadle.engine.native.prefix_cache import SwappedTokens, SwapSpace
+from treadle.engine.native.sequence import SequenceState
 from treadle.errors import EngineFailure
 from treadle.types import Completion, Request, SamplingParams, StopReason
 
@@ -20,11 +20,11 @@ class Watched(Stand):
 
     def __init__(self, **keys: object) -> None:
         super().__init__(**keys)  # type: ignore[arg-type]
-        self.prefilled: list[Piece] = []
+        self.prefilled: list[PrefillChunk] = []
         self.rows: list[int] = []
         prefill, advance = self.decoder.prefill, self.decoder.advance
 
-        def watch_prefill(pieces: Sequence[Piece]) -> None:
+        def watch_prefill(pieces: Sequence[PrefillChunk]) -> None:
             self.prefilled += pieces
             prefill(pieces)
 
@@ -89,7 +89,7 @@ def test_rows_move_together_when_most_have_ended() -> None:
     assert last.heard == alone(10, 0, 1, last.sampling, 32)
 
 
-class Lagging(Decoder):
+class Lagging(ModelRunner):
     """Tells what ended one step late, as a GPU does."""
 
     behind: list[int] | None = None
@@ -131,7 +131,7 @@ def test_a_late_report_does_not_end_the_next_one_in_the_same_row() -> None:
 def test_time_in_the_queue_is_told_with_the_answer(monkeypatch: pytest.MonkeyPatch) -> None:
     """One row for two requests: the second waits for every step of the first, and for none of its own."""
     now = 100.0
-    monkeypatch.setattr("treadle.engine.native.ticket.monotonic", lambda: now)
+    monkeypatch.setattr("treadle.engine.native.sequence.monotonic", lambda: now)
     stand = Stand(rollout=RolloutConfig(prompt_length=40, response_length=60, max_num_seqs=1))
     stand.scheduler.add(ticket("a", 5))
     stand.scheduler.add(ticket("b", 5))
@@ -154,8 +154,8 @@ def test_steps_of_others_leave_pages_in_prefill_alone() -> None:
     assert together.heard == single.heard
 
 
-def ticket(uid: str = "a", tokens: int = 20, ids: tuple[int, ...] = (5, 6, 7)) -> Ticket:
-    return Ticket(Request(uid, 0, ids, SamplingParams(tokens)), lambda answer: None, 100)
+def ticket(uid: str = "a", tokens: int = 20, ids: tuple[int, ...] = (5, 6, 7)) -> SequenceState:
+    return SequenceState(Request(uid, 0, ids, SamplingParams(tokens)), lambda answer: None, 100)
 
 
 def test_new_weights_end_what_was_kept_and_show_in_the_versions() -> None:
@@ -169,7 +169,9 @@ def test_new_weights_end_what_was_kept_and_show_in_the_versions() -> None:
     answer = stand.answers.pop("a/0")
     assert isinstance(answer, Completion) and answer.versions == (0, 0, 7, 7, 7, 7)
     computed = stand.tokens
-    stand.scheduler.add(Ticket(Request("a", 0, (5, 6, 7, *answer.ids), SamplingParams(2)), lambda answer: None, 100))
+    stand.scheduler.add(
+        SequenceState(Request("a", 0, (5, 6, 7, *answer.ids), SamplingParams(2)), lambda answer: None, 100)
+    )
     stand.scheduler.turn()
     assert stand.tokens == computed + 8, "keys and values of mixed weights are not used again"
 
@@ -196,29 +198,29 @@ def test_logits_that_are_no_numbers_fail_that_request_alone() -> None:
     assert stand.decoder.cache.kv.isfinite().all()
 
 
-def parked(tokens: int) -> Parked:
-    return Parked(tuple(range(tokens)), [torch.zeros(1, 2, 1, 1, tokens, 4)])
+def swapped(tokens: int) -> SwappedTokens:
+    return SwappedTokens(tuple(range(tokens)), [torch.zeros(1, 2, 1, 1, tokens, 4)])
 
 
 def test_the_least_recently_used_give_way() -> None:
-    parking = Parking(3 * parked(10).size)
+    parking = SwapSpace(3 * swapped(10).size)
     for key in "abc":
-        parking.park(key, parked(10))
+        parking.swap_out(key, swapped(10))
     assert parking.find("a")
-    parking.park("d", parked(10))
+    parking.swap_out("d", swapped(10))
     assert parking.find("b") is None
     assert all(parking.find(key) for key in "acd")
     parking.forget("a")
-    parking.park("e", parked(10))
+    parking.swap_out("e", swapped(10))
     assert len(parking) == 3
     parking.clear()
     assert len(parking) == 0
-    parking.park("f", parked(30))
+    parking.swap_out("f", swapped(30))
     assert parking.find("f"), "cleared room is room again"
 
 
 @pytest.mark.parametrize("tokens", [31, 1000])
 def test_what_exceeds_the_budget_alone_is_not_kept(tokens: int) -> None:
-    parking = Parking(3 * parked(10).size)
-    parking.park("a", parked(tokens))
+    parking = SwapSpace(3 * swapped(10).size)
+    parking.swap_out("a", swapped(tokens))
     assert parking.find("a") is None

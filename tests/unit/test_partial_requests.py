@@ -8,7 +8,7 @@ import pytest
 from tests.letters import ask, decode, encode
 from tests.ray_engines import LettersEngine, letters
 from treadle.config.rollout import ScriptedConfig
-from treadle.engine.partial import PartialRequests
+from treadle.engine.requests import PartialRequests
 from treadle.types import Completion, Request, StopReason
 
 

@@ -10,9 +10,9 @@ from tests import configs
 from tests.configs import rollout_config
 from treadle.cli.plan import describe_plan
 from treadle.config import Machine, ModelConfig, RolloutConfig, TrainConfig, load, make_plan
-from treadle.config.transport import describe_way
+from treadle.config.transport import describe_transport
 from treadle.errors import ConfigError, Mistake
-from treadle.policy.packing import deal
+from treadle.policy.packed_inputs import balance_over_ranks
 
 HERE = [Machine("here", 0)]
 VLLM, RAY = "rollout.name=vllm", "cluster.backend=ray"
@@ -77,7 +77,7 @@ def test_no_rank_is_dealt_more_micro_batches_than_the_plan_says(count, ranks, le
     limit = make_plan(config, machines(ranks)).batches.max_micro_batches
     draw = random.Random(seed)
     lengths = [draw.randint(1, length + 1) for _ in range(count)]
-    dealt = deal(lengths, length + 1 + spare, "actor.ppo_max_token_len_per_gpu", ranks)
+    dealt = balance_over_ranks(lengths, length + 1 + spare, "actor.ppo_max_token_len_per_gpu", ranks)
     assert max(map(len, dealt)) <= limit
 
 
@@ -233,13 +233,13 @@ def test_no_gpu_is_given_twice_and_none_is_invented(nodes, gpus, rollout_nodes, 
 def test_the_plan_says_how_weights_travel(words, way):
     config = training_config(*words)
     assert make_plan(config, HERE).weights == way
-    assert f"weights    {describe_way(config)}" in describe_plan(config, make_plan(config, HERE))
+    assert f"weights    {describe_transport(config)}" in describe_plan(config, make_plan(config, HERE))
 
 
 def test_what_is_written_on_the_way_lies_in_the_run_directory_unless_told_otherwise():
     disk = ["rollout.nnodes=1", "trainer.weights.transport=disk", "logging.run_dir=/runs/a"]
-    assert describe_way(training_config(*disk)) == "through files in /runs/a/weights"
-    assert describe_way(training_config(*disk, "trainer.weights.directory=/nfs/a")) == "through files in /nfs/a"
+    assert describe_transport(training_config(*disk)) == "through files in /runs/a/weights"
+    assert describe_transport(training_config(*disk, "trainer.weights.directory=/nfs/a")) == "through files in /nfs/a"
 
 
 def test_a_rollout_that_stands_alone_has_no_weights_to_send():

@@ -20,14 +20,13 @@ from transformers import (
 
 from tests.policies import CPU, VOCABULARY, make_groups, make_policy, make_row, save_tiny_model, weights
 from treadle.algorithm.advantage import rows_of
-from treadle.config.actor import POLICY_LOSSES, OptimConfig, PolicyLossConfig, RefConfig
-from treadle.config.algorithm import RolloutCorrectionConfig
-from treadle.config.model import ModelConfig
+from treadle.config.rollout import ModelConfig
+from treadle.config.training import POLICY_LOSSES, OptimConfig, PolicyLossConfig, RefConfig, RolloutCorrectionConfig
 from treadle.errors import ConfigError, MisuseError, RunError
 from treadle.model.checksum import checksum
-from treadle.policy.batch import TrainBatch, belongings
+from treadle.policy.policy import SinglePolicy
+from treadle.policy.protocol import TrainBatch, group_and_trajectory_ids
 from treadle.policy.reference import SingleReference
-from treadle.policy.single import SinglePolicy
 from treadle.types import Group, Row
 
 
@@ -40,7 +39,7 @@ def make_batch(groups: Sequence[Group], **changes: Any) -> TrainBatch:
     """A batch with made-up advantages, one for each row."""
     rows, rng = rows_of(groups), random.Random(1)
     advantages = [value for row in rows for value in [rng.gauss(0, 1)] * len(row.ids)]
-    return replace(TrainBatch(rows, *belongings(groups), torch.tensor(advantages)), **changes)
+    return replace(TrainBatch(rows, *group_and_trajectory_ids(groups), torch.tensor(advantages)), **changes)
 
 
 def train(policy: SinglePolicy, *seeds: int, **changes: Any) -> Mapping[str, float]:

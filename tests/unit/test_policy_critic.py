@@ -6,11 +6,11 @@ import torch
 
 from tests.policies import CPU, make_actor, make_groups, save_tiny_model
 from treadle.algorithm.advantage import rows_of
-from treadle.config.actor import CriticConfig, OptimConfig
-from treadle.config.model import ModelConfig
+from treadle.config.rollout import ModelConfig
+from treadle.config.training import CriticConfig, OptimConfig
 from treadle.errors import MisuseError
-from treadle.policy.batch import TrainBatch, belongings
 from treadle.policy.critic import SingleCritic
+from treadle.policy.protocol import TrainBatch, group_and_trajectory_ids
 
 
 @pytest.fixture(scope="module")
@@ -34,7 +34,7 @@ def make_batch(critic: SingleCritic) -> TrainBatch:
     groups = make_groups(1)
     rows = rows_of(groups)
     values_T = critic.values(rows)
-    batch = TrainBatch(rows, *belongings(groups), torch.zeros_like(values_T), values_T=values_T)
+    batch = TrainBatch(rows, *group_and_trajectory_ids(groups), torch.zeros_like(values_T), values_T=values_T)
     return replace(batch, returns_T=torch.full_like(values_T, 0.3))
 
 

@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerFast
 
 from tests.rendering import encode_full
-from treadle.config.model import ModelConfig
-from treadle.data.proof import Verdict
+from treadle.config.rollout import ModelConfig
+from treadle.data.chat_template import ChatTemplate
 from treadle.data.renderer import Renderer, truncate
-from treadle.data.template import ChatTemplate
+from treadle.data.rendering_proof import BoundaryVerdict
 from treadle.errors import ConfigError, PromptFailure
 from treadle.types import Message
 
@@ -196,17 +196,17 @@ def test_nothing_new_gives_just_the_next_header() -> None:
 
 def test_the_proof_says_that_reasoning_would_be_dropped() -> None:
     check = renderer_of("qwen3").proof["assistant reasons → user"]
-    assert check.verdict is Verdict.KEEPS
+    assert check.verdict is BoundaryVerdict.KEEPS
     assert "drop earlier reasoning" in check.detail
     assert "Let me see." in check.incremental and "Let me see." not in check.full
-    assert renderer_of("qwen3").proof["assistant reasons → tool"].verdict is Verdict.AGREES
+    assert renderer_of("qwen3").proof["assistant reasons → tool"].verdict is BoundaryVerdict.AGREES
 
 
 def test_the_proof_says_that_earlier_text_would_be_rewritten() -> None:
     proof = renderer_of("mistral").proof
-    assert proof["system … assistant → user"].verdict is Verdict.DIFFERS
+    assert proof["system … assistant → user"].verdict is BoundaryVerdict.DIFFERS
     assert "rewrite earlier text" in str(proof["assistant → user, with tools"])
-    assert proof["assistant calls → tool, tool"].verdict is Verdict.AGREES
+    assert proof["assistant calls → tool, tool"].verdict is BoundaryVerdict.AGREES
     assert proof["assistant → user"] not in proof.differences
 
 
@@ -241,7 +241,7 @@ def test_tools_that_a_template_ignores_are_written_into_the_prompt() -> None:
     response = "<tool_response>\n{}\n</tool_response>"
     assert f"<|im_start|>user\n{response.format(3)}\n{response.format(4)}<|im_end|>" in text
     assert "# Tools" not in renderer._encoder.decode(renderer.prompt([system, QUESTION]))
-    assert {check.verdict for check in renderer.proof.checks} == {Verdict.AGREES}
+    assert {check.verdict for check in renderer.proof.checks} == {BoundaryVerdict.AGREES}
 
 
 def test_a_template_with_no_system_role_has_its_tools_in_the_first_user_message() -> None:
@@ -253,7 +253,7 @@ def test_a_template_that_always_loops_over_tools_gets_an_empty_list() -> None:
     renderer = make_renderer("{% for t in tools %}{{ t.function | tojson }}{% endfor %}" + CHATML + ASK)
     assert renderer.proof.shows_tools
     assert renderer._encoder.decode(renderer.prompt([QUESTION])).startswith("<|im_start|>user")
-    assert renderer.proof["assistant → user"].verdict is Verdict.AGREES
+    assert renderer.proof["assistant → user"].verdict is BoundaryVerdict.AGREES
 
 
 @pytest.mark.parametrize("role", ["system", "tool"])
@@ -369,7 +369,7 @@ def test_a_template_for_single_turns_renders_prompts() -> None:
     tokenizer = make_tokenizer(eos_token="<|endoftext|>")
     renderer = Renderer.create(ModelConfig(path="none", custom_chat_template=single), tokenizer)
     assert renderer._encoder.decode(renderer.prompt([QUESTION])) == "Q: Add 1 and 2."
-    assert {check.verdict for check in renderer.proof.checks} == {Verdict.REFUSED}
+    assert {check.verdict for check in renderer.proof.checks} == {BoundaryVerdict.REFUSED}
     with pytest.raises(PromptFailure, match="One message only"):
         renderer.observation([QUESTION])
 

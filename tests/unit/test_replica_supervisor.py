@@ -9,17 +9,17 @@ from typing import Any
 import pytest
 
 from tests import virtual_time
+from treadle.aio import LoopThread
 from treadle.cluster.apart import Apart
-from treadle.cluster.stillness import Stillness
 from treadle.config.rollout import FailureConfig, LimitsConfig
-from treadle.engine.partial import rest_of
 from treadle.engine.protocol import Engine, EngineGone, WeightUpdate
 from treadle.engine.replica_supervisor import ReplicaSupervisor, RestartingEngine
+from treadle.engine.requests import continuation_of
 from treadle.engine.router import Router
 from treadle.errors import EngineFailure, RunError
 from treadle.process.supervisor import Recovery, RestartPolicy
-from treadle.rollout.thread import LoopThread
 from treadle.types import Completion, Request, SamplingParams, StopReason
+from treadle.weights.sync import WeightLock
 
 POLICY = RestartPolicy(attempts=3, first_wait_s=0.001)
 REQUEST = Request("s", 0, (1, 2), SamplingParams(4))
@@ -367,7 +367,7 @@ def test_weights_are_restored_from_a_run_on_another_loop() -> None:
     """The step that waits meanwhile goes on by itself: nothing else happens on its loop."""
 
     async def body() -> None:
-        stillness, given, release = Stillness(), [], asyncio.Event()
+        weight_lock, given, release = WeightLock(), [], asyncio.Event()
         rollout = LoopThread("rollout")
 
         async def give(engine: Any, version: int) -> None:
@@ -382,17 +382,17 @@ def test_weights_are_restored_from_a_run_on_another_loop() -> None:
                 nurseries.append(Nursery())
             return await nurseries[0].start()
 
-        apart = Apart({"e-1": start}, stillness, give)
+        apart = Apart({"e-1": start}, weight_lock, give)
         apart.supervisor._report = lambda recovery: None
         (engine,) = await rollout.run(apart.start_all(shares_gpu=True, sleeps=False))
-        stillness.settle(4)
+        weight_lock.settle(4)
         await rollout.run(_kill(nurseries[0].born[0]))
         asked = asyncio.ensure_future(rollout.run(engine.generate(REQUEST)))
         await soon(lambda: len(nurseries[0].born) == 2)
         await asyncio.sleep(0.05)
 
         async def step() -> None:
-            async with stillness.changing():
+            async with weight_lock.changing():
                 assert given == [4], "a step waits for whoever reads"
 
         stepping = asyncio.ensure_future(step())
@@ -483,22 +483,22 @@ def test_one_that_dies_young_again_and_again_is_given_up() -> None:
 
 def test_weights_are_still_between_a_push_and_the_next_step() -> None:
     async def body() -> None:
-        stillness, seen = Stillness(), []
+        weight_lock, seen = WeightLock(), []
 
         async def look() -> None:
-            async with stillness.still() as version:
+            async with weight_lock.still() as version:
                 seen.append(version)
                 await asyncio.sleep(0.02)
                 seen.append(version)
 
         looking = asyncio.ensure_future(look())
-        async with stillness.changing():
+        async with weight_lock.changing():
             await asyncio.sleep(0.01)
         await asyncio.sleep(0.01)
         assert not seen, "after a step the weights are nobody's until they were pushed"
-        stillness.settle(3)
+        weight_lock.settle(3)
         await soon(lambda: bool(seen))
-        async with stillness.changing():
+        async with weight_lock.changing():
             assert seen == [3, 3], "a step waits for whoever reads"
         await looking
 
@@ -507,18 +507,18 @@ def test_weights_are_still_between_a_push_and_the_next_step() -> None:
 
 def test_a_step_that_came_first_leaves_nothing_to_read_until_it_is_pushed() -> None:
     async def body() -> None:
-        stillness, seen = Stillness(), []
-        stillness.settle(3)
+        weight_lock, seen = WeightLock(), []
+        weight_lock.settle(3)
 
         async def step() -> None:
-            async with stillness.changing():
+            async with weight_lock.changing():
                 pass
 
         async def look() -> None:
-            async with stillness.still() as version:
+            async with weight_lock.still() as version:
                 seen.append(version)
 
-        async with stillness.idle():
+        async with weight_lock.idle():
             stepping = asyncio.ensure_future(step())
             await asyncio.sleep(0)
             looking = asyncio.ensure_future(look())
@@ -526,7 +526,7 @@ def test_a_step_that_came_first_leaves_nothing_to_read_until_it_is_pushed() -> N
         await stepping
         await asyncio.sleep(0.01)
         assert not seen
-        stillness.settle(4)
+        weight_lock.settle(4)
         await looking
         assert seen == [4]
 
@@ -577,7 +577,7 @@ def test_a_killed_engine_keeps_the_tokens_that_were_brought_to_safety() -> None:
         assert part.stop is StopReason.ABORT
         assert part.ids == tuple(range(kept)) and kept > 0
         assert part.replica == "e-1" or part.replica == "e"
-        rest = await engine.generate(rest_of(replace(request, sampling=SamplingParams(kept + 3)), part))
+        rest = await engine.generate(continuation_of(replace(request, sampling=SamplingParams(kept + 3)), part))
         assert rest.ids == (kept, kept + 1, kept + 2)
         await supervisor.dismiss()
 

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from treadle.reward.builtin import by_source, exact_match, format, number_match, soft_overlong
-from treadle.reward.builtin.tag import read_tag
+from treadle.reward.builtin.exact_match import read_tag
 from treadle.types import Outcome, Row, StopReason, Trajectory
 
 

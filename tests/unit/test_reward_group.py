@@ -15,17 +15,17 @@ from hypothesis import strategies as st
 from tests.configs import TRAINING, mistakes
 from tests.rollouts import rollout, save_model, task
 from tests.virtual_time import run
+from treadle.aio import BoundedBuffer
 from treadle.config import FailureConfig, load
 from treadle.config.reward import RewardConfig, RewardFunctionConfig
 from treadle.errors import ConfigError, EngineFailure, MisuseError, RewardFailure
 from treadle.journal import Journal, JournalReader
 from treadle.reward.builtin import length_penalty
-from treadle.reward.failure import Fault, ScoreFailure
+from treadle.reward.result import Fault, ScoreFailure
 from treadle.reward.scorer import Scorer
-from treadle.rollout.dispatch import Dispatcher, Order
-from treadle.rollout.feed import Feed
-from treadle.rollout.recall import Past
-from treadle.rollout.run import Result, run_rollout
+from treadle.rollout.completion_log import RecoveredTask
+from treadle.rollout.dispatch import Dispatcher, RolloutRequest
+from treadle.rollout.run import RolloutResult, run_rollout
 from treadle.rollout.worker import Dropped, Job
 from treadle.types import Group, Outcome, Row, SamplingParams, Score, StopReason, Task, Trajectory
 
@@ -210,7 +210,7 @@ def test_configs_in_which_a_group_cannot_be_scored_are_refused(functions, words,
 
 # The rollout
 
-ORDER = Order(SamplingParams(8), n=4)
+ORDER = RolloutRequest(SamplingParams(8), n=4)
 
 
 class Worker:
@@ -282,7 +282,7 @@ def test_a_group_that_could_not_be_scored_is_drawn_again_where_survivors_are_nee
 
 def test_a_streamed_sample_waits_for_its_siblings():
     async def main() -> list[tuple[float, int, float]]:
-        feed: Feed[Trajectory | Dropped] = Feed(8)
+        feed: BoundedBuffer[Trajectory | Dropped] = BoundedBuffer(8)
         work = asyncio.create_task(dispatcher(Worker(), GroupRewards()).stream([task("a")], ORDER, feed))
         came = []
         while ready := await feed.take():
@@ -298,7 +298,7 @@ def test_a_streamed_sample_waits_for_its_siblings():
 def test_a_stream_of_half_a_group_is_refused():
     async def main() -> None:
         order = replace(ORDER, done={("a", 0)})
-        await dispatcher(Worker(), GroupRewards()).stream([task("a")], order, Feed(8))
+        await dispatcher(Worker(), GroupRewards()).stream([task("a")], order, BoundedBuffer(8))
 
     with pytest.raises(MisuseError, match="1 of 4 samples of a are done"):
         run(main())
@@ -333,7 +333,7 @@ def test_training_goes_on_with_whole_groups_and_scores_others_as_one(finished, d
     """A sample of an earlier start keeps its score where all its siblings are there; else all are scored together."""
     kept = [Trajectory("a", at, (), Outcome.ended(StopReason.STOP), Score(7.0)) for at in finished]
     worker, scorer = Worker(), GroupRewards()
-    group = run(dispatcher(worker, scorer).group(task("a"), ORDER, Past(tuple(kept))))
+    group = run(dispatcher(worker, scorer).group(task("a"), ORDER, RecoveredTask(tuple(kept))))
     assert isinstance(group, Group)
     assert sorted(worker.attempts) == drawn and [[at for at, _ in call] for call in scorer.seen] == seen
     assert [item.reward.value for item in group.trajectories] == ([40.0, 41.0, 42.0, 43.0] if seen else [7.0] * 4)
@@ -380,7 +380,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def roll_out(*words: str) -> Result:
+def roll_out(*words: str) -> RolloutResult:
     return run_rollout(load("my.yaml", words))
 
 

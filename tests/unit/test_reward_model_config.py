@@ -7,8 +7,8 @@ import pytest
 
 from tests.configs import mistake, rollout_config
 from treadle.config import JudgeConfig, RewardConfig, legacy
+from treadle.config.parse import dotted, read_words
 from treadle.config.rollout import FailureConfig
-from treadle.config.source import dotted, read_words
 from treadle.errors import ConfigError
 from treadle.reward.scorer import Scorer
 

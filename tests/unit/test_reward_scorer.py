@@ -11,7 +11,7 @@ from tests.virtual_time import run
 from treadle.config.reward import RewardConfig, RewardFunctionConfig
 from treadle.errors import Boundary, ConfigError, MisuseError, RewardFailure
 from treadle.observe import summarize
-from treadle.reward.failure import Fault, ScoreFailure
+from treadle.reward.result import Fault, ScoreFailure
 from treadle.reward.scorer import Scorer
 from treadle.types import Outcome, Row, Score, StopReason, Task, ToolResult, Trajectory, Turn
 

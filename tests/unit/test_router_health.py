@@ -394,9 +394,9 @@ def test_a_replica_that_somebody_vouches_for_serves_only_the_weights_of_the_othe
     async def main() -> None:
         door = router(replica("a"), replica("b"))
         await door.update_weights(WeightUpdate(1, "checksum", {}))
-        door.vouch("a", 2)
+        door.mark_synced("a", 2)
         assert healthy(door) == {"a": False, "b": True}
-        door.vouch("a", 1)
+        door.mark_synced("a", 1)
         await door.health()
         assert healthy(door) == {"a": True, "b": True}
 

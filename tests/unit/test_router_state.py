@@ -10,7 +10,7 @@ from tests.breakable import BreakableEngine, replica, router
 from tests.letters import ask
 from tests.virtual_time import VirtualTimeLoop
 from treadle.engine.protocol import WeightUpdate
-from treadle.engine.replica import FlightState
+from treadle.engine.replica_set import InFlightStatus
 from treadle.errors import EngineFailure
 from treadle.types import Completion
 
@@ -39,7 +39,7 @@ class RouterMachine(RuleBasedStateMachine):
     def do(self, seconds: float = 1e-3) -> None:
         self.loop.run_until_complete(asyncio.sleep(seconds))
 
-    async def look(self) -> tuple[tuple[FlightState, ...], int]:
+    async def look(self) -> tuple[tuple[InFlightStatus, ...], int]:
         """What the router says, and how many requests are open at the same instant."""
         return self.door.flights(), sum(not task.done() for task in self.requests)
 

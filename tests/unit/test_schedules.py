@@ -13,8 +13,8 @@ from tests.virtual_time import run
 from treadle.checkpoint.store import Progress
 from treadle.errors import BudgetSpent, DeadlineError, RunError
 from treadle.journal import JournalReader
-from treadle.rollout.recall import NO_PAST
-from treadle.trainer.stop import Interrupted
+from treadle.rollout.completion_log import NOTHING_RECOVERED
+from treadle.trainer.parts import RunInterrupted
 
 MODES = ("sync", "one_step_off", "fully_async")
 
@@ -69,7 +69,7 @@ def test_one_step_off_pushes_before_its_batch_is_there_where_the_engine_of_that_
     """Its only engine died: the successor waits for a push, the batch for the successor, and so the push for nobody."""
 
     class Restarted(Rollout):
-        async def generate_group(self, item, *, past=NO_PAST):
+        async def generate_group(self, item, *, past=NOTHING_RECOVERED):
             if item.uid == "t4":
                 async with asyncio.timeout(1000):
                     while self.version < 2:
@@ -79,7 +79,7 @@ def test_one_step_off_pushes_before_its_batch_is_there_where_the_engine_of_that_
 
     waiting = asyncio.Event()
     words = ("trainer.total_training_steps=4",)
-    trial = trial_of(tmp_path, "one_step_off", *words, rollout=Restarted(), train_s=10.0, weights_wanted=waiting.wait)
+    trial = trial_of(tmp_path, "one_step_off", *words, rollout=Restarted(), train_s=10.0, needs_push=waiting.wait)
     (late,) = [group for _, groups in trial.trained for group in groups if group.task.uid == "t4"]
     assert late.trajectories[0].rows[0].versions == (2, 2) and trial.run.step == 4
 
@@ -266,7 +266,7 @@ def test_an_engine_that_waits_for_weights_is_not_kept_waiting_by_validation(tmp_
         rollout=rollout,
         validation=(task("v"),),
         train_s=10.0,
-        weights_wanted=wanted,
+        needs_push=wanted,
     )
     assert [found.step for found in trial.run.validations] == [5, 8, 10]
     assert validated_versions(trial) == [{5}, {8}, {10}]
@@ -288,7 +288,7 @@ def test_a_stop_keeps_what_is_half_done_and_a_resume_goes_on_from_there(tmp_path
     )
 
     async def interrupted() -> None:
-        with pytest.raises(Interrupted):
+        with pytest.raises(RunInterrupted):
             await first.run_to_end()
 
     run(interrupted())

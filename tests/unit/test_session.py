@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 from tests import virtual_time
 from tests.rollouts import rollout, task
 from treadle.config import LimitsConfig, RolloutConfig
-from treadle.engine import noise
+from treadle.engine import rng
 from treadle.errors import EngineFailure, MisuseError
 from treadle.rollout.parsers import parser
-from treadle.rollout.services import Services
+from treadle.rollout.protocol import Services
 from treadle.rollout.session import Session, SessionRecord
 from treadle.types import Completion, Request, Row, SamplingParams, StopReason, ToolCall, ToolResult, ToolStatus
 
@@ -166,7 +166,7 @@ def test_the_turn_limit_ends_a_session_that_wants_another_turn():
     async def use(session: Session, engine: Canned) -> None:
         await session.generate()
         await session.observe("more")
-        assert SessionRecord(session).ledger.ended is StopReason.TURN_LIMIT
+        assert SessionRecord(session).state.ended is StopReason.TURN_LIMIT
 
     with_session(rollout(max_assistant_turns=1), [said(1, 9)], use)
 
@@ -179,7 +179,7 @@ def test_the_user_turn_limit_counts_user_messages_only():
         await session.observe("u")
         await session.generate()
         await session.observe("u")
-        assert SessionRecord(session).ledger.ended is StopReason.TURN_LIMIT
+        assert SessionRecord(session).state.ended is StopReason.TURN_LIMIT
 
     with_session(rollout(max_user_turns=1), [said(1, 9)] * 3, use)
 
@@ -191,7 +191,7 @@ def test_invalid_calls_in_a_row_end_the_session_and_a_good_one_starts_the_count_
         await session.call_tools([call, call, call])  # invalid, ok, invalid
         assert not session.done
         await session.call_tools([call])
-        assert SessionRecord(session).ledger.ended is StopReason.INVALID_CALLS
+        assert SessionRecord(session).state.ended is StopReason.INVALID_CALLS
 
     bad, good = ToolStatus.INVALID, ToolStatus.OK
     with_session(rollout(max_invalid_calls=2), [said(1, 9)], use, Tools(bad, good, bad, bad))
@@ -206,7 +206,7 @@ def test_tool_time_is_a_budget_of_the_whole_session():
     async def use(session: Session, engine: Canned) -> None:
         await session.generate()
         await session.call_tools([ToolCall("x", {})])
-        assert SessionRecord(session).ledger.ended is StopReason.TOOL_TIME
+        assert SessionRecord(session).state.ended is StopReason.TOOL_TIME
 
     config = rollout(limits=LimitsConfig(session_tool_time_s=0.02))
     with_session(config, [said(1, 9)], use, Slow())
@@ -280,7 +280,7 @@ class Slow:
     async def generate(self, request: Request) -> Completion:
         self.asked.append(request)
         await asyncio.sleep(request.sampling.max_tokens)
-        ids = tuple(10 + noise.bits_at(noise.stream_of(request), request.position + at) % 50 for at in range(1000))
+        ids = tuple(10 + rng.bits_at(rng.stream_of(request), request.position + at) % 50 for at in range(1000))
         ids = ids[: request.sampling.max_tokens]
         return Completion(ids, (-1.0,) * len(ids), (0,) * len(ids), StopReason.LENGTH)
 
@@ -319,8 +319,8 @@ def test_a_row_that_reserved_too_little_goes_on_with_what_others_left():
         engine.generate = stop_early
         first, second = await asyncio.gather(long.generate(), short.generate())
         assert (len(first.ids), len(second.ids)) == (35, 5)
-        stream = noise.stream_of(engine.asked[0])
-        assert list(first.ids) == [10 + noise.bits_at(stream, at) % 50 for at in range(35)]
+        stream = rng.stream_of(engine.asked[0])
+        assert list(first.ids) == [10 + rng.bits_at(stream, at) % 50 for at in range(35)]
 
     virtual_time.run(main())
 

@@ -14,10 +14,9 @@ import yaml
 import treadle
 from tests.configs import TRAINING
 from treadle.config import TrainConfig, load, loads
-from treadle.config.load import build
-from treadle.config.recipe import RECIPES
+from treadle.config.load import RECIPES, build
+from treadle.config.parse import read_text
 from treadle.config.section import fields_of
-from treadle.config.source import read_text
 from treadle.errors import ConfigError
 
 REPOSITORY = Path(treadle.__file__).parents[1]

@@ -6,13 +6,12 @@ import pytest
 
 from treadle.config import TrainConfig, loads
 from treadle.errors import ConfigError
-from treadle.trainer.simulation import simulation
-from treadle.trainer.simulation.assumptions import Assumptions, check
-from treadle.trainer.simulation.comparison import Comparison, Question, choose_splits, compare
-from treadle.trainer.simulation.forecast import Forecast
-from treadle.trainer.simulation.report import describe, settings
-from treadle.trainer.simulation.setup import Setup, choose_places, setup_of
-from treadle.trainer.simulation.workload import AssumedWorkload, LongTail, expected_work
+from treadle.simulate import simulation
+from treadle.simulate.assumptions import Assumptions, check_assumptions
+from treadle.simulate.forecast import Forecast, ScheduleSetup, choose_max_sessions, setup_of
+from treadle.simulate.report import describe, settings
+from treadle.simulate.simulation import Comparison, ComparisonSpec, choose_splits, compare
+from treadle.simulate.workload import AssumedWorkload, TruncatedLogNormal, expected_work
 
 BASE = """
 model: {path: unused}
@@ -46,7 +45,9 @@ def config_of(*words: str) -> TrainConfig:
     return config
 
 
-def simulate(config: TrainConfig, assumptions: Assumptions, setup: Setup, *, steps: int, seed: int = 0) -> Forecast:
+def simulate(
+    config: TrainConfig, assumptions: Assumptions, setup: ScheduleSetup, *, steps: int, seed: int = 0
+) -> Forecast:
     return simulation.simulate(config, assumptions, workload_of(config, assumptions, seed), setup, steps=steps)
 
 
@@ -55,7 +56,7 @@ def workload_of(config: TrainConfig, assumptions: Assumptions, seed: int = 0) ->
 
 
 def test_sync_takes_generation_then_training_then_the_push():
-    found = simulate(config_of(), EVEN, Setup("sync", 4, 4, shared=True), steps=3)
+    found = simulate(config_of(), EVEN, ScheduleSetup("sync", 4, 4, shared=True), steps=3)
     assert found.step_s == pytest.approx(1.0 + 1.0 + 0.5)
     assert (found.wait_s, found.train_s, found.push_s) == pytest.approx((1.0, 1.0, 0.5))
     assert (found.staleness_mean, found.staleness_max) == (0, 0)
@@ -68,13 +69,13 @@ def test_sync_takes_generation_then_training_then_the_push():
 
 @pytest.mark.parametrize(("train_gpus", "step_s"), [(2, 2.0 + 0.5), (8, 1.0 + 0.5)])
 def test_one_step_off_takes_the_longer_of_both_and_the_push(train_gpus, step_s):
-    found = simulate(config_of(), EVEN, Setup("one_step_off", train_gpus, 4), steps=3)
+    found = simulate(config_of(), EVEN, ScheduleSetup("one_step_off", train_gpus, 4), steps=3)
     assert found.step_s == pytest.approx(step_s)
     assert (found.staleness_mean, found.staleness_max) == (1, 1)
 
 
 def test_fully_async_hides_generation_behind_training():
-    found = simulate(config_of(), EVEN, Setup("fully_async", 2, 4, max_staleness=2), steps=4)
+    found = simulate(config_of(), EVEN, ScheduleSetup("fully_async", 2, 4, max_staleness=2), steps=4)
     assert found.step_s == pytest.approx(2.0 + 0.5)
     assert found.wait_s == pytest.approx(0.0)
     assert found.training == pytest.approx(0.8)
@@ -82,34 +83,34 @@ def test_fully_async_hides_generation_behind_training():
 
 
 def test_staleness_zero_is_the_synchronous_schedule():
-    sync = simulate(config_of(), TAIL, Setup("sync", 2, 4), steps=4)
-    strict = simulate(config_of(), TAIL, Setup("fully_async", 2, 4, max_staleness=0), steps=4)
+    sync = simulate(config_of(), TAIL, ScheduleSetup("sync", 2, 4), steps=4)
+    strict = simulate(config_of(), TAIL, ScheduleSetup("fully_async", 2, 4, max_staleness=0), steps=4)
     assert strict.step_s == pytest.approx(sync.step_s)
     assert strict.staleness_max == 0
 
 
 @pytest.mark.parametrize("bound", [1, 2, 4])
 def test_no_token_is_older_than_the_bound_and_a_longer_tail_needs_a_larger_one(bound):
-    found = simulate(config_of(), TAIL, Setup("fully_async", 2, 4, max_staleness=bound), steps=6)
+    found = simulate(config_of(), TAIL, ScheduleSetup("fully_async", 2, 4, max_staleness=bound), steps=6)
     assert 0 < found.staleness_mean <= found.staleness_max <= bound
 
 
 @pytest.mark.parametrize(("lag", "window"), [(0, (2, 10, 10)), (1, (4, 12, 14)), (2, (6, 15, 18)), (4, (10, 20, 25))])
 def test_whole_rounds_of_steps_are_measured_away_from_both_ends(lag, window):
-    found = simulation.Window.of(8, lag)
+    found = simulation.MeasuredSteps.of(8, lag)
     assert (found.first, found.last, found.total) == window
 
 
 def test_steps_come_in_rounds_where_stragglers_reach_their_bound_together():
-    found = simulate(config_of(), TAIL, Setup("fully_async", 8, 4, max_staleness=3), steps=8)
+    found = simulate(config_of(), TAIL, ScheduleSetup("fully_async", 8, 4, max_staleness=3), steps=8)
     assert found.steps == 8
     assert found.min_step_s < found.step_s < found.max_step_s
     assert found.max_step_s > 1.5 * found.min_step_s
 
 
 def test_a_long_tail_costs_sync_more_than_fully_async():
-    sync = simulate(config_of(), TAIL, Setup("sync", 6, 6, shared=True), steps=6)
-    free = simulate(config_of(), TAIL, Setup("fully_async", 2, 4, max_staleness=4), steps=6)
+    sync = simulate(config_of(), TAIL, ScheduleSetup("sync", 6, 6, shared=True), steps=6)
+    free = simulate(config_of(), TAIL, ScheduleSetup("fully_async", 2, 4, max_staleness=4), steps=6)
     assert free.step_s < 0.7 * sync.step_s
     assert free.of_bound > 0.8 > sync.of_bound
 
@@ -117,16 +118,16 @@ def test_a_long_tail_costs_sync_more_than_fully_async():
 @pytest.mark.parametrize("running", ["continue", "recompute", "wait", "drop"])
 def test_sessions_open_at_an_update_do_as_the_config_says(running):
     config = config_of(f"trainer.on_weight_update={running}")
-    found = simulate(config, TAIL, Setup("fully_async", 4, 4, max_staleness=2), steps=4)
+    found = simulate(config, TAIL, ScheduleSetup("fully_async", 4, 4, max_staleness=2), steps=4)
     assert found.staleness_max <= 2
     if running in ("wait", "drop"):
-        free = simulate(config_of(), TAIL, Setup("fully_async", 4, 4, max_staleness=2), steps=4)
+        free = simulate(config_of(), TAIL, ScheduleSetup("fully_async", 4, 4, max_staleness=2), steps=4)
         assert found.step_s > free.step_s
 
 
 def test_tools_take_their_time_and_add_to_the_context():
     with_tools = Assumptions(**{**_values(EVEN), "turns": 3, "tool_s": 2.0, "tool_tail": 1.0, "tool_tokens": 50})
-    found = simulate(config_of(), with_tools, Setup("sync", 4, 4, shared=True), steps=2)
+    found = simulate(config_of(), with_tools, ScheduleSetup("sync", 4, 4, shared=True), steps=2)
     assert found.session_s == pytest.approx(1.0 + 2 * 2.0, rel=1e-3)
     assert found.tool_s == pytest.approx(4.0)
     assert found.trained_tokens == 32 * (100 + 100 + 2 * 50)
@@ -135,7 +136,7 @@ def test_tools_take_their_time_and_add_to_the_context():
 def test_groups_without_a_signal_are_sampled_in_vain():
     config = config_of("algorithm.filter_groups.enable=true", "rollout.max_num_seqs=8")
     dull = Assumptions(**{**_values(EVEN), "no_signal": 0.5})
-    setup = Setup("fully_async", 8, 1, max_staleness=2)
+    setup = ScheduleSetup("fully_async", 8, 1, max_staleness=2)
     with_signal, without = simulate(config, EVEN, setup, steps=8), simulate(config, dull, setup, steps=8)
     assert with_signal.step_s == pytest.approx(4.5, rel=0.05)
     assert without.step_s == pytest.approx(8.5, rel=0.25)
@@ -143,27 +144,27 @@ def test_groups_without_a_signal_are_sampled_in_vain():
 
 def test_sessions_that_would_miss_their_deadline_are_counted_and_named():
     config = config_of("rollout.limits.session_timeout_s=2")
-    found = simulate(config, TAIL, Setup("sync", 4, 4, shared=True), steps=4)
+    found = simulate(config, TAIL, ScheduleSetup("sync", 4, 4, shared=True), steps=4)
     assert 0 < found.late < 0.5
-    question = Question(4, modes=("sync",), steps=2)
+    question = ComparisonSpec(4, modes=("sync",), steps=2)
     workload = workload_of(config, TAIL)
     compared = compare(config, TAIL, workload, question)
     assert "session_timeout_s = 2" in describe(config, TAIL.fill(config.rollout), workload, compared, 8)
 
 
 def test_the_same_seed_gives_the_same_answer_and_another_one_another():
-    setup = Setup("fully_async", 2, 4, max_staleness=1)
+    setup = ScheduleSetup("fully_async", 2, 4, max_staleness=1)
     first, again, other = (simulate(config_of(), TAIL, setup, steps=3, seed=seed) for seed in (0, 0, 1))
     assert first == again != other
 
 
 def test_the_long_tail_has_the_mean_and_the_bound_it_is_told():
-    tail = LongTail.of(100.0, 1000.0)
+    tail = TruncatedLogNormal.of(100.0, 1000.0)
     drawn = [tail.at((at + 0.5) / 20_000) for at in range(20_000)]
     assert sum(drawn) / len(drawn) == pytest.approx(100.0, rel=0.01) == tail.mean()
     assert max(drawn) == 1000.0
     assert 0.001 < sum(value == 1000.0 for value in drawn) / len(drawn) < 0.005
-    assert LongTail.of(5.0, 5.0).at(0.99) == pytest.approx(5.0)
+    assert TruncatedLogNormal.of(5.0, 5.0).at(0.99) == pytest.approx(5.0)
 
 
 def test_work_is_drawn_by_name_and_fits_the_response():
@@ -189,30 +190,36 @@ def test_what_nobody_gave_follows_from_the_config():
 
 def test_numbers_that_mean_nothing_are_refused_together():
     with pytest.raises(ConfigError) as caught:
-        check(Assumptions(length_tail=0.5, push_s=-1, no_signal=1.0))
+        check_assumptions(Assumptions(length_tail=0.5, push_s=-1, no_signal=1.0))
     assert [mistake.key for mistake in caught.value.mistakes] == ["--length-tail", "--push-s", "--no-signal"]
 
 
 def test_expected_work_is_what_a_simulation_finds():
-    config, setup = config_of("data.train_batch_size=64", "actor.ppo_mini_batch_size=64"), Setup("sync", 4, 4, True)
+    config, setup = (
+        config_of("data.train_batch_size=64", "actor.ppo_mini_batch_size=64"),
+        ScheduleSetup("sync", 4, 4, True),
+    )
     found, work = simulate(config, TAIL, setup, steps=8), expected_work(workload_of(config, TAIL).mean, TAIL, config)
     assert found.generation_s * 4 == pytest.approx(work.generation, rel=0.1)
     assert found.training_s * 4 == pytest.approx(work.training, rel=0.1)
 
 
 def test_sessions_get_as_many_places_as_keep_the_engines_full_unless_the_config_says_otherwise():
-    setup, tools = Setup("sync", 2, 2, shared=True), {"turns": 3, "tool_s": 1.0, "tool_tail": 1.0, "tool_tokens": 0}
+    setup, tools = (
+        ScheduleSetup("sync", 2, 2, shared=True),
+        {"turns": 3, "tool_s": 1.0, "tool_tail": 1.0, "tool_tokens": 0},
+    )
     for assumptions, places in ((EVEN, 128), (Assumptions(**{**_values(EVEN), **tools}), 3 * 128)):
         mean = workload_of(config_of(), assumptions).mean
-        assert choose_places(config_of().rollout, assumptions, mean, setup) == pytest.approx(places, abs=1)
+        assert choose_max_sessions(config_of().rollout, assumptions, mean, setup) == pytest.approx(places, abs=1)
         given = config_of("rollout.agent.max_concurrent_sessions=7")
-        assert choose_places(given.rollout, assumptions, mean, setup) == 7
+        assert choose_max_sessions(given.rollout, assumptions, mean, setup) == 7
 
 
 def test_a_session_that_is_begun_again_is_another_draw():
     config = config_of("trainer.stale_samples=drop")
-    found = simulate(config, TAIL, Setup("fully_async", 4, 4, max_staleness=1), steps=6)
-    waits = simulate(config_of(), TAIL, Setup("fully_async", 4, 4, max_staleness=1), steps=6)
+    found = simulate(config, TAIL, ScheduleSetup("fully_async", 4, 4, max_staleness=1), steps=6)
+    waits = simulate(config_of(), TAIL, ScheduleSetup("fully_async", 4, 4, max_staleness=1), steps=6)
     assert found.step_s < waits.step_s
     assert found.staleness_max <= 1
 
@@ -241,7 +248,7 @@ def test_splits_of_several_machines_keep_each_of_them_whole():
 
 
 def test_the_best_is_the_fastest_or_as_fast_and_younger():
-    question = Question(6, splits=(2,), staleness=(1, 4, 8), steps=6)
+    question = ComparisonSpec(6, splits=(2,), staleness=(1, 4, 8), steps=6)
     compared = compare(config_of(), TAIL, workload_of(config_of(), TAIL), question)
     assert [found.setup.mode for found in compared.forecasts] == ["sync", "one_step_off", *["fully_async"] * 3]
     shortest = min(found.step_s for found in compared.forecasts)
@@ -249,14 +256,17 @@ def test_the_best_is_the_fastest_or_as_fast_and_younger():
 
 
 def test_nearly_as_fast_and_younger_is_better():
-    one = simulate(config_of(), EVEN, Setup("sync", 4, 4, shared=True), steps=1)
-    timed = ((100.0, Setup("fully_async", 2, 2, max_staleness=4)), (102.0, Setup("fully_async", 2, 2, max_staleness=2)))
+    one = simulate(config_of(), EVEN, ScheduleSetup("sync", 4, 4, shared=True), steps=1)
+    timed = (
+        (100.0, ScheduleSetup("fully_async", 2, 2, max_staleness=4)),
+        (102.0, ScheduleSetup("fully_async", 2, 2, max_staleness=2)),
+    )
     found = [replace(one, step_s=step_s, setup=setup) for step_s, setup in (*timed, (110.0, one.setup))]
-    assert Comparison(Question(4), tuple(found)).best is found[1]
+    assert Comparison(ComparisonSpec(4), tuple(found)).best is found[1]
 
 
 def test_more_staleness_is_tried_where_fully_async_is_fastest():
-    question = Question(6, modes=("fully_async",), splits=(2, 4), steps=2)
+    question = ComparisonSpec(6, modes=("fully_async",), splits=(2, 4), steps=2)
     compared = compare(config_of(), TAIL, workload_of(config_of(), TAIL), question)
     bounds = [(found.setup.train_gpus, found.setup.max_staleness) for found in compared.forecasts]
     assert len(bounds) == 4 and {bound for _, bound in bounds} == {1, 2, 4}
@@ -264,7 +274,7 @@ def test_more_staleness_is_tried_where_fully_async_is_fastest():
 
 
 def test_the_keys_of_a_setup_are_those_it_came_from():
-    setup = Setup("fully_async", 8, 24, max_staleness=3)
+    setup = ScheduleSetup("fully_async", 8, 24, max_staleness=3)
     words = list(settings(setup, 8))
     assert words == [
         "trainer.mode=fully_async",
@@ -277,7 +287,7 @@ def test_the_keys_of_a_setup_are_those_it_came_from():
         SHARDED,
     ]
     assert setup_of(config_of(*words, "algorithm.rollout_correction.rollout_is=none")) == setup
-    shared = Setup("sync", 16, 16, shared=True, max_staleness=1)
+    shared = ScheduleSetup("sync", 16, 16, shared=True, max_staleness=1)
     assert setup_of(config_of(*settings(shared, 8), "actor.ppo_mini_batch_size=8")) == shared
 
 

@@ -12,7 +12,7 @@ from treadle.cli.parser import parse
 from treadle.config import TrainConfig, loads
 from treadle.errors import ConfigError
 from treadle.journal import Journal
-from treadle.trainer.simulation.recording import RecordedWorkload, plan_of
+from treadle.simulate.workload import RecordedWorkload, plan_from_trajectory
 from treadle.types import Outcome, Row, StopReason, Trajectory, Turn
 
 CONFIG = """
@@ -111,7 +111,7 @@ def test_sessions_can_be_those_of_a_recorded_run(capsys, config, tmp_path):
     assert {tuple(answer.tokens for answer in plan.answers) for plan in plans} == {(5, 20), (40,)}
     assert {plan.context_tokens for plan in plans} == {7 + 3, 7}
     assert workload.mean.tool_s == 0.25
-    assert plan_of(recorded("c", (4, 6), failed)).sampled_tokens == 10
+    assert plan_from_trajectory(recorded("c", (4, 6), failed)).sampled_tokens == 10
     status, out, _ = run(capsys, config, "--like", str(tmp_path / "run"), "--gpus", "4", "--steps", "1")
     assert status == 0
     assert "2  recorded sessions: 32 tokens" in out and "--response-tokens" not in out

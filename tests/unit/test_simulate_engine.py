@@ -6,8 +6,8 @@ from collections.abc import Awaitable, Callable
 import pytest
 
 from treadle.engine.protocol import WeightUpdate
-from treadle.trainer.simulation.clock import run
-from treadle.trainer.simulation.engine import ReplicaSpeed, TimedEngine
+from treadle.simulate.clock import run
+from treadle.simulate.engine import ReplicaSpeed, TimedEngine
 from treadle.types import Completion, Request, SamplingParams, StopReason
 
 SPEED = ReplicaSpeed(sequence=100.0, together=1000.0, prefill=1e12, max_num_seqs=4, prefix_caching=True)

@@ -9,10 +9,16 @@ import torch
 
 from tests.policies import CPU, make_actor, make_groups, make_policy, save_tiny_model
 from treadle.algorithm.advantage import rows_of
-from treadle.config.actor import CriticConfig, OptimConfig, RefConfig
-from treadle.config.algorithm import AlgorithmConfig, FilterGroupsConfig, KLControlConfig
-from treadle.config.model import ModelConfig
-from treadle.config.trainer import TrainerConfig
+from treadle.config.rollout import ModelConfig
+from treadle.config.training import (
+    AlgorithmConfig,
+    CriticConfig,
+    FilterGroupsConfig,
+    KLControlConfig,
+    OptimConfig,
+    RefConfig,
+    TrainerConfig,
+)
 from treadle.errors import EngineFailure, MisuseError, RunError
 from treadle.model.checksum import checksum
 from treadle.policy.critic import SingleCritic

@@ -23,8 +23,8 @@ ERRORS = """
 """
 
 TYPES = """
-    Batch Completion Group Message NOTHING Outcome Part Provenance Request Row SamplingParams Score Status StopReason
-    Task Timing ToolCall ToolResult ToolStatus Trajectory Turn
+    Batch Completion Group Message NOTHING Outcome Provenance RecordedCompletion Request Row SamplingParams Score Status
+    StopReason Task Timing ToolCall ToolResult ToolStatus Trajectory Turn
 """
 
 

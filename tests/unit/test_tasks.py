@@ -11,7 +11,7 @@ import reasoning_gym  # noqa: F401  a second, which belongs to no test
 from hypothesis import given
 from hypothesis import strategies as st
 
-from treadle.config.data import DataConfig
+from treadle.config.root import DataConfig
 from treadle.data.tasks import (
     SourceState,
     TaskSource,

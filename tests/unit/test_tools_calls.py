@@ -15,11 +15,11 @@ import pytest
 from treadle.config.rollout import MultiTurnConfig
 from treadle.errors import EngineFailure, ToolFailure
 from treadle.rollout.tools import FunctionTool, SessionTools, Toolbox, tool
-from treadle.rollout.tools import attempts as attempts_module
-from treadle.rollout.tools.offer import unite
-from treadle.rollout.tools.schema import compile_check
-from treadle.rollout.tools.spec import Expired
-from treadle.rollout.tools.threads import Threads
+from treadle.rollout.tools import invoke as attempts_module
+from treadle.rollout.tools.base import Expired
+from treadle.rollout.tools.function import unique_by_name
+from treadle.rollout.tools.thread_pool import DaemonThreadPool
+from treadle.rollout.tools.validators import compile_validator
 from treadle.types import Task, ToolCall, ToolResult, ToolStatus
 
 TASK = Task("t1", ())
@@ -33,7 +33,7 @@ def no_delay(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def use(functions: list[Callable[..., Any]], work: Use, task: Task = TASK, **config: Any) -> Any:
     async def main() -> Any:
-        tools = unite([FunctionTool.of(function) for function in functions])
+        tools = unique_by_name([FunctionTool.of(function) for function in functions])
         async with Toolbox(MultiTurnConfig(**config), tools, ()) as toolbox, toolbox.open(task) as session_tools:
             return await work(session_tools)
 
@@ -151,7 +151,7 @@ def test_arguments_nested_beyond_the_stack_are_invalid() -> None:
     items = {"type": "array", "items": {"$ref": "#/$defs/items"}}
     schema = {"type": "object", "properties": {"a": items}, "$defs": {"items": items}}
     plain = FunctionTool.of(f)
-    nesting = replace(plain, spec=replace(plain.spec, check=compile_check(schema)))
+    nesting = replace(plain, spec=replace(plain.spec, check=compile_validator(schema)))
     nested: list[Any] = []
     for _ in range(5000):
         nested = [nested]
@@ -378,7 +378,7 @@ def test_cancelling_a_call_cancels_the_tool() -> None:
 
 def test_waiting_for_a_thread_is_not_a_slow_tool() -> None:
     async def main() -> None:
-        threads = Threads(max_threads=1)
+        threads = DaemonThreadPool(max_threads=1)
         first = asyncio.ensure_future(threads.run(lambda: time.sleep(0.1), 5))
         await asyncio.sleep(0)
         assert await threads.run(lambda: "ran", 5) == "ran"
@@ -397,7 +397,7 @@ def test_stuck_threads_are_replaced_up_to_a_limit_and_come_back() -> None:
     release = threading.Event()
 
     async def main() -> None:
-        threads = Threads(max_threads=1, max_stuck=2)
+        threads = DaemonThreadPool(max_threads=1, max_stuck=2)
         for _ in range(2):
             with pytest.raises(Expired):
                 await threads.run(lambda: release.wait(10), 0.01)

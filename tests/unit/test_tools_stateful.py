@@ -10,10 +10,9 @@ import pytest
 from treadle.config.rollout import MultiTurnConfig
 from treadle.errors import MisuseError, ToolFailure
 from treadle.rollout.tools import Toolbox, tool
-from treadle.rollout.tools import attempts as attempts_module
-from treadle.rollout.tools import stateful as stateful_module
-from treadle.rollout.tools.offer import unite
-from treadle.rollout.tools.stateful import tools_of
+from treadle.rollout.tools import function as stateful_module
+from treadle.rollout.tools import invoke as attempts_module
+from treadle.rollout.tools.function import tools_of_class, unique_by_name
 from treadle.types import Task, ToolCall, ToolStatus
 
 events: list[str] = []
@@ -59,8 +58,8 @@ class Counter:
 
 
 def toolbox(*classes: type, **config: Any) -> Toolbox:
-    tools = [made for cls in classes for made in tools_of(cls, f"here:{cls.__name__}")]
-    return Toolbox(MultiTurnConfig(**config), unite(tools), ())
+    tools = [made for cls in classes for made in tools_of_class(cls, f"here:{cls.__name__}")]
+    return Toolbox(MultiTurnConfig(**config), unique_by_name(tools), ())
 
 
 def task(**tool_kwargs: Mapping[str, Any]) -> Task:
@@ -68,7 +67,7 @@ def task(**tool_kwargs: Mapping[str, Any]) -> Task:
 
 
 def test_marked_methods_are_the_tools_in_the_order_they_are_written() -> None:
-    specs = [made.spec for made in tools_of(Counter, "here:Counter")]
+    specs = [made.spec for made in tools_of_class(Counter, "here:Counter")]
     assert [spec.name for spec in specs] == ["more", "read_count"]
     assert specs[0].parameters["properties"] == {"by": {"type": "integer", "description": "step", "default": 1}}
 
@@ -80,13 +79,13 @@ def test_a_class_with_a_call_method_is_one_tool() -> None:
         async def __call__(self, query: str) -> str:
             return query
 
-    (made,) = tools_of(WebSearch, "here:WebSearch")
+    (made,) = tools_of_class(WebSearch, "here:WebSearch")
     assert (made.spec.name, made.spec.description) == ("web_search", "Search the web.")
 
 
 def test_a_class_without_tools_is_an_error() -> None:
     with pytest.raises(ValueError, match="class Task has no method marked"):
-        tools_of(Task, "here:Task")
+        tools_of_class(Task, "here:Task")
 
 
 def test_an_instance_lives_as_long_as_its_session() -> None:

@@ -10,8 +10,7 @@ import pytest
 from treadle.config import LoggingConfig
 from treadle.errors import ConfigError
 from treadle.observe import trackers
-from treadle.observe.prometheus import PrometheusEndpoint
-from treadle.observe.trackers import Trackers
+from treadle.observe.trackers import PrometheusEndpoint, Trackers
 
 
 class Recorder:

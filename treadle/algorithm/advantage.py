@@ -1,11 +1,16 @@
-"""What advantages are computed from, and what they are: a whole batch, packed flat, on the CPU.
+"""Advantage inputs: rewards, turns and groups of a batch, packed flat on the CPU; returns; dynamic sampling.
 
     T  response tokens of all rows, row after row    S  sequences (rows)    N  trajectories    G  groups
-    K  turns of the longest trajectory    F  parts of the reward
+    K  turns of the longest trajectory    F  parts of the reward    L  sampled tokens of the longest sequence
 
-Owns the records, their order, and the reductions that estimators share. A failed trajectory never gets here: groups
-hold survivors only, and may differ in size. Rows of one trajectory (forks) share its advantage, and it counts once in
-any baseline. Statistics are taken in float64, of rewards in float32: the mean of equal rewards is exactly that reward.
+Owns the records, their order, and what estimators share: sums by group, discounted returns, and whether a group has
+signal (`algorithm.filter_groups`). A failed trajectory never gets here: groups hold survivors only, and may differ in
+size. Rows of one trajectory (forks) share its advantage, and it counts once in any baseline. Statistics are taken in
+float64, of rewards in float32: the mean of equal rewards is exactly that reward.
+
+Discounting runs over sampled tokens only: the token after a sampled one is the next sampled one, observations are
+skipped. A trajectory's reward is on the last sampled token of each of its rows, also where a limit cut it short. With
+`by_turn`, the reward of a turn is on that turn's last sampled token instead.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -14,9 +19,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from treadle.config.algorithm import AlgorithmConfig
-from treadle.config.reward import RewardConfig
-from treadle.errors import MisuseError
+from treadle.algorithm.micro_batch import count_by_sequence
+from treadle.config.reward import SESSION_PARTS, RewardConfig
+from treadle.config.training import AlgorithmConfig
+from treadle.errors import ConfigError, Mistake, MisuseError, nearest
 from treadle.types import Group, Row, Score, Trajectory
 
 
@@ -192,7 +198,7 @@ def is_fork(inputs: AdvantageInputs) -> Tensor:
     return inputs.trajectory_S == before_S
 
 
-def spread(inputs: AdvantageInputs, advantages_NK: Tensor) -> Advantages:
+def broadcast_to_tokens(inputs: AdvantageInputs, advantages_NK: Tensor) -> Advantages:
     """The advantage of each trajectory, or of each of its turns, on every token that was sampled in it."""
     return Advantages(torch.where(inputs.mask_T, at_tokens(inputs, advantages_NK), 0).to(inputs.rewards_N.dtype))
 
@@ -204,3 +210,73 @@ def at_tokens(inputs: AdvantageInputs, values_NK: Tensor) -> Tensor:
     if values_NK.shape[1] == 1 or inputs.turn_T is None:
         return values_NK[:, 0][inputs.trajectory_T]
     return values_NK[inputs.trajectory_T, inputs.turn_T]
+
+
+def to_matrix(inputs: AdvantageInputs, values_T: Tensor) -> Tensor:
+    """The sampled tokens of each sequence as a float64 row of S × L, zeros after its end."""
+    counts_S = count_by_sequence(inputs.mask_T, inputs.sequence_T, inputs.num_sequences)
+    matrix_SL = torch.zeros(len(counts_S), int(counts_S.max()) if len(counts_S) else 0, dtype=torch.float64)
+    matrix_SL[_cells(inputs)] = values_T[inputs.mask_T].double()
+    return matrix_SL
+
+
+def to_tokens(inputs: AdvantageInputs, matrix_SL: Tensor) -> Tensor:
+    """Back to T, zeros on tokens that were not sampled."""
+    values_T = torch.zeros(len(inputs.mask_T), dtype=torch.float64)
+    values_T[inputs.mask_T] = matrix_SL[_cells(inputs)]
+    return values_T
+
+
+def _cells(inputs: AdvantageInputs) -> tuple[Tensor, Tensor]:
+    counts_S = count_by_sequence(inputs.mask_T, inputs.sequence_T, inputs.num_sequences)
+    starts_S = counts_S.cumsum(0) - counts_S
+    sequence = inputs.sequence_T[inputs.mask_T]
+    return sequence, torch.arange(len(sequence)) - starts_S[sequence]
+
+
+def rewards_matrix(inputs: AdvantageInputs, *, by_turn: bool = True) -> Tensor:
+    """What each sampled token got, S × L: token rewards, and the trajectory's reward on the last one."""
+    token_rewards_T = torch.zeros(len(inputs.mask_T)) if inputs.token_rewards_T is None else inputs.token_rewards_T
+    rewards_SL = to_matrix(inputs, token_rewards_T)
+    counts_S = count_by_sequence(inputs.mask_T, inputs.sequence_T, inputs.num_sequences)
+    sampled = (counts_S > 0).nonzero().squeeze(1)
+    rewards_SL[sampled, counts_S[sampled] - 1] += inputs.rewards_N.double()[inputs.trajectory_S[sampled]]
+    if by_turn and inputs.turn_rewards_T is not None:
+        turns_SL = to_matrix(inputs, inputs.turn_rewards_T)
+        rewards_SL += turns_SL
+        rewards_SL[sampled, counts_S[sampled] - 1] -= turns_SL.sum(1)[sampled]
+    return rewards_SL
+
+
+def discounted_sum(values_SL: Tensor, factor: float) -> Tensor:
+    """Each value plus `factor` times the sum that starts after it."""
+    sums_SL = values_SL.clone()
+    for at in range(values_SL.shape[1] - 2, -1, -1):
+        sums_SL[:, at] += factor * sums_SL[:, at + 1]
+    return sums_SL
+
+
+def rewards_to_go(inputs: AdvantageInputs, gamma: float, *, by_turn: bool = True) -> Tensor:
+    """The discounted rewards from each sampled token on, T."""
+    return to_tokens(inputs, discounted_sum(rewards_matrix(inputs, by_turn=by_turn), gamma))
+
+
+REWARD = "reward"
+
+
+def has_signal(scores: Sequence[Score], metric: str) -> bool:
+    """Whether the survivors of a group differ in `metric`: the reward, or the part of it from the named function."""
+    values = [_metric_value(score, metric) for score in scores]
+    return len(values) > 1 and min(values) < max(values)
+
+
+def _metric_value(score: Score, metric: str) -> float:
+    if metric == REWARD:
+        return score.value
+    if metric not in score.parts and metric in SESSION_PARTS:
+        return 0.0  # a session that was given nothing
+    if metric not in score.parts:
+        known = [REWARD, *score.parts]
+        problem = f"no reward function is called {metric!r}; known: {', '.join(known)}"
+        raise ConfigError([Mistake("algorithm.filter_groups.metric", problem, metric, fix=nearest(metric, known))])
+    return score.parts[metric]

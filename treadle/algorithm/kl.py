@@ -13,9 +13,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from treadle.algorithm.packed import LOG_BOUND, count_by_sequence, mean_by_sequence
-from treadle.config.actor import KLLossType
-from treadle.config.algorithm import AlgorithmConfig, KLControlConfig
+from treadle.algorithm.micro_batch import LOG_BOUND, count_by_sequence, mean_by_sequence
+from treadle.config.training import AlgorithmConfig, KLControlConfig, KLLossType
 
 Estimator = Literal["k1", "k2", "k3"]
 

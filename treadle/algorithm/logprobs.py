@@ -1,9 +1,9 @@
-"""Logprobs and entropy from hidden states, a tile of tokens and words at a time: the full logits never exist at once.
+"""Chunked logprobs and entropy: from hidden states, one tile of tokens × vocabulary at a time.
 
-T tokens, D hidden size, V vocabulary, or the words of one tile. Owns the last matrix product of a model and everything
-after it. Knows no model.
+The full logits never exist at once. T tokens, D hidden size, V vocabulary, or the part of it in one tile. Owns the last
+matrix product of a model and everything after it. Knows no model.
 Invariant: at most a few buffers of one tile live at any moment; logits, sums and the gradient of the weight are fp32 or
-wider whatever the number format of the hidden states. Backward computes each tile again, unless there is only one.
+wider whatever the dtype of the hidden states. Backward computes each tile again, unless there is only one.
 """
 
 from collections.abc import Iterator
@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-CPU_WORDS = 2048
+CPU_VOCAB_TILE = 2048
 """Words of a tile on a CPU. Products of a few tokens with a whole vocabulary run at a fraction of a CPU's speed."""
 
 
@@ -69,7 +69,9 @@ def logprobs_and_entropy(
     assert chunk > 0 and temperature > 0, "a chunk has tokens, and greedy sampling has no logprobs"
     head: Any = _ChunkedHead
     if hidden_TD.is_cuda and hidden_TD.dtype != torch.float64:
-        from treadle.algorithm.head import FusedHead as head  # triton comes with it, which CPU machines do not have
+        from treadle.algorithm.fused_head import (
+            FusedHead as head,  # triton comes with it, which CPU machines do not have
+        )
     return TokenLogprobs(*head.apply(hidden_TD, weight_VD, bias_V, targets_T, chunk, temperature, softcap))
 
 
@@ -89,9 +91,9 @@ def gradient_norms(
     A plain path for every device, with a few buffers of chunk × V: it runs once a step, and only for one estimator.
     """
     head, hidden = _operands(hidden_TD, weight_VD, bias_V, temperature, softcap)
-    norms_T = torch.empty(len(targets_T), dtype=_wide(hidden_TD.dtype), device=hidden_TD.device)
+    norms_T = torch.empty(len(targets_T), dtype=_at_least_fp32(hidden_TD.dtype), device=hidden_TD.device)
     with _plain(hidden_TD):
-        for at in _cut(len(targets_T), chunk):
+        for at in _slices(len(targets_T), chunk):
             probs_TV = head.logits(hidden[at], slice(0, len(weight_VD)))
             probs_TV.sub_(probs_TV.logsumexp(1, keepdim=True)).exp_()
             # With 1 taken off the target, nothing cancels in the sum of squares.
@@ -110,8 +112,8 @@ class _Tiling:
     @classmethod
     def of(cls, targets_T: Tensor, num_words: int, chunk: int) -> "_Tiling":
         """Tiles of at most chunk × V logits."""
-        width = num_words if targets_T.is_cuda else min(num_words, CPU_WORDS)
-        return cls(_cut(len(targets_T), chunk * num_words // width), _cut(num_words, width))
+        width = num_words if targets_T.is_cuda else min(num_words, CPU_VOCAB_TILE)
+        return cls(_slices(len(targets_T), chunk * num_words // width), _slices(num_words, width))
 
     @property
     def single(self) -> bool:
@@ -167,7 +169,7 @@ class _ChunkedHead(torch.autograd.Function):
         ctx.temperature, ctx.softcap = temperature, softcap
         ctx.tiling = tiling = _Tiling.of(targets_T, len(weight_VD), chunk)
         head, hidden = _operands(hidden_TD, weight_VD, bias_V, temperature, softcap)
-        logprobs_T = torch.empty(len(targets_T), dtype=_wide(hidden_TD.dtype), device=hidden_TD.device)
+        logprobs_T = torch.empty(len(targets_T), dtype=_at_least_fp32(hidden_TD.dtype), device=hidden_TD.device)
         norm_T, entropy_T = torch.empty_like(logprobs_T), torch.empty_like(logprobs_T)
         kept_TV = None
         with _plain(hidden_TD):
@@ -241,7 +243,7 @@ class _Gradients:
 
     @classmethod
     def zeros(cls, needed: tuple[bool, ...], hidden_TD: Tensor, weight_VD: Tensor, tiling: _Tiling) -> "_Gradients":
-        wide = _wide(hidden_TD.dtype)
+        wide = _at_least_fp32(hidden_TD.dtype)
         summed = wide if len(tiling.words) > 1 else hidden_TD.dtype
         return cls(
             torch.zeros_like(hidden_TD, dtype=summed) if needed[0] else None,
@@ -268,18 +270,18 @@ def _operands(
 ) -> tuple[_Head, Tensor]:
     """The head and the hidden states in the number format of the products. CPUs have no narrow product with a wide
     result, so there products are wide altogether."""
-    dtype = hidden_TD.dtype if hidden_TD.is_cuda else _wide(hidden_TD.dtype)
-    bias_V = None if bias_V is None else bias_V.to(_wide(hidden_TD.dtype))
+    dtype = hidden_TD.dtype if hidden_TD.is_cuda else _at_least_fp32(hidden_TD.dtype)
+    bias_V = None if bias_V is None else bias_V.to(_at_least_fp32(hidden_TD.dtype))
     return _Head(weight_VD.to(dtype), bias_V, temperature, softcap), hidden_TD.to(dtype)
 
 
-def _wide(dtype: torch.dtype) -> torch.dtype:
+def _at_least_fp32(dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(dtype, torch.float32)
 
 
 def _multiply(left: Tensor, right: Tensor) -> Tensor:
     """left @ right, at least fp32."""
-    wide = _wide(left.dtype)
+    wide = _at_least_fp32(left.dtype)
     return left @ right if left.dtype == wide else torch.mm(left, right, out_dtype=wide)
 
 
@@ -301,7 +303,7 @@ def _find(targets_T: Tensor, words: slice) -> tuple[Tensor, Tensor]:
     return places_T.clamp(0, width - 1), (places_T >= 0) & (places_T < width)
 
 
-def _cut(length: int, size: int) -> list[slice]:
+def _slices(length: int, size: int) -> list[slice]:
     return [slice(at, min(at + size, length)) for at in range(0, length, size)]
 
 

@@ -1,4 +1,4 @@
-"""A batch as padded tensors in verl's layout, for people who bring their own trainer.
+"""Padding: a batch as padded tensors in verl's layout, for a trainer of your own.
 
 treadle's own training packs sequences instead. Shapes: B rows (forks included), P longest prompt, R longest response.
 Prompts are padded on the left, responses on the right, so that every response starts at column P.

@@ -1,4 +1,6 @@
-"""The checkpoints of a run: saved in turn, those of the last k steps kept, the newest whole one found again.
+"""Checkpoints of a run, and the Hugging Face export of a policy.
+
+Saved in turn, those of the last k steps kept, the newest whole one found again:
 
 run_dir/checkpoints/
   0003-step-120/     the third save, after training step 120: a Hugging Face directory, and `training/` inside it
@@ -11,6 +13,7 @@ Invariant: what `latest` returns was written to its end and is, byte for byte, w
 import json
 import logging
 import re
+import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -18,14 +21,61 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from treadle.checkpoint.directory import appearing, remove, sweep
-from treadle.checkpoint.export import copy_tokenizer
-from treadle.checkpoint.manifest import Damaged, read_manifest, verify, write_manifest
-from treadle.config.model import ModelConfig
-from treadle.config.trainer import CheckpointConfig
+from treadle.checkpoint.atomic_directory import (
+    Damaged,
+    atomic_directory,
+    read_manifest,
+    remove,
+    remove_leftovers,
+    verify,
+    write_manifest,
+)
+from treadle.config.rollout import ModelConfig
+from treadle.config.training import CheckpointConfig
 from treadle.disk import explain_disk_error
-from treadle.errors import ConfigError, Mistake, RunError
+from treadle.errors import ConfigError, Mistake, MisuseError, RunError
+from treadle.model.tokenizer import resolve_model_path
 from treadle.policy.protocol import Critic, Policy, Reference
+
+TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "tokenizer.model",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "merges.txt",
+    "vocab.txt",
+    "spiece.model",
+    "chat_template.jinja",
+    "chat_template.json",
+    "additional_chat_templates",
+)
+"""Every name under which a tokenizer may keep a part of itself."""
+
+
+def export(policy: Policy, directory: Path, model: ModelConfig) -> None:
+    """Write the policy and its tokenizer into `directory`, which appears when it is whole."""
+    if directory.exists():
+        raise MisuseError(f"{directory} exists: export to a directory of its own")
+    with atomic_directory(directory) as draft:
+        policy.export(draft)
+        copy_tokenizer(model, draft)
+
+
+def copy_tokenizer(model: ModelConfig, directory: Path) -> None:
+    """Put the files of the model's tokenizer into `directory`."""
+    name = "path" if model.tokenizer_path is None else "tokenizer_path"
+    given = model.path if model.tokenizer_path is None else model.tokenizer_path
+    source = resolve_model_path(given, f"model.{name}", model.origin(name))
+    for part in (source / file for file in TOKENIZER_FILES):
+        if part.is_dir():
+            shutil.copytree(part, directory / part.name)
+        elif part.is_file():
+            shutil.copyfile(part, directory / part.name)
+    if model.custom_chat_template is not None:
+        (directory / "chat_template.jinja").write_text(model.custom_chat_template, encoding="utf-8")
+
 
 log = logging.getLogger(__name__)
 
@@ -84,10 +134,10 @@ class Checkpoints:
     ) -> Path:
         """Save everything after training step `step`, then delete what is no longer kept."""
         folder = self._run_dir / FOLDER
-        sweep(folder)
+        remove_leftovers(folder)
         last = max((_order(path) for path in _saved(self._run_dir)), default=0)
         target = folder / f"{last + 1:04d}-step-{step}"
-        with _disk_errors(target), appearing(target) as draft:
+        with _disk_errors(target), atomic_directory(target) as draft:
             policy.save(draft)
             if critic is not None:
                 critic.save(draft)

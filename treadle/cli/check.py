@@ -50,9 +50,9 @@ def check(arguments: Arguments) -> int:
     with report.gather():
         config = load_words(arguments.words)
     if config is not None:
-        from treadle.preflight.checks import inspect_run
+        from treadle.preflight.checks import run_preflight
 
-        report = inspect_run(config, os.environ, thorough=True)
+        report = run_preflight(config, os.environ, thorough=True)
         plan = _plan(config, report)
     status = STATUS_CONFIG if report.wrong else STATUS_MISSING if report.missing else 0
     if arguments.json:
@@ -85,9 +85,9 @@ def _as_json(report: "PreflightReport", plan: "Plan | None", status: int) -> dic
 
 def require_preflight(config: "Config") -> None:
     """The quick part, for commands that go on: mistakes end them, warnings are told."""
-    from treadle.preflight.checks import inspect_run
+    from treadle.preflight.checks import run_preflight
 
-    report = inspect_run(config, os.environ, thorough=False)
+    report = run_preflight(config, os.environ, thorough=False)
     if report.mistakes:
         raise ConfigError(report.mistakes)
     for warning in report.warnings:
@@ -96,7 +96,7 @@ def require_preflight(config: "Config") -> None:
 
 def _plan(config: "Config", report: "PreflightReport") -> "Plan | None":
     """What runs where; on the machines that the config asks for, where those here are too few."""
-    from treadle.cli.machines import find_machines
+    from treadle.cli.environment import find_machines
     from treadle.config import make_plan
     from treadle.config.plan import asked_machines
 

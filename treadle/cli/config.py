@@ -80,7 +80,7 @@ def diff(arguments: Arguments) -> int:
 
 def schema(arguments: Arguments) -> None:
     """Print JSON Schema for completion and checking in an editor's YAML plugin."""
-    from treadle.config.schema import json_schema
+    from treadle.config.explain import json_schema
 
     say(json.dumps(json_schema(), indent=2, ensure_ascii=False))
 
@@ -91,9 +91,9 @@ def migrate(arguments: Arguments) -> int:
     The YAML goes to standard output, a report of every key to standard error. Status 0 when every key was mapped or
     is the same, 3 when some have no counterpart.
     """
-    from treadle.config import legacy
+    from treadle.migrate.migration import migrate
 
-    migration = legacy.migrate(arguments.path, dict(map(_variable, arguments.set)))
+    migration = migrate(arguments.path, dict(map(_variable, arguments.set)))
     say(migration.yaml, end="")
     warn(migration.to_json() if arguments.json else migration.report())
     return migration.exit_status
@@ -109,6 +109,6 @@ def _variable(word: str) -> tuple[str, str]:
 
 def recipes(arguments: Arguments) -> None:
     """List the configs that come with treadle."""
-    from treadle.config.recipe import recipe_names
+    from treadle.config.load import recipe_names
 
     say("\n".join(recipe_names()))

@@ -1,4 +1,4 @@
-"""The command's entry: its groups, and how errors leave the program."""
+"""Command entry point: all commands, and how errors leave the program."""
 
 import atexit
 import os
@@ -13,7 +13,7 @@ from pathlib import Path
 from types import FrameType
 from typing import NoReturn
 
-from treadle.cli import audit, check, config, plan, replay, rollout, simulate, timeline, train
+from treadle.cli import check, config, inspect, plan, rollout, simulate, train
 from treadle.cli.parser import Parser, new_parser, parse
 from treadle.disk import explain_disk_error
 from treadle.errors import ConfigError, Failure, RunError
@@ -48,9 +48,9 @@ def build_parser() -> Parser:
     plan.register(commands)
     simulate.register(commands)
     rollout.register(commands)
-    replay.register(commands)
-    audit.register(commands)
-    timeline.register(commands)
+    inspect.register_replay(commands)
+    inspect.register_audit(commands)
+    inspect.register_timeline(commands)
     config.register(commands)
     return parser
 

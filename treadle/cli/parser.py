@@ -1,4 +1,4 @@
-"""Argument parsing all commands share: help that keeps its examples, and words that name configs.
+"""Command-line parsing shared by all commands: help that keeps its examples, and words that name configs.
 
 The standard library's parser: it starts in milliseconds, where the popular ones import for longer than most of our
 commands run.

@@ -9,8 +9,8 @@ from treadle.terminal import say
 
 if TYPE_CHECKING:
     from treadle.config import Config, Plan
-    from treadle.config.plan import Batches
-    from treadle.config.reward_places import RewardPlaces
+    from treadle.config.placement import RewardPlacement
+    from treadle.config.plan import BatchPlan
 
 
 def register(commands: Commands) -> None:
@@ -29,7 +29,7 @@ def register(commands: Commands) -> None:
 
 def plan(arguments: Arguments) -> None:
     """Print who runs where, how batches divide and how stale samples get; starts nothing."""
-    from treadle.cli.machines import described_machines, find_machines
+    from treadle.cli.environment import described_machines, find_machines
     from treadle.config import make_plan
 
     config = load_words(arguments.words)
@@ -41,7 +41,7 @@ def plan(arguments: Arguments) -> None:
 def describe_plan(config: "Config", plan: "Plan") -> str:
     """A plan in words."""
     from treadle.config import TrainConfig
-    from treadle.config.transport import describe_way
+    from treadle.config.transport import describe_transport
 
     rows = [("mode", "rollout that stands alone" if plan.mode == "rollout" else plan.mode)]
     rows += [("where" if at == 0 else "", str(placement)) for at, placement in enumerate(plan.placements)]
@@ -61,14 +61,14 @@ def describe_plan(config: "Config", plan: "Plan") -> str:
         more = f"raise {section}.n_gpus_per_node or {section}.nnodes to use more"
         rows.append(("unused", f"{_count(plan.unused_gpus, 'GPU')}: {more}"))
     if isinstance(config, TrainConfig):
-        rows.append(("weights", describe_way(config)))
+        rows.append(("weights", describe_transport(config)))
     rows += _batch_rows(plan.batches) if plan.batches else [("samples", f"{config.rollout.n} per task")]
     if plan.staleness:
         rows.append(("staleness", f"{plan.staleness} policy version{'' if str(plan.staleness) == '1' else 's'}"))
     return "\n".join(f"{name:10} {text}" for name, text in rows)
 
 
-def _reward_rows(rewards: "RewardPlaces") -> list[tuple[str, str]]:
+def _reward_rows(rewards: "RewardPlacement") -> list[tuple[str, str]]:
     shared = f", shared with {rewards.shared_with}" if rewards.shared_with else ""
     texts = [f"{name}: {replace(rewards.placement, gpus=gpus).place()}{shared}" for name, gpus in rewards.gpus.items()]
     return [("rewards" if at == 0 else "", text) for at, text in enumerate(texts)]
@@ -77,14 +77,14 @@ def _reward_rows(rewards: "RewardPlaces") -> list[tuple[str, str]]:
 def _validation_rows(config: "Config", plan: "Plan") -> list[tuple[str, str]]:
     """Where validation between steps happens, and what waits for it."""
     from treadle.config import TrainConfig
+    from treadle.config.placement import reward_gpu_requests
     from treadle.config.plan import validates_beside
-    from treadle.config.reward_places import wishes
 
     if not isinstance(config, TrainConfig) or not validates_beside(config):
         return []
     if plan.validation is not None:
         return [("validation", f"beside training: 1 × {config.rollout.name}, {plan.validation.place()}")]
-    full = any(wish.share > 0.5 for wish in wishes(config))
+    full = any(wish.share > 0.5 for wish in reward_gpu_requests(config))
     why = "its reward models leave no room for more of them" if full else "no GPU is left for one of its own"
     return [
         ("validation", f"beside training, on the rollout's engines: {why}"),
@@ -92,7 +92,7 @@ def _validation_rows(config: "Config", plan: "Plan") -> list[tuple[str, str]]:
     ]
 
 
-def _batch_rows(batches: "Batches") -> list[tuple[str, str]]:
+def _batch_rows(batches: "BatchPlan") -> list[tuple[str, str]]:
     steps = _count(batches.optimizer_steps, "optimizer step")
     ranks = _count(batches.ranks, "rank")
     micro = _count(batches.max_micro_batches, "micro batch", "micro batches")

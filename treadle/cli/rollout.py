@@ -6,15 +6,15 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from treadle.cli.check import require_preflight
-from treadle.cli.keys import read_keys
+from treadle.cli.environment import read_api_keys
 from treadle.cli.parser import Arguments, Commands, add_command, add_words, load_words
 from treadle.terminal import make_console, say
 
 if TYPE_CHECKING:
     from treadle.config import Config
-    from treadle.observe import Tally
-    from treadle.rollout import Parts
-    from treadle.rollout.run import Result
+    from treadle.observe import RolloutCounters
+    from treadle.rollout import RolloutParts
+    from treadle.rollout.run import RolloutResult
 
 STATUS_FAILED = 1
 STATUS_INTERRUPTED = 130
@@ -53,7 +53,7 @@ def rollout(arguments: Arguments) -> int:
             validation=arguments.validation,
             fresh=arguments.fresh,
             command=sys.argv,
-            parts=replace(parts, api_keys=read_keys(config)),
+            parts=replace(parts, api_keys=read_api_keys(config)),
             progress=_show_progress,
         )
     if arguments.json:
@@ -65,14 +65,14 @@ def rollout(arguments: Arguments) -> int:
     return STATUS_FAILED if result.summary.num_failed else 0
 
 
-def _supplied(config: "Config") -> AbstractContextManager["Parts"]:
+def _supplied(config: "Config") -> AbstractContextManager["RolloutParts"]:
     """What the runtime supplies: nothing where the rollout builds its own parts."""
-    from treadle.rollout import Parts
+    from treadle.rollout import RolloutParts
 
     if config.cluster.backend == "local":
         from treadle.cluster.machine import reward_gpus
 
-        return nullcontext(Parts(gpus=reward_gpus(config)))
+        return nullcontext(RolloutParts(gpus=reward_gpus(config)))
     from treadle.cluster.ray import require_ray
 
     require_ray(config.cluster)
@@ -81,14 +81,14 @@ def _supplied(config: "Config") -> AbstractContextManager["Parts"]:
     return started_rollout_blocking(config)
 
 
-def _show_progress(tally: "Tally", total: int) -> AbstractContextManager[object]:
+def _show_progress(tally: "RolloutCounters", total: int) -> AbstractContextManager[object]:
     from treadle.observe import LiveProgress
 
     return LiveProgress(tally, total=total, stream=sys.stderr)
 
 
-def _print_summary(result: "Result") -> None:
-    from treadle.observe.table import render_summary
+def _print_summary(result: "RolloutResult") -> None:
+    from treadle.observe.rich_output import render_summary
 
     make_console().print(render_summary(result.summary))
     if result.run_dir is not None:

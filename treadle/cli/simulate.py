@@ -12,9 +12,9 @@ from treadle.terminal import say, warn
 
 if TYPE_CHECKING:
     from treadle.config import Config, TrainConfig
-    from treadle.trainer.simulation.assumptions import Assumptions
-    from treadle.trainer.simulation.comparison import Question
-    from treadle.trainer.simulation.workload import Workload
+    from treadle.simulate.assumptions import Assumptions
+    from treadle.simulate.simulation import ComparisonSpec
+    from treadle.simulate.workload import Workload
 
 DEFAULT_GPUS = 8
 
@@ -44,9 +44,9 @@ def simulate(arguments: Arguments) -> None:
 
     Runs each schedule in virtual time on the config's batch, with assumed lengths and speeds, and names the best.
     """
-    from treadle.trainer.simulation.comparison import compare
-    from treadle.trainer.simulation.report import describe
-    from treadle.trainer.simulation.setup import gpus_per_node
+    from treadle.simulate.forecast import gpus_per_node
+    from treadle.simulate.report import describe
+    from treadle.simulate.simulation import compare
 
     config = _training(load_words(arguments.words))
     question, assumptions = _question(config, arguments), _assumptions(arguments).fill(config.rollout)
@@ -76,7 +76,7 @@ def _add_question(command: Parser) -> None:
 
 
 def _add_assumptions(command: Parser) -> None:
-    from treadle.trainer.simulation.assumptions import Assumptions, option
+    from treadle.simulate.assumptions import Assumptions, option_name
 
     title = "what to assume (defaults: a 7B model in bf16 on GPUs of the H100 class)"
     group = command.add_argument_group(title)
@@ -85,7 +85,7 @@ def _add_assumptions(command: Parser) -> None:
     for item in fields(Assumptions):
         default = "" if item.default is None else f" ({item.default:g})"
         described = item.metadata["description"] + default
-        group.add_argument(option(item.name), dest=item.name, type=float, metavar="X", help=described)
+        group.add_argument(option_name(item.name), dest=item.name, type=float, metavar="X", help=described)
 
 
 def _training(config: "Config") -> "TrainConfig":
@@ -98,33 +98,32 @@ def _training(config: "Config") -> "TrainConfig":
 
 
 def _assumptions(arguments: Arguments) -> "Assumptions":
-    from treadle.trainer.simulation.assumptions import Assumptions, check
+    from treadle.simulate.assumptions import Assumptions, check_assumptions
 
     given = {item.name: getattr(arguments, item.name) for item in fields(Assumptions)}
     made = Assumptions(**{name: value for name, value in given.items() if value is not None})
-    check(made)
+    check_assumptions(made)
     return made
 
 
 def _workload(config: "TrainConfig", assumptions: "Assumptions", arguments: Arguments) -> "Workload":
-    from treadle.trainer.simulation.recording import RecordedWorkload
-    from treadle.trainer.simulation.workload import AssumedWorkload
+    from treadle.simulate.workload import AssumedWorkload, RecordedWorkload
 
     if arguments.like:
         return RecordedWorkload.read(Path(arguments.like), arguments.seed)
     return AssumedWorkload(assumptions, config.rollout, arguments.seed)
 
 
-def _question(config: "TrainConfig", arguments: Arguments) -> "Question":
+def _question(config: "TrainConfig", arguments: Arguments) -> "ComparisonSpec":
     import os
 
-    from treadle.trainer.simulation.comparison import Question
-    from treadle.trainer.simulation.setup import MODES, setup_of
+    from treadle.simulate.forecast import MODES, setup_of
+    from treadle.simulate.simulation import ComparisonSpec
 
     modes = _words("--modes", arguments.modes, MODES) or MODES
     planned = setup_of(config).gpus if config.trainer.n_gpus_per_node else DEFAULT_GPUS
     gpus = arguments.gpus or planned
-    return Question(
+    return ComparisonSpec(
         gpus=gpus,
         modes=tuple(mode for mode in MODES if mode in modes),
         splits=_numbers("--splits", arguments.splits, 1, gpus - 1),

@@ -5,7 +5,7 @@ import sys
 from typing import TYPE_CHECKING
 
 from treadle.cli.check import require_preflight
-from treadle.cli.keys import read_keys
+from treadle.cli.environment import read_api_keys
 from treadle.cli.parser import Arguments, Commands, add_command, add_words, load_words
 from treadle.errors import ConfigError, Mistake
 from treadle.terminal import cell, make_console, say, warn
@@ -39,7 +39,7 @@ def train(arguments: Arguments) -> int:
 
     Status 0 when the run is done, 130 when interrupted.
     """
-    from treadle.cli.machines import find_machines
+    from treadle.cli.environment import find_machines
     from treadle.cli.plan import describe_plan
     from treadle.config import TrainConfig, make_plan
 
@@ -57,13 +57,13 @@ def train(arguments: Arguments) -> int:
 def _train(config: "TrainConfig", arguments: Arguments) -> "TrainingResult":
     from treadle.cluster.training import train as train_here
     from treadle.data.tasks import load_training_tasks
-    from treadle.observe.training import TrainingView
+    from treadle.observe.training_progress import TrainingView
     from treadle.trainer.terms import total_steps
 
     steps, quiet = total_steps(config, load_training_tasks(config.data)), "console" not in config.logging.logger
     with TrainingView(steps, quiet=quiet) as view:
         changes = {"fresh": arguments.fresh, "allow_changes": arguments.allow_changes}
-        return asyncio.run(train_here(config, view, sys.argv, read_keys(config), **changes))
+        return asyncio.run(train_here(config, view, sys.argv, read_api_keys(config), **changes))
 
 
 def _print_result(result: "TrainingResult") -> None:

@@ -13,18 +13,17 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
 
-from treadle.cluster.stillness import Stillness
-from treadle.engine.protocol import Engine, Mortal, Sleeper, WeightUpdate
+from treadle.engine.protocol import Engine, ProcessEngine, SupportsSleep, WeightUpdate
 from treadle.engine.replica_supervisor import ReplicaSupervisor
 from treadle.rollout.dispatch import first_error
-from treadle.weights.push import Receiver
+from treadle.weights.sync import WeightLock, WeightReceiver
 
 T = TypeVar("T")
 
-Start = Callable[[], Coroutine[Any, Any, Mortal]]
+Start = Callable[[], Coroutine[Any, Any, ProcessEngine]]
 """Starts an engine, on the rollout's loop."""
 
-Give = Callable[[Receiver, int], Awaitable[object]]
+Give = Callable[[WeightReceiver, int], Awaitable[object]]
 """Pushes the policy's weights, as a version; on the run's loop."""
 
 
@@ -51,10 +50,10 @@ class _Distant:
 class Apart:
     """Made on the run's loop; `start_all` is called on the rollout's."""
 
-    def __init__(self, starts: Mapping[str, Start], stillness: Stillness, give: Give):
+    def __init__(self, starts: Mapping[str, Start], weight_lock: WeightLock, give: Give):
         """`starts` starts each engine, by its name."""
         self._starts = starts
-        self._stillness = stillness
+        self._stillness = weight_lock
         self._give = give
         self._home = asyncio.get_running_loop()
         self.supervisor = ReplicaSupervisor(len(starts), restore=self._restore)
@@ -63,7 +62,7 @@ class Apart:
         """Every engine. One that `shares_gpu` with the policy starts again between two steps, and then `sleeps`."""
         first = True
 
-        async def start(once: Start) -> Mortal:
+        async def start(once: Start) -> ProcessEngine:
             if first or not shares_gpu:
                 return await once()
             return await across(self._home, self._start_idle(asyncio.get_running_loop(), once, sleeps))
@@ -81,10 +80,10 @@ class Apart:
         first = False
         return [task.result() for task in added]
 
-    async def _start_idle(self, there: asyncio.AbstractEventLoop, once: Start, sleeps: bool) -> Mortal:
-        async def start() -> Mortal:
+    async def _start_idle(self, there: asyncio.AbstractEventLoop, once: Start, sleeps: bool) -> ProcessEngine:
+        async def start() -> ProcessEngine:
             engine = await once()
-            if sleeps and isinstance(engine, Sleeper):
+            if sleeps and isinstance(engine, SupportsSleep):
                 await engine.sleep(1)  # the next step may begin before it has weights, which wake it
             return engine
 
@@ -95,7 +94,7 @@ class Apart:
         distant = _Distant(engine, asyncio.get_running_loop())
         return await across(self._home, self._restore_still(distant, wanted))
 
-    async def _restore_still(self, engine: Receiver, wanted: Callable[[], bool]) -> int | None:
+    async def _restore_still(self, engine: WeightReceiver, wanted: Callable[[], bool]) -> int | None:
         async with self._stillness.still() as version:
             if not wanted():
                 return None

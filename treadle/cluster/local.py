@@ -1,11 +1,11 @@
-"""The parts of a training run on this machine, without Ray.
+"""Local runtime: the parts of a training run on this machine, without Ray.
 
     policy    in this process; sharded over several devices, in a process for each (FSDP2)
     engines   native: in this process, on the policy's own module, where the rollout shares the trainer's device
               (`rollout.nnodes: 0`); in processes of their own where it does not
               vllm: always in processes of its own
 
-Owns which device each part is on, and whether weights travel: not at all, by hand, or by the transport that
+Owns which device each part is on, and whether weights travel: not at all, within the process, or by the transport that
 `trainer.weights` asks for.
 """
 
@@ -20,23 +20,20 @@ import torch
 
 from treadle.cluster.apart import Apart, Start
 from treadle.cluster.machine import reward_gpus, this_machine
-from treadle.cluster.networks import Networks, load_networks, trainer_devices
-from treadle.cluster.runtime import Runtime, push_timeout_s
-from treadle.cluster.stillness import Stillness
+from treadle.cluster.runtime import Networks, Runtime, load_networks, push_timeout_s, trainer_devices
 from treadle.config import ModelConfig, TrainConfig
 from treadle.config.plan import make_plan, validates_beside
-from treadle.config.transport import runs_apart
+from treadle.config.transport import engines_are_processes
 from treadle.data.tasks import TaskSource
 from treadle.engine.gpus import visible_gpus
 from treadle.engine.native.engine import NativeEngine, choose_dtype
-from treadle.engine.protocol import Engine, Mortal
+from treadle.engine.protocol import Engine, ProcessEngine
 from treadle.engine.remote import start_native_remote
 from treadle.engine.vllm.engine import VLLMEngine
-from treadle.policy.single import SinglePolicy
-from treadle.rollout import Parts as RolloutParts
-from treadle.weights.push import PushReport, Receiver, send
-from treadle.weights.route import Route
-from treadle.weights.sender import PolicySender, Transport
+from treadle.policy.policy import SinglePolicy
+from treadle.rollout import RolloutParts
+from treadle.weights.sync import PolicySender, PushReport, Transport, WeightLock, WeightReceiver, push_weights
+from treadle.weights.transports import TransportSpec
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -47,7 +44,7 @@ async def started(config: TrainConfig, tasks: TaskSource) -> AsyncIterator[Runti
     """The networks, loaded; closed again."""
     with _cores_shared(config):
         networks = await asyncio.to_thread(load_networks, config, tasks)
-        transport = _route(config, networks).open() if runs_apart(config) else None
+        transport = _route(config, networks).open() if engines_are_processes(config) else None
         try:
             yield _runtime(config, networks, transport)
         finally:
@@ -68,14 +65,14 @@ def _cores_shared(config: TrainConfig) -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-def _route(config: TrainConfig, networks: Networks) -> Route:
+def _route(config: TrainConfig, networks: Networks) -> TransportSpec:
     """Through a GPU only where both ends are on one: the same, or for a collective the policy's own."""
     device = "cpu"
     if config.trainer.weights.transport == "collective" and isinstance(networks.step.policy, SinglePolicy):
         device = trainer_devices(config)[0]
     elif config.rollout.nnodes == 0:
         device = str(_engine_device(config))
-    return Route.of(config, replicas=len(_seats(config)), device=device)
+    return TransportSpec.of(config, replicas=len(_replica_gpus(config)), device=device)
 
 
 def _runtime(config: TrainConfig, networks: Networks, transport: Transport | None) -> Runtime:
@@ -83,21 +80,21 @@ def _runtime(config: TrainConfig, networks: Networks, transport: Transport | Non
     dtype = choose_dtype(config.rollout, _engine_device(config))
     own = policy.module if isinstance(policy, SinglePolicy) and not apart and _same_dtype(config, policy) else None
     sender = PolicySender(policy, dtype=dtype, transport=transport, shared=own is not None)
-    stillness, sending = Stillness(), asyncio.Lock()
+    weight_lock, sending = WeightLock(), asyncio.Lock()
 
-    async def give(engine: Receiver, version: int) -> PushReport:
+    async def give(engine: WeightReceiver, version: int) -> PushReport:
         async with sending:  # the rollout's engines, validation's, and those that were started again: one at a time
-            return await send(sender, engine, version, timeout_s=push_timeout_s(config))
+            return await push_weights(sender, engine, version, timeout_s=push_timeout_s(config))
 
     gpus = reward_gpus(config)
     if apart:
-        engines = Apart(_starts(config), stillness, give)
+        engines = Apart(_starts(config), weight_lock, give)
         shares_gpu = config.rollout.nnodes == 0 and bool(config.trainer.n_gpus_per_node)
         start = partial(engines.start_all, shares_gpu=shares_gpu, sleeps=config.rollout.free_cache_engine)
         rollout = RolloutParts(engines=start, attend=engines.supervisor.attend, gpus=gpus)
     else:
         rollout = RolloutParts(engines=partial(_start_here, config, config.model if own is None else own), gpus=gpus)
-    return Runtime(networks.step, rollout, give, _validation(config), networks.watch, stillness)
+    return Runtime(networks.step, rollout, give, _validation(config), networks.watch, weight_lock)
 
 
 def _same_dtype(config: TrainConfig, policy: SinglePolicy) -> bool:
@@ -122,11 +119,11 @@ async def _start_here(config: TrainConfig, source: "ModelConfig | PreTrainedMode
 
 def _starts(config: TrainConfig) -> dict[str, Start]:
     """What starts each engine, by its name."""
-    named = {f"{config.rollout.name}-{at}": gpus for at, gpus in enumerate(_seats(config))}
+    named = {f"{config.rollout.name}-{at}": gpus for at, gpus in enumerate(_replica_gpus(config))}
     return {name: partial(_start_one, config, name, gpus) for name, gpus in named.items()}
 
 
-async def _start_one(config: TrainConfig, name: str, gpus: Sequence[int]) -> Mortal:
+async def _start_one(config: TrainConfig, name: str, gpus: Sequence[int]) -> ProcessEngine:
     start = _start_vllm if config.rollout.name == "vllm" else _start_native
     return await start(config, name, gpus, None if gpus else _threads(config))
 
@@ -135,7 +132,7 @@ async def _start_validation(config: TrainConfig, gpus: Sequence[int]) -> Sequenc
     return [await _start_one(config, "validation-0", gpus)]
 
 
-async def _start_vllm(config: TrainConfig, name: str, gpus: Sequence[int], num_threads: int | None) -> Mortal:
+async def _start_vllm(config: TrainConfig, name: str, gpus: Sequence[int], num_threads: int | None) -> ProcessEngine:
     here, device = visible_gpus(), "cuda" if gpus else "cpu"
     environment = {"OMP_NUM_THREADS": str(num_threads)}
     if gpus:
@@ -143,23 +140,23 @@ async def _start_vllm(config: TrainConfig, name: str, gpus: Sequence[int], num_t
     return await VLLMEngine.create(config.rollout, config.model, name=name, device=device, environment=environment)
 
 
-async def _start_native(config: TrainConfig, name: str, gpus: Sequence[int], num_threads: int | None) -> Mortal:
+async def _start_native(config: TrainConfig, name: str, gpus: Sequence[int], num_threads: int | None) -> ProcessEngine:
     device = f"cuda:{gpus[0]}" if gpus else "cpu"
     return await start_native_remote(config.rollout, config.model, name, device, num_threads)
 
 
 def _threads(config: TrainConfig) -> int:
     """Of each engine, and of the trainer: on a CPU they share the cores while all of them compute at once."""
-    return max(1, (os.cpu_count() or 1) // (len(_seats(config)) + 1))
+    return max(1, (os.cpu_count() or 1) // (len(_replica_gpus(config)) + 1))
 
 
 def _engine_device(config: TrainConfig) -> torch.device:
     """Where the first engine is."""
-    gpus = _seats(config)[0]
+    gpus = _replica_gpus(config)[0]
     return torch.device(f"cuda:{gpus[0]}" if gpus else "cpu")
 
 
-def _seats(config: TrainConfig) -> list[tuple[int, ...]]:
+def _replica_gpus(config: TrainConfig) -> list[tuple[int, ...]]:
     """The GPUs of each engine: the trainer's, or those after them; none on a CPU."""
     trainer, rollout = config.trainer, config.rollout
     shares = rollout.nnodes == 0

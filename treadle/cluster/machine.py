@@ -6,7 +6,7 @@ from functools import partial
 
 from treadle.cluster.ray import require_ray
 from treadle.config import Config, Machine, make_plan
-from treadle.config.reward_places import wishes
+from treadle.config.placement import reward_gpu_requests
 from treadle.engine.gpus import visible_gpus
 from treadle.engine.protocol import Gpu
 from treadle.engine.vllm.engine import require_vllm
@@ -21,7 +21,7 @@ def this_machine() -> Machine:
 
 def reward_gpus(config: Config) -> Mapping[str, tuple[Gpu, ...]]:
     """The GPUs of each reward model that uses some, where everything runs on this machine."""
-    if not any(wishes(config)):
+    if not any(reward_gpu_requests(config)):
         return NOTHING
     here, rewards = visible_gpus(), make_plan(config, [this_machine()]).rewards
     assert rewards is not None, "a plan places every reward model that wants GPUs"

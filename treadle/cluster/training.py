@@ -1,4 +1,4 @@
-"""A training run put together and taken apart again, wherever its parts live.
+"""Training run: put together, driven by its schedule, and closed again, wherever its parts live.
 
 Owns the order of starting and closing, and what Ctrl-C means. Knows no schedule's inside, and no runtime's.
 """
@@ -20,33 +20,29 @@ from treadle.cluster.runtime import Runtime
 from treadle.cluster.signals import StopSignals
 from treadle.config import TrainConfig, to_yaml
 from treadle.config.rules import check_rules
-from treadle.config.secrets import hide_in_words, hide_secret
-from treadle.config.show import flatten
-from treadle.config.trainer import OnWeightUpdate
+from treadle.config.show import flatten, hide_in_words, hide_secret
+from treadle.config.training import OnWeightUpdate
 from treadle.data.renderer import Renderer
 from treadle.data.tasks import TaskSource, load_training_tasks, load_validation_tasks
 from treadle.engine.protocol import WeightUpdate
 from treadle.errors import ConfigError, RunError
+from treadle.inspect.timeline import write_timeline
 from treadle.journal import Journal, logging_to, set_aside
 from treadle.model.tokenizer import resolve_model_path
 from treadle.observe.trackers import Trackers
-from treadle.rollout import AgentLoopManager
-from treadle.rollout import Parts as RolloutParts
+from treadle.rollout import AgentLoopManager, RolloutParts
 from treadle.rollout.dispatch import first_error
-from treadle.rollout.prompts import survey_prompts
 from treadle.rollout.provenance import RunInputs
-from treadle.trainer.config_changes import check_changes, config_items, record_config
-from treadle.trainer.evaluate import Validation
-from treadle.trainer.lineage import Lineage
-from treadle.trainer.parts import Parts, Validator, View, train_in_thread
-from treadle.trainer.run import Run
+from treadle.rollout.startup_checks import survey_prompts
+from treadle.trainer.parts import RunInterrupted, RunView, TrainerParts, Validator, train_in_thread
+from treadle.trainer.resume import RunHistory, check_changes, config_items, record_config
 from treadle.trainer.schedules import SCHEDULES
 from treadle.trainer.step import StepReport
-from treadle.trainer.stop import Interrupted
 from treadle.trainer.terms import settings_digest, total_steps
-from treadle.trainer.timeline import write_timeline
+from treadle.trainer.trainer import Trainer
+from treadle.trainer.validation import Validation
 from treadle.types import NOTHING, Task
-from treadle.weights.push import PushReport, Receiver
+from treadle.weights.sync import PushReport, WeightReceiver
 
 log = logging.getLogger(__name__)
 
@@ -67,7 +63,7 @@ class TrainingResult:
 
 async def train(
     config: TrainConfig,
-    view: View,
+    view: RunView,
     command: Sequence[str] = (),
     api_keys: Mapping[str, str] = NOTHING,
     *,
@@ -85,7 +81,7 @@ async def train(
         set_aside(run_dir)
     with StopSignals(config.checkpoint.grace_s) as signals:
         try:
-            return await _train_here(config, run_dir, _Request(view, command, api_keys, allow_changes), signals)
+            return await _train_here(config, run_dir, _TrainRequest(view, command, api_keys, allow_changes), signals)
         except asyncio.CancelledError:
             if signals.received is None:
                 raise
@@ -93,22 +89,24 @@ async def train(
 
 
 @dataclass(frozen=True, slots=True)
-class _Request:
+class _TrainRequest:
     """What a caller of `train` gives beside the config."""
 
-    view: View
+    view: RunView
     command: Sequence[str]
     api_keys: Mapping[str, str]
     allow_changes: bool
 
 
-async def _train_here(config: TrainConfig, run_dir: Path, request: _Request, signals: StopSignals) -> TrainingResult:
+async def _train_here(
+    config: TrainConfig, run_dir: Path, request: _TrainRequest, signals: StopSignals
+) -> TrainingResult:
     async with _assembled(config, run_dir, request, signals) as run:
         signals.stop_with(run.request_stop)
         interrupted = False
         try:
             await SCHEDULES[config.trainer.mode](run)
-        except Interrupted:
+        except RunInterrupted:
             interrupted = True
             await run.save_interrupted()
         finally:
@@ -117,7 +115,7 @@ async def _train_here(config: TrainConfig, run_dir: Path, request: _Request, sig
         return TrainingResult(run_dir, run.step, interrupted, validations, run.notes, run.trained)
 
 
-async def _draw_timeline(run: Run, run_dir: Path) -> None:
+async def _draw_timeline(run: Trainer, run_dir: Path) -> None:
     """A courtesy: whatever keeps the picture from being drawn is told, and changes nothing about how the run ends."""
     try:
         await run.record_rest()
@@ -144,7 +142,9 @@ def _runtime(config: TrainConfig, tasks: TaskSource) -> AbstractAsyncContextMana
 
 
 @asynccontextmanager
-async def _assembled(config: TrainConfig, run_dir: Path, request: _Request, signals: StopSignals) -> AsyncIterator[Run]:
+async def _assembled(
+    config: TrainConfig, run_dir: Path, request: _TrainRequest, signals: StopSignals
+) -> AsyncIterator[Trainer]:
     """Every part, started; closed again in the opposite order."""
     logging, view, api_keys = config.logging, request.view, request.api_keys
     tasks = load_training_tasks(config.data)
@@ -170,7 +170,7 @@ async def _assembled(config: TrainConfig, run_dir: Path, request: _Request, sign
         parts.callback(trackers.close)
         scored = config.reward.gives_scores() and not config.reward.scores_groups()  # which are recorded before it
         settings, bounds = settings_digest(config, inputs), config.reward.bounds
-        lineage = Lineage.read(run_dir, settings=settings, scored=scored, bounds=bounds)
+        lineage = RunHistory.read(run_dir, settings=settings, scored=scored, bounds=bounds)
         parts.callback(lineage.close)
         runtime = await parts.enter_async_context(_runtime(config, tasks))
         brought = RolloutParts(journal=journal if logging.journal else None, api_keys=api_keys, inputs=inputs)
@@ -182,12 +182,12 @@ async def _assembled(config: TrainConfig, run_dir: Path, request: _Request, sign
             async with asyncio.TaskGroup() as starting:
                 rollouts = [starting.create_task(start(supplied)) for supplied in wanted]
         rollout, *validation = [started.result() for started in rollouts]
-        yield Run(
+        yield Trainer(
             config,
-            Parts(
+            TrainerParts(
                 step=runtime.step,
                 rollout=rollout,
-                push=partial(_push, runtime, _Receiver(rollout, config.trainer.on_weight_update)),
+                push=partial(_push, runtime, _RolloutReceiver(rollout, config.trainer.on_weight_update)),
                 tasks=tasks,
                 validation_tasks=validation_tasks,
                 checkpoints=Checkpoints(run_dir, checkpoint=config.checkpoint, model=config.model),
@@ -199,7 +199,7 @@ async def _assembled(config: TrainConfig, run_dir: Path, request: _Request, sign
                 train=partial(_train, runtime),
                 validator=next((Validator(own, partial(runtime.push, own)) for own in validation), None),
                 watch=runtime.watch,
-                weights_wanted=runtime.stillness.wanted,
+                needs_push=runtime.weight_lock.wanted,
             ),
         )
 
@@ -216,13 +216,13 @@ async def _look_at_prompts(config: TrainConfig, tasks: TaskSource, validation_ta
 
 
 async def _train(runtime: Runtime, *arguments: Any) -> StepReport:
-    async with runtime.stillness.changing():
+    async with runtime.weight_lock.changing():
         return await train_in_thread(runtime.step, *arguments)
 
 
-async def _push(runtime: Runtime, receiver: Receiver, version: int) -> PushReport:
+async def _push(runtime: Runtime, receiver: WeightReceiver, version: int) -> PushReport:
     report = await runtime.push(receiver, version)
-    runtime.stillness.settle(version)
+    runtime.weight_lock.settle(version)
     return report
 
 
@@ -243,7 +243,7 @@ def _log_end(kind: type[BaseException] | None, error: BaseException | None, trac
         log.info("ended by %s", type(error).__name__, exc_info=error)
 
 
-class _Receiver:
+class _RolloutReceiver:
     """The rollout as a push sees it: what becomes of open sessions is decided here, once."""
 
     def __init__(self, rollout: AgentLoopManager, on_weight_update: OnWeightUpdate) -> None:

@@ -5,26 +5,9 @@ config.rollout.n                    # 4
 config.origin("rollout.n")          # command line (rollout.n=4)
 """
 
-from treadle.config.actor import (
-    ActorConfig,
-    CriticConfig,
-    FSDPActorConfig,
-    FSDPConfig,
-    FSDPCriticConfig,
-    FSDPRefConfig,
-    OptimConfig,
-    PolicyLossConfig,
-    RefConfig,
-)
-from treadle.config.algorithm import AlgorithmConfig, FilterGroupsConfig, KLControlConfig, RolloutCorrectionConfig
-from treadle.config.cluster import ClusterConfig
-from treadle.config.data import DataConfig
 from treadle.config.explain import explain
 from treadle.config.load import ConfigWarning, LegacyKeyWarning, load, loads
-from treadle.config.logging import LoggingConfig
-from treadle.config.machines import Machine
-from treadle.config.model import ModelConfig
-from treadle.config.origin import Origin, Source
+from treadle.config.placement import Machine
 from treadle.config.plan import Plan, make_plan
 from treadle.config.reward import ClassifierConfig, JudgeConfig, JudgeEngineConfig, RewardConfig, RewardFunctionConfig
 from treadle.config.rollout import (
@@ -33,16 +16,34 @@ from treadle.config.rollout import (
     FailureConfig,
     LimitsConfig,
     MCPServerConfig,
+    ModelConfig,
     MultiTurnConfig,
     OpenAIConfig,
     RolloutConfig,
     SamplingConfig,
     ScriptedConfig,
 )
-from treadle.config.root import Config, TrainConfig
-from treadle.config.section import Section, key
+from treadle.config.root import ClusterConfig, Config, DataConfig, LoggingConfig, TrainConfig
+from treadle.config.section import Origin, Section, Source, key
 from treadle.config.show import diff, to_yaml
-from treadle.config.trainer import CheckpointConfig, TrainerConfig, WeightsConfig
+from treadle.config.training import (
+    ActorConfig,
+    AlgorithmConfig,
+    CheckpointConfig,
+    CriticConfig,
+    FilterGroupsConfig,
+    FSDPActorConfig,
+    FSDPConfig,
+    FSDPCriticConfig,
+    FSDPRefConfig,
+    KLControlConfig,
+    OptimConfig,
+    PolicyLossConfig,
+    RefConfig,
+    RolloutCorrectionConfig,
+    TrainerConfig,
+    WeightsConfig,
+)
 
 __all__ = [
     "ActorConfig",

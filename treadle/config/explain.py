@@ -1,14 +1,15 @@
-"""Explains a key or a section of a loaded config: value, type, description, origin and history."""
+"""Explanation of a key or section: value, type, description, origin and history; and the JSON Schema for editors."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from types import NoneType, UnionType
+from typing import Any, Literal, Union, get_args, get_origin
 
-from treadle.config.origin import Leaf, Unset
-from treadle.config.outline import TARGET, is_section, public_name, section_in_map
-from treadle.config.section import Section, fields_of, types_of
+from treadle.config.root import TrainConfig
+from treadle.config.section import TARGET, Key, Leaf, Section, Unset, fields_of, types_of
 from treadle.config.show import ABSENT, as_yaml, flatten
-from treadle.config.value import describe, shorten
+from treadle.config.tree import is_section, public_name, section_in_map, subclasses
+from treadle.config.validate import Bounds, describe_type, shorten
 from treadle.errors import ConfigError, Mistake, nearest
 
 
@@ -35,7 +36,7 @@ class Explanation:
 
 
 @dataclass(frozen=True, slots=True)
-class Overview:
+class SectionOverview:
     """All keys of one section, and the sections in it."""
 
     key: str
@@ -55,18 +56,18 @@ class Overview:
         return "\n".join(lines)
 
 
-def explain(config: Section, name: str) -> Explanation | Overview:
+def explain(config: Section, name: str) -> Explanation | SectionOverview:
     """A key's value, type, description, origin and history, or all keys of a section. An unknown name is an error."""
     found = _descend(config, name)
     if found is None:
-        raise ConfigError([Mistake(name, "no such key", fix=_hint(config, name))])
+        raise ConfigError([Mistake(name, "no such key", fix=_nearest_key(config, name))])
     if isinstance(found, Section):
         return _overview(name, found)
     section, key = found
     return _map_overview(section, key, name) if _holds_sections(section, key) else _explain(section, key, name)
 
 
-def _hint(config: Section, name: str) -> str | None:
+def _nearest_key(config: Section, name: str) -> str | None:
     """The key that was probably meant: the same one without a parent it had elsewhere, or one that looks like it."""
     keys = flatten(config)
     known = {*keys, *(key.rpartition(".")[0] for key in keys)}
@@ -103,7 +104,7 @@ def _explain(section: Section, key: str, name: str) -> Explanation:
         return Explanation(name, public_name(cls), "a class", summary(cls), str(trace.origin), overrode)
     first, _, inside = key.partition(".")
     item = fields_of(cls)[first]
-    kind = describe(types_of(cls)[first], item.bounds)
+    kind = describe_type(types_of(cls)[first], item.bounds)
     value = _below(section.values()[first], inside)
     return Explanation(name, value, f"in {kind}" if inside else kind, item.description, str(trace.origin), overrode)
 
@@ -114,18 +115,18 @@ def _past(leaf: Leaf) -> str:
     return f"{as_yaml(leaf.value)} from {leaf.origin}"
 
 
-def _overview(name: str, section: Section) -> Overview:
+def _overview(name: str, section: Section) -> SectionOverview:
     cls = type(section)
     parts = [key for key, hint in types_of(cls).items() if is_section(hint) or section_in_map(hint)]
     keys = [_explain(section, key, f"{name}.{key}") for key in fields_of(cls) if key not in parts]
     sections = [(key, fields_of(cls)[key].description) for key in parts]
-    return Overview(name, public_name(cls), summary(cls), tuple(keys), tuple(sections))
+    return SectionOverview(name, public_name(cls), summary(cls), tuple(keys), tuple(sections))
 
 
-def _map_overview(section: Section, key: str, name: str) -> Overview:
+def _map_overview(section: Section, key: str, name: str) -> SectionOverview:
     item, hint = fields_of(type(section))[key], types_of(type(section))[key]
     sections = [(inner, summary(type(below))) for inner, below in section.values()[key].items()]
-    return Overview(name, describe(hint), item.description, (), tuple(sections))
+    return SectionOverview(name, describe_type(hint), item.description, (), tuple(sections))
 
 
 def summary(cls: type[Section]) -> str:
@@ -143,3 +144,81 @@ def _below(value: Any, name: str) -> Any:
             if found is not ABSENT:
                 return found
     return ABSENT
+
+
+Schema = dict[str, Any]
+
+_REFERENCE: Schema = {"type": "string", "pattern": r"\$\{.*\}"}
+_IMPORT_PATH: Schema = {"type": "string", "pattern": ".+:.+"}
+_SIMPLE = {bool: "boolean", int: "integer", float: "number", str: "string", NoneType: "null"}
+
+
+def json_schema() -> Schema:
+    """One schema for training and stand-alone rollout, and for files that say only some of it: nothing is required."""
+    definitions: Schema = {}
+    root = _section(TrainConfig, definitions)
+    return {
+        "$schema": "http://json-schema.org/draft-07/schema#",
+        "title": "treadle config",
+        **root,
+        "definitions": definitions,
+    }
+
+
+def _section(cls: type[Section], definitions: Schema) -> Schema:
+    """The keys of a section class and of all its variants; `_target_` chooses among them."""
+    variants = subclasses(cls)
+    properties: Schema = {}
+    for variant in variants:
+        for name, item in fields_of(variant).items():
+            properties[name] = _property(types_of(variant)[name], item, definitions)
+    if cls is not TrainConfig:
+        names = [public_name(variant) for variant in variants]
+        properties["_target_"] = {"enum": names, "description": "class of this section", "default": names[0]}
+    kinds = ["object", "null"]  # an empty section is null in YAML
+    return {"type": kinds, "description": summary(cls), "additionalProperties": False, "properties": properties}
+
+
+def _property(hint: Any, item: Key, definitions: Schema) -> Schema:
+    if is_section(hint):
+        return {**_type(hint, item.bounds, definitions), "description": item.description}
+    found = {"anyOf": [_type(hint, item.bounds, definitions), _REFERENCE], "description": item.description}
+    return found if item.required else {**found, "default": _plain(item.default)}
+
+
+def _type(hint: Any, bounds: Bounds, definitions: Schema) -> Schema:
+    origin, arguments = get_origin(hint), get_args(hint)
+    if is_section(hint):
+        if hint.__name__ not in definitions:
+            definitions[hint.__name__] = {}
+            definitions[hint.__name__].update(_section(hint, definitions))
+        return {"allOf": [{"$ref": f"#/definitions/{hint.__name__}"}]}
+    if origin in (Union, UnionType):
+        return {"anyOf": [_type(part, bounds, definitions) for part in arguments]}
+    if origin is Literal:
+        return {"enum": list(arguments)}
+    if origin is tuple:
+        return _list(arguments, bounds, definitions)
+    if origin is not None and issubclass(origin, Mapping):
+        inner = arguments[1]
+        return {"type": "object", "additionalProperties": True if inner is Any else _type(inner, bounds, definitions)}
+    if bounds.names is not None and hint is str:
+        return {"anyOf": [{"enum": list(bounds.names)}, _IMPORT_PATH]}
+    names = {"ge": "minimum", "gt": "exclusiveMinimum", "le": "maximum", "lt": "exclusiveMaximum"}
+    limits = {names[word]: getattr(bounds, word) for word in names if getattr(bounds, word) is not None}
+    return {"type": _SIMPLE[hint], **(limits if hint in (int, float) else {})}
+
+
+def _list(arguments: tuple[Any, ...], bounds: Bounds, definitions: Schema) -> Schema:
+    item = _type(arguments[0], bounds, definitions)
+    if arguments[-1] is Ellipsis:
+        return {"anyOf": [{"type": "array", "items": item}, item]}
+    return {"type": "array", "items": item, "minItems": len(arguments), "maxItems": len(arguments)}
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Section):
+        return {name: _plain(item) for name, item in value.values().items()}
+    if isinstance(value, Mapping):
+        return {name: _plain(item) for name, item in value.items()}
+    return [_plain(item) for item in value] if isinstance(value, tuple) else value

@@ -1,27 +1,56 @@
-"""From files and words to a config: read, translate old spellings, merge, fit, resolve, check, build.
+"""Config loader: read, translate legacy keys, merge, bind, resolve, check, build. Finds shipped recipes by name.
 
 The one place that makes a config out of text. Every mistake of every stage is in the one error it raises.
 """
 
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
 from pathlib import Path as FilePath
 from typing import Any, get_args
 
 from treadle.config import legacy
-from treadle.config.fit import fit
-from treadle.config.merge import merge
-from treadle.config.origin import Leaf, Origin, Source, Trace
-from treadle.config.outline import TARGET, Outline, Slot, hints_at, is_free_map, is_section
-from treadle.config.recipe import read_config
-from treadle.config.reference import nested, resolve
+from treadle.config.bind import bind, nested, resolve
+from treadle.config.parse import UNDECIDED, KeyPath, Layer, dotted, read_file, read_scalar, read_text, read_words
 from treadle.config.root import Config, TrainConfig
 from treadle.config.rules import UNKNOWN, check_cautions, check_rules
-from treadle.config.section import Section
-from treadle.config.source import UNDECIDED, Layer, Path, dotted, read_text, read_words
-from treadle.config.syntax import read_scalar
-from treadle.config.value import FrozenDict, check, choices
+from treadle.config.section import TARGET, Leaf, Origin, Section, Source, Trace
+from treadle.config.tree import KeySlot, SectionOutline, hints_at, is_free_map, is_section, merge
+from treadle.config.validate import FrozenDict, check_value, choices, shorten
 from treadle.errors import ConfigError, Mistake, nearest
+
+RECIPES = Path(__file__).resolve().parent.parent / "recipes"
+
+
+def recipe_names() -> list[str]:
+    """The names a command accepts in place of a path."""
+    return sorted(path.parent.name for path in RECIPES.glob("*/recipe.yaml"))
+
+
+def read_config(name: str | Path, mistakes: list[Mistake]) -> Layer:
+    """The leaves of a file or of a shipped recipe. A file of the same name wins."""
+    path = Path(name)
+    try:
+        is_directory, is_there = path.is_dir(), path.exists()
+    except OSError as error:
+        mistakes.append(Mistake(shorten(str(path)), f"cannot be read: {error.strerror}"))
+        return {}
+    if is_there and not is_directory:
+        return read_file(path, mistakes)
+    if str(name) in recipe_names():
+        return read_file(RECIPES / path / "recipe.yaml", mistakes, name=f"recipe {name}")
+    problem = "is a directory" if is_directory else "no such file or recipe"
+    mistakes.append(Mistake(shorten(str(path)), problem, fix=_missing_file_hint(path, is_directory)))
+    return {}
+
+
+def _missing_file_hint(path: Path, is_directory: bool) -> str:
+    beside = path if is_directory else path.parent
+    files = sorted(str(file) for file in beside.glob("*.y*ml")) if beside.is_dir() else []
+    if is_directory and files:
+        return f"give a file: {', '.join(files[:5])}"
+    return nearest(str(path), [*files, *recipe_names()]) or f"give a YAML file or a recipe: {', '.join(recipe_names())}"
+
 
 _EXPERIMENT = ("logging", "experiment_name")
 
@@ -74,7 +103,7 @@ def build(layers: Sequence[Layer], mistakes: list[Mistake]) -> Config:
     for warning in translation.warnings:
         warnings.warn(LegacyKeyWarning(warning), stacklevel=3)
     merged = merge(translation.layers, _is_section_path, found)
-    drawn = fit(merged.tree, found)
+    drawn = bind(merged.tree, found)
     resolve(drawn, found)
     missing: list[Mistake] = []
     config = _Builder(merged.overrode, found, missing).section(drawn)
@@ -88,7 +117,7 @@ def build(layers: Sequence[Layer], mistakes: list[Mistake]) -> Config:
     return config
 
 
-def _is_section_path(path: Path) -> bool:
+def _is_section_path(path: KeyPath) -> bool:
     return any(is_section(hint) for hint in hints_at(TrainConfig, path))
 
 
@@ -115,27 +144,27 @@ class _Builder:
     can still be asked about the others."""
 
     def __init__(
-        self, overrode: Mapping[Path, tuple[Leaf, ...]], mistakes: list[Mistake], missing: list[Mistake]
+        self, overrode: Mapping[KeyPath, tuple[Leaf, ...]], mistakes: list[Mistake], missing: list[Mistake]
     ) -> None:
         self._overrode = overrode
         self._mistakes = mistakes
         self._missing = missing
 
-    def section(self, drawn: Outline) -> Section:
+    def section(self, drawn: SectionOutline) -> Section:
         values: dict[str, Any] = {}
         traces = {TARGET: Trace(drawn.target.origin, self._overrode.get((*drawn.path, TARGET), ()))}
         for name, part in drawn.parts.items():
             path = (*drawn.path, name)
-            if isinstance(part, Outline):
+            if isinstance(part, SectionOutline):
                 values[name] = self.section(part)
-            elif isinstance(part, Slot):
+            elif isinstance(part, KeySlot):
                 values[name] = self._value(path, part)
                 traces.update(self._traces(path, name, part))
             else:
                 values[name] = FrozenDict({inner: self.section(below) for inner, below in part.items()})
         return drawn.cls.with_traces(values, traces)
 
-    def _value(self, path: Path, slot: Slot) -> Any:
+    def _value(self, path: KeyPath, slot: KeySlot) -> Any:
         if slot.broken:
             return UNKNOWN
         if not slot.leaves:
@@ -149,14 +178,14 @@ class _Builder:
             return UNKNOWN
         raw = {below: _as_text(leaf, slot.hint) for below, leaf in slot.leaves.items()}
         given = raw[()] if () in raw else nested(raw)
-        checked = check(given, slot.hint, slot.key.bounds)
+        checked = check_value(given, slot.hint, slot.key.bounds)
         if checked.problem:
             origin = next(iter(slot.leaves.values())).origin
             self._mistakes.append(Mistake(dotted(path), checked.problem, given, origin, _mend(given, slot)))
             return UNKNOWN
         return checked.value
 
-    def _traces(self, path: Path, name: str, slot: Slot) -> dict[str, Trace]:
+    def _traces(self, path: KeyPath, name: str, slot: KeySlot) -> dict[str, Trace]:
         return {
             dotted((name, *below)): Trace(leaf.origin, self._overrode.get((*path, *below), ()))
             for below, leaf in slot.leaves.items()
@@ -182,10 +211,10 @@ def _one_as_text(value: Any, text: str | None) -> Any:
     return text if text is not None and isinstance(value, bool | int | float) else value
 
 
-def _mend(given: Any, slot: Slot) -> str | None:
+def _mend(given: Any, slot: KeySlot) -> str | None:
     if not isinstance(given, str):
         return None
     meant = nearest(given, choices(slot.hint, slot.key.bounds))
     plain = given.strip()
-    fits = plain and check(read_scalar(plain), slot.hint, slot.key.bounds).problem is None
+    fits = plain and check_value(read_scalar(plain), slot.hint, slot.key.bounds).problem is None
     return meant or (f"write {plain} without quotes or spaces" if fits else None)

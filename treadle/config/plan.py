@@ -1,4 +1,4 @@
-"""The arithmetic of a run, worked out from the config and the visible machines before anything starts.
+"""Plan: placement, batch sizes and staleness of a run, computed from config and machines before anything starts.
 
 Owns: which role runs on which node and GPU, how many engines there are, how batches divide, how stale samples get.
 Never starts, measures or changes anything. A stand-alone rollout is planned from `rollout` alone.
@@ -9,16 +9,15 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from math import ceil
 
-from treadle.config.machines import Machine, Placement, Room
-from treadle.config.reward_places import RewardPlaces, place_rewards, wishes
+from treadle.config.placement import FreeGPUs, Machine, Placement, RewardPlacement, place_rewards, reward_gpu_requests
 from treadle.config.root import Config, TrainConfig
 from treadle.config.rules import check_rules
-from treadle.config.transport import Way, choose_way
+from treadle.config.transport import TransportKind, choose_transport
 from treadle.errors import ConfigError, Mistake
 
 
 @dataclass(frozen=True, slots=True)
-class Batches:
+class BatchPlan:
     """How one training step divides. Micro batches are packed by tokens, so their number has an upper bound only."""
 
     tasks: int
@@ -36,7 +35,7 @@ class Batches:
 
 
 @dataclass(frozen=True, slots=True)
-class Staleness:
+class StalenessRange:
     """Policy versions between the weights that sampled a token and the weights it trains."""
 
     least: int
@@ -57,14 +56,14 @@ class Plan:
     gpus_per_replica: int
     places: int
     """Sessions that may be open at once."""
-    batches: Batches | None
-    staleness: Staleness | None
-    weights: Way | None
+    batches: BatchPlan | None
+    staleness: StalenessRange | None
+    weights: TransportKind | None
     """How new weights reach the engines; None where nothing trains."""
     unused_gpus: int
     validation: Placement | None = None
     """An engine of its own, for validation that goes on beside training; None: it shares the others."""
-    rewards: RewardPlaces | None = None
+    rewards: RewardPlacement | None = None
     """GPUs of reward models; None where they use none."""
 
     def nodes(self, role: str) -> tuple[Placement, ...]:
@@ -80,7 +79,7 @@ def make_plan(config: Config, machines: Sequence[Machine]) -> Plan:
     """The plan for a config on these machines; refuses, with the numbers that clash, what does not fit."""
     if mistakes := check_rules(config):
         raise ConfigError(mistakes)
-    room = Room(machines)
+    room = FreeGPUs(machines)
     placements = _place(config, room)
     training = config if isinstance(config, TrainConfig) else None
     replicas = _replicas(config)
@@ -95,7 +94,7 @@ def make_plan(config: Config, machines: Sequence[Machine]) -> Plan:
         places=config.rollout.num_places(replicas),
         batches=_batches(training) if training else None,
         staleness=_staleness(training) if training else None,
-        weights=choose_way(training) if training else None,
+        weights=choose_transport(training) if training else None,
         unused_gpus=room.unused_gpus,
         validation=validation,
         rewards=rewards,
@@ -108,39 +107,39 @@ def validates_beside(config: TrainConfig) -> bool:
 
 
 @dataclass(frozen=True, slots=True)
-class _Wanted:
+class _RoleRequest:
     role: str
     nodes: int
     gpus: int
     key: str
 
 
-def _wanted(config: Config) -> Iterator[_Wanted]:
+def _role_requests(config: Config) -> Iterator[_RoleRequest]:
     rollout = config.rollout
     if isinstance(config, TrainConfig):
         trainer = config.trainer
         role = "trainer + rollout" if rollout.nnodes == 0 else "trainer"
-        yield _Wanted(role, trainer.nnodes, trainer.n_gpus_per_node, "trainer.n_gpus_per_node")
+        yield _RoleRequest(role, trainer.nnodes, trainer.n_gpus_per_node, "trainer.n_gpus_per_node")
         if rollout.nnodes:
-            yield _Wanted("rollout", rollout.nnodes, rollout.n_gpus_per_node, "rollout.n_gpus_per_node")
+            yield _RoleRequest("rollout", rollout.nnodes, rollout.n_gpus_per_node, "rollout.n_gpus_per_node")
     else:
-        yield _Wanted("rollout", rollout.nnodes or 1, rollout.n_gpus_per_node, "rollout.n_gpus_per_node")
+        yield _RoleRequest("rollout", rollout.nnodes or 1, rollout.n_gpus_per_node, "rollout.n_gpus_per_node")
 
 
 def asked_machines(config: Config) -> list[Machine]:
     """Machines that hold what a config asks for by its own numbers, whether or not there are such machines."""
-    asked = [want.gpus for want in _wanted(config) for _ in range(want.nodes)]
-    rewards = list(wishes(config))
+    asked = [want.gpus for want in _role_requests(config) for _ in range(want.nodes)]
+    rewards = list(reward_gpu_requests(config))
     if rewards:
         asked.append(max(sum(wish.num_gpus for wish in rewards), *(1 + (wish.fixed or 0) for wish in rewards)))
     return [Machine(f"node{at}", gpus) for at, gpus in enumerate(asked)]
 
 
-def _place(config: Config, room: Room) -> tuple[Placement, ...]:
+def _place(config: Config, room: FreeGPUs) -> tuple[Placement, ...]:
     """Give each node a machine, the largest nodes first."""
-    placed: dict[str, list[Placement]] = {want.role: [] for want in _wanted(config)}
+    placed: dict[str, list[Placement]] = {want.role: [] for want in _role_requests(config)}
     mistakes: list[Mistake] = []
-    for want in sorted(_wanted(config), key=lambda want: -want.gpus):
+    for want in sorted(_role_requests(config), key=lambda want: -want.gpus):
         for node in range(want.nodes):
             placement = room.take(want.role, node, want.gpus)
             if placement is None:
@@ -153,21 +152,23 @@ def _place(config: Config, room: Room) -> tuple[Placement, ...]:
     return tuple(placement for nodes in placed.values() for placement in nodes)
 
 
-def _place_validation(config: TrainConfig, placements: Sequence[Placement], room: Room) -> Placement | None:
+def _place_validation(config: TrainConfig, placements: Sequence[Placement], room: FreeGPUs) -> Placement | None:
     """GPUs that nobody else wants; on a CPU, beside the last engines. None: it shares the engines of the rollout."""
-    if not validates_beside(config) or any(wish.share > 0.5 for wish in wishes(config)):
+    if not validates_beside(config) or any(wish.share > 0.5 for wish in reward_gpu_requests(config)):
         return None  # it has reward models of its own, on the same GPUs
     if not _engine_gpus(config):
         return replace(placements[-1], role="validation", node=0)
     return room.take("validation", 0, _replica_gpus(config))
 
 
-def _too_few(config: Config, want: _Wanted, machines: Sequence[Machine]) -> Mistake:
+def _too_few(config: Config, want: _RoleRequest, machines: Sequence[Machine]) -> Mistake:
     sizes = Counter(machine.num_gpus for machine in machines)
     have = " and ".join(f"{_machines(count)} with {_gpus(size)}" for size, count in sizes.items()) or "no machine"
     wanted = f"{want.nodes} × {_gpus(want.gpus)} = {want.nodes * want.gpus}" if want.nodes > 1 else _gpus(want.gpus)
     others = [
-        f", besides {item.nodes * item.gpus} for {item.role}" for item in _wanted(config) if item.role != want.role
+        f", besides {item.nodes * item.gpus} for {item.role}"
+        for item in _role_requests(config)
+        if item.role != want.role
     ]
     there = "there is" if len(machines) < 2 else "there are"
     problem = f"{wanted} wanted for {want.role}{''.join(others)}; {there} {have}"
@@ -199,7 +200,7 @@ def _replica_gpus(config: Config) -> int:
 
 def _replicas(config: Config) -> int:
     rollout = config.rollout
-    if isinstance(config, TrainConfig) and choose_way(config) == "own":
+    if isinstance(config, TrainConfig) and choose_transport(config) == "own":
         return 1  # the engine is in the policy's process
     if gpus := _engine_gpus(config):
         return gpus // rollout.tensor_model_parallel_size
@@ -208,13 +209,13 @@ def _replicas(config: Config) -> int:
     return nodes * rollout.replicas_per_node
 
 
-def _batches(config: TrainConfig) -> Batches:
+def _batches(config: TrainConfig) -> BatchPlan:
     actor, trainer, rollout, tasks = config.actor, config.trainer, config.rollout, config.data.train_batch_size
     ranks = trainer.num_ranks()
     mini_batches = tasks // actor.ppo_mini_batch_size
     per_rank = ceil(actor.ppo_mini_batch_size * rollout.n / ranks)
     per_micro_batch = actor.ppo_max_token_len_per_gpu // rollout.trajectory_length()
-    return Batches(
+    return BatchPlan(
         tasks=tasks,
         samples=rollout.n,
         trajectories=tasks * rollout.n,
@@ -228,10 +229,10 @@ def _batches(config: TrainConfig) -> Batches:
     )
 
 
-def _staleness(config: TrainConfig) -> Staleness:
+def _staleness(config: TrainConfig) -> StalenessRange:
     trainer = config.trainer
     if trainer.mode == "sync":
-        return Staleness(0, 0)
+        return StalenessRange(0, 0)
     if trainer.mode == "one_step_off":
-        return Staleness(1, 1)
-    return Staleness(0, trainer.max_staleness)
+        return StalenessRange(1, 1)
+    return StalenessRange(0, trainer.max_staleness)

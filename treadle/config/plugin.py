@@ -1,12 +1,13 @@
-"""Finds the user's own code: objects that a config names by import path."""
+"""Plugins: built-in parts by name, and the user's own objects by import path."""
 
 import sys
+from collections.abc import Mapping
 from hashlib import sha256
 from importlib import import_module
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, TypeVar
 
 from treadle.errors import ConfigError, Mistake, nearest
 
@@ -61,3 +62,20 @@ def _import_file(file: Path) -> ModuleType:
 
 def _mistake(key: str, path: str, problem: str, fix: str | None) -> ConfigError:
     return ConfigError([Mistake(key, problem, path, fix=fix)])
+
+
+T = TypeVar("T")
+
+
+def find_by_name(name: str, known: Mapping[str, T], key: str) -> T:
+    """The part called `name`, or the function at that import path. Anything else is a mistake of `key`."""
+    if name in known:
+        return known[name]
+    if ":" not in name:
+        problem = f"nothing is called {name!r}; known: {', '.join(known)}"
+        fix = nearest(name, known) or "or give an import path, as package.module:function"
+        raise ConfigError([Mistake(key, problem, name, fix=fix)])
+    found: T = load_object(name, key)
+    if not callable(found):
+        raise ConfigError([Mistake(key, f"{name} is not a function", name)])
+    return found

@@ -4,8 +4,7 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Literal
 
-from treadle.config.model import ModelConfig
-from treadle.config.rollout import FailureConfig, LimitsConfig, OpenAIConfig, RolloutConfig, ScriptedConfig
+from treadle.config.rollout import FailureConfig, LimitsConfig, ModelConfig, OpenAIConfig, RolloutConfig, ScriptedConfig
 from treadle.config.section import REQUIRED, Options, Section, Strings, key
 
 REWARD_FUNCTIONS = (

@@ -1,4 +1,4 @@
-"""What must hold between keys, beyond each key's own type: checked after loading, all of it, before anything starts.
+"""Config rules: what must hold between keys, beyond each key's own type; all checked after loading.
 
 Each rule is a generator of mistakes and names the two values that clash. Rules read devices from no machine; the plan
 does that.
@@ -7,22 +7,28 @@ does that.
 from collections.abc import Callable, Iterator
 from typing import Any, NoReturn
 
-from treadle.config.actor import FSDPActorConfig, FSDPCriticConfig, FSDPRefConfig
-from treadle.config.algorithm import GROUP_ESTIMATORS, OTHER_ESTIMATORS, TURN_ESTIMATORS
-from treadle.config.loss_rules import LOSS_CAUTIONS, LOSS_RULES
 from treadle.config.reward import SESSION_PARTS, group_rewards_are_whole, reward_models_are_whole, scores_are_bounded
 from treadle.config.rollout import AGENT_LOOPS
 from treadle.config.root import Config, TrainConfig
 from treadle.config.section import TARGET, Section
-from treadle.config.transport import weights_can_travel
-from treadle.config.value import Bounds
+from treadle.config.training import (
+    GROUP_ESTIMATORS,
+    OTHER_ESTIMATORS,
+    TURN_ESTIMATORS,
+    FSDPActorConfig,
+    FSDPCriticConfig,
+    FSDPRefConfig,
+)
+from treadle.config.training_rules import LOSS_CAUTIONS, LOSS_RULES
+from treadle.config.transport import transport_can_work
+from treadle.config.validate import Bounds
 from treadle.errors import Mistake, nearest
 
 Clash = Iterator[tuple[str, str, str | None]]
 """The key to blame, what is wrong, and how to mend it."""
 
 
-class AskedUnknown(Exception):
+class UnknownValueRead(Exception):
     """A rule asked for a value that nobody knows."""
 
 
@@ -30,7 +36,7 @@ class _Unknown:
     """Stands for a value that has a mistake of its own: whoever looks at it stops asking."""
 
     def _stop(self, *_: object) -> NoReturn:
-        raise AskedUnknown
+        raise UnknownValueRead
 
     __eq__ = __ne__ = __lt__ = __le__ = __gt__ = __ge__ = __hash__ = __bool__ = __str__ = __format__ = _stop
     __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __mod__ = __rmod__ = __floordiv__ = _stop
@@ -55,7 +61,7 @@ def check_cautions(config: Config) -> list[Mistake]:
 def _known(clashes: Clash) -> Clash:
     try:
         yield from clashes
-    except AskedUnknown:
+    except UnknownValueRead:
         return
 
 
@@ -76,7 +82,7 @@ SAMPLED_PLAINLY = {
 """The settings under which tokens are drawn from the whole softmax."""
 
 
-def samples_are_the_policys(config: TrainConfig) -> Clash:
+def samples_come_from_the_policy(config: TrainConfig) -> Clash:
     weights = config.algorithm.rollout_correction.rollout_is
     how = f"divides by it ({weights})" if weights in ("token", "sequence") else "does not correct for it"
     for name, plain in SAMPLED_PLAINLY.items():
@@ -178,7 +184,7 @@ def every_worker_has_sessions(config: Config) -> Clash:
         yield "rollout.agent.max_concurrent_sessions", problem, "every worker needs at least one"
 
 
-def mcp_servers_have_one_door(config: Config) -> Clash:
+def mcp_servers_have_command_or_url(config: Config) -> Clash:
     for name, server in config.rollout.multi_turn.mcp_servers.items():
         if bool(server.command) == bool(server.url):
             given = "both are set" if server.url else "neither is set"
@@ -417,7 +423,7 @@ ROLLOUT_RULES: tuple[Callable[[Config], Clash], ...] = (
     faults_are_fractions,
     agent_loop_exists,
     every_worker_has_sessions,
-    mcp_servers_have_one_door,
+    mcp_servers_have_command_or_url,
     groups_can_be_complete,
     cluster_is_asked_for,
     several_nodes_need_ray,
@@ -427,7 +433,7 @@ TRAINING_RULES: tuple[Callable[[TrainConfig], Clash], ...] = (
     async_modes_have_their_own_rollout,
     async_modes_choose_a_correction,
     weights_arrive_before_samples_are_too_old,
-    weights_can_travel,
+    transport_can_work,
     samples_can_train,
     rewards_exist,
     tasks_are_given,
@@ -443,4 +449,4 @@ TRAINING_RULES: tuple[Callable[[TrainConfig], Clash], ...] = (
     *LOSS_RULES,
     resume_path_is_read,
 )
-TRAINING_CAUTIONS: tuple[Callable[[TrainConfig], Clash], ...] = (samples_are_the_policys, *LOSS_CAUTIONS)
+TRAINING_CAUTIONS: tuple[Callable[[TrainConfig], Clash], ...] = (samples_come_from_the_policy, *LOSS_CAUTIONS)

@@ -1,17 +1,85 @@
-"""What every config section is: frozen, typed, described, and aware of where its values came from.
+"""Config sections: frozen, typed, described groups of keys whose values know their origin.
 
-Owns the base class and the key declaration. Knows nothing about files or command lines.
+Owns the base class, the key declaration, and origins: the file and line, command-line word or default that gave a
+value, and what it overrode. Knows nothing about how files or command lines are read.
 Invariant: a section that exists holds a checked value for every key, and no value changes; what is derived from
 values is a method.
 """
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from enum import Enum, StrEnum
 from typing import Any, ClassVar, NoReturn, Self, dataclass_transform, get_type_hints
 
-from treadle.config.origin import Origin, Trace
-from treadle.config.value import Bounds, FrozenDict, check, freeze
+from treadle.config.validate import Bounds, FrozenDict, check_value, freeze, one_line, shorten
 from treadle.errors import ConfigError, Mistake, nearest
+
+
+class Source(StrEnum):
+    """The kinds of place a value can come from."""
+
+    DEFAULT = "default"
+    FILE = "file"
+    COMMAND_LINE = "command line"
+    CODE = "code"
+
+
+@dataclass(frozen=True, slots=True)
+class Origin:
+    """One place a value came from, and the detours (legacy key, reference) it took from there."""
+
+    source: Source
+    place: str
+    via: tuple[str, ...] = ()
+
+    @classmethod
+    def default(cls, section: str, name: str) -> "Origin":
+        return cls(Source.DEFAULT, f"{section}.{name}")
+
+    @classmethod
+    def code(cls, section: str, name: str) -> "Origin":
+        return cls(Source.CODE, f"{section}.{name}")
+
+    @classmethod
+    def file(cls, path: str, line: int) -> "Origin":
+        return cls(Source.FILE, f"{path}:{line}")
+
+    @classmethod
+    def command_line(cls, text: str) -> "Origin":
+        return cls(Source.COMMAND_LINE, text)
+
+    def through(self, detour: str) -> "Origin":
+        """This origin, reached by one more detour."""
+        return Origin(self.source, self.place, (*self.via, detour))
+
+    def __str__(self) -> str:
+        place = one_line(self.place) if self.source is Source.FILE else f"{self.source} ({shorten(self.place)})"
+        return ", ".join((place, *map(shorten, self.via)))
+
+
+class Unset(Enum):
+    """The value of a leaf that takes back what earlier layers said."""
+
+    UNSET = "unset"
+
+
+@dataclass(frozen=True, slots=True)
+class Leaf:
+    """A value as somebody wrote it: the text is kept so that `007` can still become a string."""
+
+    value: Any
+    origin: Origin
+    text: str | tuple[str | None, ...] | None = None
+    """What a plain scalar looked like; of a list, what each item looked like; None where there is nothing to choose."""
+
+
+@dataclass(frozen=True, slots=True)
+class Trace:
+    """The origin of the value in force, and the leaves it overrode, newest first."""
+
+    origin: Origin
+    overrode: tuple[Leaf, ...] = ()
+
 
 REQUIRED: Any = ...
 
@@ -90,7 +158,7 @@ class Section:
             yield Mistake(f"{cls.__name__}.{name}", "no such key", values[name], fix=nearest(name, declared))
         for name, item in declared.items():
             if name in values:
-                checked = check(values[name], hints[name], item.bounds)
+                checked = check_value(values[name], hints[name], item.bounds)
                 if checked.problem:
                     yield Mistake(f"{cls.__name__}.{name}", checked.problem, value=values[name])
                 values[name] = checked.value

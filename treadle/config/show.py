@@ -1,19 +1,59 @@
-"""Shows a whole config to people: as YAML that loads again, or compared with another."""
+"""Config as YAML that loads again, the difference of two configs, and the secrets that are hidden in both.
+
+Secrets are values that no run directory, journal or tracker is given: the environment of MCP servers, entries of
+free-form maps that are called a key, token, secret or password, and credentials in addresses. Keys of endpoints are
+named by their environment variable, which is no secret.
+"""
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
+from hashlib import blake2b
 from typing import Any
 
 import yaml
 
-from treadle.config.origin import Source
-from treadle.config.outline import TARGET, public_name, section_in_map, usual_class
-from treadle.config.reference import escape
-from treadle.config.secrets import hide_secret
-from treadle.config.section import Section, types_of
-from treadle.config.syntax import Loader, read_scalar
+from treadle.config.bind import escape
+from treadle.config.parse import YamlLoader, read_scalar
+from treadle.config.section import TARGET, Section, Source, types_of
+from treadle.config.tree import public_name, section_in_map, usual_class
+
+HIDDEN = "(hidden)"
+_SECRET = re.compile(
+    r"(?i)(^|[-_.])(api[-_]?key|access[-_]?key|auth|token|secret|password|passwd|credentials?|authorization|cookie)$"
+)
+_CREDENTIALS = re.compile(r"(?<=://)[^/@\s]+@")
+_ENVIRONMENT = "env"
+
+
+def hide_secret(key: str, value: Any, *, digest: bool = False) -> Any:
+    """The value of a dotted key with every secret hidden; with `digest`, so that a changed one can still be told."""
+    return _hide(value, key.rpartition(".")[2] == _ENVIRONMENT, digest)
+
+
+def hide_in_words(words: Sequence[str]) -> list[str]:
+    """A command line with the values of `key=value` words hidden that are secret."""
+    return [_hide_word(word) for word in words]
+
+
+def _hide_word(word: str) -> str:
+    key, equals, value = word.partition("=")
+    parts = key.split(".")
+    if equals and (_ENVIRONMENT in parts or _SECRET.search(parts[-1])):
+        return f"{key}={HIDDEN}"
+    return f"{key}{equals}{_CREDENTIALS.sub(HIDDEN + '@', value)}"
+
+
+def _hide(value: Any, secret: bool, digest: bool) -> Any:
+    if isinstance(value, Mapping):
+        return {name: _hide(item, secret or bool(_SECRET.search(str(name))), digest) for name, item in value.items()}
+    if isinstance(value, list | tuple):
+        return tuple(_hide(item, secret, digest) for item in value)
+    if not secret:
+        return _CREDENTIALS.sub(f"{HIDDEN}@", value) if isinstance(value, str) else value
+    return f"{HIDDEN[:-1]} {blake2b(str(value).encode(), digest_size=4).hexdigest()})" if digest else HIDDEN
+
 
 _WORD = re.compile(r"[A-Za-z][\w./-]*", re.ASCII)
 """Text that no quoting could change; most values are of this kind, and the dumper is slow."""
@@ -31,7 +71,7 @@ def _represent_text(dumper: _Dumper, value: str) -> yaml.ScalarNode:
     return dumper.represent_scalar("tag:yaml.org,2002:str", value, style=None if is_plain else '"')
 
 
-_Dumper.yaml_implicit_resolvers = Loader.yaml_implicit_resolvers
+_Dumper.yaml_implicit_resolvers = YamlLoader.yaml_implicit_resolvers
 _Dumper.add_representer(str, _represent_text)
 _Dumper.add_representer(tuple, lambda dumper, value: dumper.represent_sequence("tag:yaml.org,2002:seq", value, True))
 _Dumper.add_multi_representer(dict, lambda dumper, value: dumper.represent_dict(dict(value).items()))

@@ -1,9 +1,9 @@
-"""Which way new weights take from the policy to the engines.
+"""Weight transport: which way new weights take from the policy to the engines (`trainer.weights.transport`).
 
-Owns the choice behind `trainer.weights.transport: auto`, and the rule that refuses ways which lead nowhere.
+Owns the choice behind `auto`, and the rule that refuses transports which cannot work.
 Refuses to know how any of them works. Invariant: plan and runtime ask here, so what is printed is what happens.
 
-    own         the engine is in the policy's process: nothing travels
+    own         the engine is in the policy's process: nothing is sent
     shared      memory that two processes of one machine share: host memory, or a GPU's where both sides are on it
     store       Ray's object store: shared memory within a node, one transfer to each other node
     collective  one broadcast to all engines: NCCL between GPUs, gloo between CPUs
@@ -16,22 +16,22 @@ from typing import Literal
 
 from treadle.config.root import TrainConfig
 
-Way = Literal["own", "shared", "store", "collective", "disk"]
+TransportKind = Literal["own", "shared", "store", "collective", "disk"]
 
 _KEY = "trainer.weights"
 
 
-def choose_way(config: TrainConfig) -> Way:
+def choose_transport(config: TrainConfig) -> TransportKind:
     """The way that weights take in a run of this config."""
     transport, on_ray = config.trainer.weights.transport, config.cluster.backend == "ray"
-    if not on_ray and not runs_apart(config):
+    if not on_ray and not engines_are_processes(config):
         return "own"
     if transport != "auto":
         return transport
     return "store" if on_ray else "shared"
 
 
-def runs_apart(config: TrainConfig) -> bool:
+def engines_are_processes(config: TrainConfig) -> bool:
     """Whether engines of a run without Ray are processes of their own."""
     return config.rollout.nnodes > 0 or config.rollout.name == "vllm"
 
@@ -48,7 +48,7 @@ def uses_nccl(config: TrainConfig) -> bool:
     return bool(trainer.n_gpus_per_node and rollout.n_gpus_per_node and gathered_on_gpu)
 
 
-def describe_way(config: TrainConfig) -> str:
+def describe_transport(config: TrainConfig) -> str:
     """That way, in words for a plan."""
     shares_gpu = config.rollout.nnodes == 0 and config.trainer.n_gpus_per_node
     words = {
@@ -58,12 +58,12 @@ def describe_way(config: TrainConfig) -> str:
         "collective": f"one broadcast to all engines ({'NCCL' if uses_nccl(config) else 'gloo'})",
         "disk": f"through files in {weights_directory(config)}",
     }
-    return words[choose_way(config)]
+    return words[choose_transport(config)]
 
 
-def weights_can_travel(config: TrainConfig) -> Iterator[tuple[str, str, str | None]]:
+def transport_can_work(config: TrainConfig) -> Iterator[tuple[str, str, str | None]]:
     """The rule: a way must lead from this policy to these engines, and what describes another way is a mistake."""
-    weights, backend, way = config.trainer.weights, config.cluster.backend, choose_way(config)
+    weights, backend, way = config.trainer.weights, config.cluster.backend, choose_transport(config)
     transport = weights.transport
     if transport != "auto" and way == "own":
         problem = f"{transport}, but the engine is in the policy's own process: nothing travels"
@@ -80,7 +80,7 @@ def weights_can_travel(config: TrainConfig) -> Iterator[tuple[str, str, str | No
         yield from _describes_its_way(config, way)
 
 
-def _describes_its_way(config: TrainConfig, way: Way) -> Iterator[tuple[str, str, str | None]]:
+def _describes_its_way(config: TrainConfig, way: TransportKind) -> Iterator[tuple[str, str, str | None]]:
     weights = config.trainer.weights
     if weights.directory is not None and way != "disk":
         fix = f"set {_KEY}.transport=disk, or leave it null"

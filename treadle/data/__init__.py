@@ -1,1 +1,1 @@
-"""Where tasks come from, and how messages become token ids. Imports no torch and no transformers by itself."""
+"""Data: where tasks come from, and how messages become token ids. Imports no torch and no transformers by itself."""

@@ -1,12 +1,12 @@
-"""Messages to token ids, for a session that only ever appends.
+"""Renderer: messages to token ids, for a session that only ever appends.
 
-Owns how a prompt and what follows a sampled turn become ids, which ids end a turn, and the text parsers see. Refuses
-to know what a session did before: a turn's ids are kept as they were sampled and never rendered again.
+Owns how a prompt and what follows a sampled turn become ids, which ids end a turn, and the text parsers see. Does not
+know what a session did before: a turn's ids are kept as they were sampled and never rendered again.
 Invariant: where `proof` says that a boundary agrees, prompt ids + sampled ids + observation ids are the ids of the
 full rendering.
 
 Text of messages is not trusted, and not changed either: a special token that is spelled out in a user's, a tool's or
-a row's text is encoded as the plain text it is (see `control_tokens`), so no text ends a turn or begins one. With
+a row's text is encoded as the plain text it is (see `ControlTokens`), so no text ends a turn or begins one. With
 `model.allow_special_tokens` prompts may spell them; observations, which tools and environments write, never do.
 """
 
@@ -17,12 +17,11 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Literal
 
-from treadle.config.model import ModelConfig
-from treadle.data.continuation import MARK, Continuation, Pattern, Shape, Tools, shape_of
-from treadle.data.control_tokens import ControlTokens, MarkedText
-from treadle.data.encoder import Encoder, special_tokens
-from treadle.data.proof import Proof, Seam, Verdict, prove
-from treadle.data.template import PROBE, ChatTemplate, open_arguments, to_json
+from treadle.config.rollout import ModelConfig
+from treadle.data.chat_template import PROBE, ChatTemplate, open_arguments, to_json
+from treadle.data.encoder import ControlTokens, Encoder, MarkedText, special_tokens
+from treadle.data.incremental import MARK, IncrementalTemplate, MessageShape, Tools, TurnPattern, shape_of
+from treadle.data.rendering_proof import BoundaryVerdict, RenderingProof, TurnEnding, prove
 from treadle.errors import ConfigError, Mistake, PromptFailure
 from treadle.model.tokenizer import ChatTokenizer, find_model_path, load_tokenizer, read_stop_ids
 from treadle.types import Message
@@ -33,11 +32,11 @@ Ids = tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class Script:
+class EncodedPattern:
     """A pattern with its fixed ends already encoded; only the middle depends on the messages."""
 
     head: Ids
-    middle: Pattern | None
+    middle: TurnPattern | None
     skip: int
     """Ids of the middle that belong to its anchor, not to the text."""
     tail: Ids
@@ -46,7 +45,7 @@ class Script:
 class Renderer:
     """Turns messages into ids. Built by `create`; safe to share between sessions."""
 
-    proof: Proof
+    proof: RenderingProof
     stop_token_ids: Ids
     """Ids that end a turn: the template's end-of-turn token first, then the tokenizer's and the model's own."""
 
@@ -65,11 +64,11 @@ class Renderer:
         self._template = template
         self._trusts_prompts = model.allow_special_tokens
         self._stops = frozenset(stop_token_ids)
-        self._continuation = Continuation(template, [encoder.decode([at]) for at in stop_token_ids], closer)
-        self._scripts: tuple[dict[Shape, Script | None], ...] = ({}, {})  # without tools, with tools
+        self._continuation = IncrementalTemplate(template, [encoder.decode([at]) for at in stop_token_ids], closer)
+        self._scripts: tuple[dict[MessageShape, EncodedPattern | None], ...] = ({}, {})  # without tools, with tools
         self._prompt = lru_cache(CACHED_PROMPTS)(self._render_prompt)
         self._refused: dict[tuple[str, bool], str] = {}
-        self.proof = prove(self, template, encoder, control, Seam(model.path, closer, not self._trusts_prompts))
+        self.proof = prove(self, template, encoder, control, TurnEnding(model.path, closer, not self._trusts_prompts))
         self._refused = _find_refused(self.proof)
 
     @classmethod
@@ -138,7 +137,7 @@ class Renderer:
         if reason is not None:
             raise PromptFailure(f"the chat template cannot go on after an assistant turn: {reason}")
 
-    def _find_script(self, shape: Shape, messages: Sequence[Message], tools: bool) -> Script | None:
+    def _find_script(self, shape: MessageShape, messages: Sequence[Message], tools: bool) -> EncodedPattern | None:
         scripts = self._scripts[tools]
         if shape not in scripts:
             pattern = self._continuation.learn(messages, tools=tools)
@@ -187,7 +186,7 @@ def _find_closer(template: ChatTemplate, tokenizer: ChatTokenizer) -> str:
     return max((token for token in special_tokens(tokenizer) if token and after.startswith(token)), key=len, default="")
 
 
-def _find_refused(proof: Proof) -> dict[tuple[str, bool], str]:
+def _find_refused(proof: RenderingProof) -> dict[tuple[str, bool], str]:
     """Why observations that begin with a message of this role, with or without tools, would come out wrong."""
     boundaries = {
         ("user", False): "assistant → user",
@@ -195,17 +194,17 @@ def _find_refused(proof: Proof) -> dict[tuple[str, bool], str]:
         ("tool", True): "assistant calls → tool",
     }
     checks = {kind: proof[boundary] for kind, boundary in boundaries.items()}
-    return {kind: check.detail for kind, check in checks.items() if check.verdict is Verdict.DIFFERS}
+    return {kind: check.detail for kind, check in checks.items() if check.verdict is BoundaryVerdict.DIFFERS}
 
 
-def _write_script(pattern: Pattern, encoder: Encoder) -> Script:
+def _write_script(pattern: TurnPattern, encoder: Encoder) -> EncodedPattern:
     """Encode the ends of a pattern up to the special tokens nearest to its slots."""
     if not pattern.slots:
-        return Script(tuple(encoder.encode_after(pattern.literals[0])), None, 0, ())
+        return EncodedPattern(tuple(encoder.encode_after(pattern.literals[0])), None, 0, ())
     first, *between, last = pattern.literals
     starts = [first.rfind(token) + len(token) for token in encoder.cuts if token in first]
     ends = [last.find(token) for token in encoder.cuts if token in last]
     start, end = max(starts, default=0), min(ends, default=len(last))
-    middle = Pattern((encoder.anchor + first[start:], *between, last[:end]), pattern.slots)
+    middle = TurnPattern((encoder.anchor + first[start:], *between, last[:end]), pattern.slots)
     head, tail = encoder.encode_after(first[:start]), encoder.encode(last[end:])
-    return Script(tuple(head), middle, 1 if encoder.anchor else 0, tuple(tail))
+    return EncodedPattern(tuple(head), middle, 1 if encoder.anchor else 0, tuple(tail))

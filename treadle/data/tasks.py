@@ -1,29 +1,146 @@
-"""Task sources: every task once an epoch, in an order the seed decides, from wherever the last run stopped.
+"""Task sources: the dataset of a run; every task once an epoch, in an order by the seed, resumable anywhere.
 
-Owns loading, the order, and the position in it. Tasks are held in memory, parsed: a few hundred thousand rows fit, all
-mistakes are found before anything starts, and any task can be next. Knows nothing about what becomes of a task.
-Invariant: whatever mix of `take`, iteration, `state` and `restore` is called, each epoch hands out each task once.
+Owns loading, the order and the position in it, and tasks that are generated: `reasoning_gym:NAME`, and
+`package.module:function` of one's own, with the arguments of `data.source_kwargs`. Tasks are held in memory, parsed: a
+few hundred thousand rows fit, all mistakes are found before anything starts, and any task can be next. Validation draws
+from reasoning-gym with a seed far from training's, so the same generator in `data.train_files` and `data.val_files`
+gives different tasks; a function is called as it is asked to be.
+Invariant: whatever mix of `take`, iteration, `state` and `restore` is called, each epoch hands out each task once. The
+same name, arguments and seed give the same tasks of reasoning-gym; whatever a function breaks with is a ConfigError
+that names it.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import sha256
+from inspect import signature
 from pathlib import Path
 from random import Random
+from typing import Any
 
-from treadle.config.data import DataConfig
-from treadle.data.files import FORMS, Record, read_records
-from treadle.data.generators import (
-    PREFIX,
-    check_source_kwargs,
-    generate_rows,
-    generate_tasks,
-    is_function,
-    name_function,
-)
-from treadle.data.rows import to_task
-from treadle.errors import ConfigError, Mistake
+from treadle.config.plugin import load_object
+from treadle.config.root import DataConfig
+from treadle.data.task_files import SOURCE_FORMS, TaskRow, read_records, to_task
+from treadle.errors import ConfigError, Mistake, TreadleError, nearest
 from treadle.types import Task
+
+REASONING_GYM_PREFIX = "reasoning_gym:"
+VALIDATION_SEED_SHIFT = 1_000_003_000
+
+_IMPORT_PATH = re.compile(r"[^\W\d][\w.]*:[^\W\d][\w.]*")
+
+
+def is_function(source: str) -> bool:
+    """Does an entry of a file list name a function? A file of that name comes first."""
+    is_path = _IMPORT_PATH.fullmatch(source) is not None and not source.startswith(REASONING_GYM_PREFIX)
+    return is_path and not Path(source).is_file()
+
+
+def generate_tasks(source: str, data: DataConfig, key: str, *, validation: bool) -> Iterator[Task]:
+    """The tasks of one dataset of reasoning-gym; `source` is as it stands under the config key `key`."""
+    name = source.removeprefix(REASONING_GYM_PREFIX)
+    options = _read_options(name, data)
+    if not isinstance(options.get("seed", 0), int):
+        raise ConfigError([Mistake(f"data.source_kwargs.{name}.seed", "must be a whole number", options["seed"])])
+    seed = options.pop("seed", data.seed) + (VALIDATION_SEED_SHIFT if validation else 0)
+    made = _make_dataset(name, {**options, "seed": seed}, source, key)
+    for index in range(len(made)):
+        entry = made[index]
+        messages = ({"role": "user", "content": entry["question"]},)
+        uid = f"{source}@{seed}:{index}"
+        yield Task(uid, messages, entry["answer"], data_source=source, extra={"entry": entry})
+
+
+def generate_rows(source: str, data: DataConfig, key: str) -> Iterator[Any]:
+    """What a function makes, row by row; nothing is checked about the rows themselves."""
+    function = load_object(source, key)
+    if not callable(function):
+        raise ConfigError([Mistake(key, f"{source} is not a function: {type(function).__name__}", source)])
+    name = source if source in data.source_kwargs else name_function(source)
+    options = _read_options(name, data)
+    _check_arguments(function, options, f"data.source_kwargs.{name}", source)
+    count = 0
+    try:
+        for row in _as_rows(function(**options), source, key):
+            yield row
+            count += 1
+    except TreadleError:
+        raise
+    except Exception as error:
+        problem = f"{source} broke after {count} rows: {type(error).__name__}: {error}"
+        raise ConfigError([Mistake(key, problem, source)]) from error
+
+
+def name_function(source: str) -> str:
+    """The function's own name, which stands for it in `data.source_kwargs` and in ids."""
+    return source.partition(":")[2]
+
+
+def check_source_kwargs(data: DataConfig) -> None:
+    """Arguments for a generator that no file list names would be ignored in silence: refuse them."""
+    sources = (*data.train_files, *data.val_files)
+    functions = [source for source in sources if is_function(source)]
+    gym = {source.removeprefix(REASONING_GYM_PREFIX) for source in sources if source.startswith(REASONING_GYM_PREFIX)}
+    used = {*gym, *functions, *map(name_function, functions)}
+    problem = "no generator of this name in data.train_files or data.val_files"
+    mistakes = [
+        Mistake(f"data.source_kwargs.{name}", problem, fix=nearest(name, used))
+        for name in data.source_kwargs
+        if name not in used
+    ]
+    twice = {source for source in functions if {source, name_function(source)} <= data.source_kwargs.keys()}
+    for source in sorted(twice):
+        problem = f"{name_function(source)} has arguments of its own there, too"
+        mistakes.append(Mistake(f"data.source_kwargs.{source}", problem, fix="keep one of the two"))
+    if mistakes:
+        raise ConfigError(mistakes)
+
+
+def _read_options(name: str, data: DataConfig) -> dict[str, Any]:
+    options = data.source_kwargs.get(name, {})
+    if not isinstance(options, Mapping):
+        raise ConfigError([Mistake(f"data.source_kwargs.{name}", f"must be a map of arguments, got {options!r}")])
+    return dict(options)
+
+
+def _check_arguments(function: Callable[..., Any], options: Mapping[str, Any], key: str, source: str) -> None:
+    try:
+        accepted = signature(function)
+    except ValueError:  # built-in functions may have none
+        return
+    try:
+        accepted.bind(**options)
+    except TypeError as error:
+        problem = f"{source} does not take these arguments: {error}"
+        fix = f"it takes {accepted}"
+        raise ConfigError([Mistake(key, problem, value=dict(options), fix=fix)]) from error
+
+
+def _as_rows(made: Any, source: str, key: str) -> Iterable[Any]:
+    if isinstance(made, Iterable) and not isinstance(made, str | bytes | Mapping):
+        return made
+    problem = f"{source} must return rows, one after another, it returned {type(made).__name__} {str(made)[:60]!r}"
+    raise ConfigError([Mistake(key, problem, source)])
+
+
+def _make_dataset(name: str, options: Mapping[str, Any], source: str, key: str) -> Any:
+    try:
+        from reasoning_gym import create_dataset
+        from reasoning_gym.factory import DATASETS
+    except ImportError as error:
+        fix = "pip install 'treadle[reasoning-gym]'"
+        problem, package = f"{source} needs the package reasoning-gym", "reasoning-gym"
+        raise ConfigError([Mistake(key, problem, package, fix=fix, missing="package")]) from error
+    if name not in DATASETS:
+        fix = nearest(name, DATASETS) or f"it has {len(DATASETS)}, such as {', '.join(sorted(DATASETS)[:5])}"
+        raise ConfigError([Mistake(key, f"reasoning-gym has no dataset {name!r}", source, fix=fix)])
+    try:
+        return create_dataset(name, **options)
+    except (TypeError, ValueError, AssertionError) as error:
+        problem = f"reasoning-gym refuses these arguments: {error}"
+        raise ConfigError([Mistake(f"data.source_kwargs.{name}", problem, value=dict(options))]) from error
+
 
 MAX_MISTAKES = 20
 """Mistakes in rows that one report shows; a file with the wrong keys has as many as rows."""
@@ -145,7 +262,7 @@ def load_tasks(files: Sequence[str], data: DataConfig, max_samples: int, *, vali
     """The first `max_samples` tasks of some files and generators; -1 for all. Every mistake in one report."""
     key = "data.val_files" if validation else "data.train_files"
     if not files:
-        raise ConfigError([Mistake(key, "no task files", fix=f"give {FORMS}")])
+        raise ConfigError([Mistake(key, "no task files", fix=f"give {SOURCE_FORMS}")])
     if max_samples == 0:
         raise ConfigError([Mistake(key.replace("files", "max_samples"), "0 tasks asked for", 0, fix="-1 takes all")])
     check_source_kwargs(data)
@@ -154,7 +271,7 @@ def load_tasks(files: Sequence[str], data: DataConfig, max_samples: int, *, vali
 
 
 @dataclass(frozen=True, slots=True)
-class _Found:
+class _ReadTask:
     place: str
     task: Task | None = None
     mistakes: tuple[Mistake, ...] = ()
@@ -187,10 +304,10 @@ def _note_place(places: dict[str, str], uid: str, place: str) -> list[Mistake]:
     return []
 
 
-def _read_all(files: Sequence[str], data: DataConfig, key: str, validation: bool) -> Iterator[_Found]:
+def _read_all(files: Sequence[str], data: DataConfig, key: str, validation: bool) -> Iterator[_ReadTask]:
     labels = _label(files)
     for file in files:
-        if file.startswith(PREFIX):
+        if file.startswith(REASONING_GYM_PREFIX):
             rows, nothing = _read_generator(file, data, key, validation), "it makes no tasks"
         elif is_function(file):
             rows, nothing = _read_function(file, labels[file], data, key), "the function makes no rows"
@@ -199,39 +316,39 @@ def _read_all(files: Sequence[str], data: DataConfig, key: str, validation: bool
         try:
             first = next(rows, None)
         except ConfigError as error:  # of the whole file: the others are read all the same
-            yield _Found(file, mistakes=error.mistakes)
+            yield _ReadTask(file, mistakes=error.mistakes)
             continue
-        yield first if first is not None else _Found(file, mistakes=(Mistake(file, nothing),))
+        yield first if first is not None else _ReadTask(file, mistakes=(Mistake(file, nothing),))
         yield from rows
 
 
-def _read_generator(source: str, data: DataConfig, key: str, validation: bool) -> Iterator[_Found]:
+def _read_generator(source: str, data: DataConfig, key: str, validation: bool) -> Iterator[_ReadTask]:
     for task in generate_tasks(source, data, key, validation=validation):
-        yield _Found(task.uid, task)
+        yield _ReadTask(task.uid, task)
 
 
-def _read_function(source: str, label: str, data: DataConfig, key: str) -> Iterator[_Found]:
+def _read_function(source: str, label: str, data: DataConfig, key: str) -> Iterator[_ReadTask]:
     for index, row in enumerate(generate_rows(source, data, key)):
         place, uid = f"{source}[{index}]", f"{label}:{index}"
         if isinstance(row, Task):
-            yield _Found(place, row)
+            yield _ReadTask(place, row)
         elif isinstance(row, Mapping):
-            yield _read_record(Record(place, uid, row), data)
+            yield _read_record(TaskRow(place, uid, row), data)
         else:
             problem = f"a row must be a map with named fields, or a Task; it is {type(row).__name__} {str(row)[:60]!r}"
-            yield _read_record(Record(place, uid, problem=problem), data)
+            yield _read_record(TaskRow(place, uid, problem=problem), data)
 
 
-def _read_file(file: str, label: str, data: DataConfig, key: str) -> Iterator[_Found]:
+def _read_file(file: str, label: str, data: DataConfig, key: str) -> Iterator[_ReadTask]:
     for record in read_records(file, label, key):
         yield _read_record(record, data)
 
 
-def _read_record(record: Record, data: DataConfig) -> _Found:
+def _read_record(record: TaskRow, data: DataConfig) -> _ReadTask:
     try:
-        return _Found(record.place, to_task(record, data))
+        return _ReadTask(record.place, to_task(record, data))
     except ConfigError as error:
-        return _Found(record.place, mistakes=error.mistakes)
+        return _ReadTask(record.place, mistakes=error.mistakes)
 
 
 def _label(files: Sequence[str]) -> dict[str, str]:

@@ -1,27 +1,125 @@
-"""Any OpenAI-compatible endpoint as an engine, for evaluation and data generation.
+"""OpenAI-compatible endpoint as an engine, for evaluation and data generation.
 
-Owns nothing but requests on their way. Refuses to train: the weights are someone else's.
-Invariant: what comes back is a completion, an abort or an `EngineFailure` that names the address.
+Owns requests on their way, and the two translations: a request to a chat-completions body, a reply to a completion.
+HTTP itself is `http_client`. Refuses to train: the weights belong to the server.
+Invariants: what comes back is a completion, an abort or an `EngineFailure` that names the address. A logprob is kept
+only beside the id the server sampled; where a server names no ids, they are made from the text and every logprob is
+NaN: good to read, count and score, and impossible to train on unnoticed.
 
-A completion has the server's text. It has the server's ids and logprobs where the server gives them (vLLM does with
-`extra_body: {return_token_ids: true}`); otherwise ids made from the text and NaN for each logprob. Its versions are 0.
-Tool calls that the server parsed are in `calls` and not in the text.
-An aborted request has no tokens: they are in the server until the answer is whole.
+A completion has the server's text, and its ids and logprobs where the server gives them (vLLM does with
+`extra_body: {return_token_ids: true}`). Its versions are 0. Tool calls that the server parsed are in `calls` and not in
+the text. An aborted request has no tokens: they are in the server until the answer is whole.
 """
 
 import asyncio
+import json
+from collections.abc import Mapping, Sequence
+from math import nan
 from typing import TYPE_CHECKING, Any, Self
 
 from treadle.config.rollout import OpenAIConfig, RolloutConfig
-from treadle.engine.chat import read_completion, write_body
-from treadle.engine.gate import Gate
-from treadle.engine.interrupt import Flight, Flights, Interrupted
+from treadle.engine.in_flight import InFlightRequest, InFlightRequests, PauseGate, WaitInterrupted
 from treadle.engine.protocol import Encode, WeightUpdate
-from treadle.errors import ConfigError, EngineFailure, Mistake, MisuseError
-from treadle.types import Completion, Request, StopReason
+from treadle.engine.rng import bits_at, stream_of
+from treadle.errors import ConfigError, EngineFailure, Mistake, MisuseError, RequestRefused
+from treadle.types import Completion, Request, StopReason, ToolCall
 
 if TYPE_CHECKING:
-    from treadle.engine.endpoint import Endpoint
+    from treadle.engine.http_client import HttpClient
+
+_STOPS = {
+    **dict.fromkeys(("stop", "tool_calls", "function_call", "eos", "eos_token", "end_turn"), StopReason.STOP),
+    "length": StopReason.LENGTH,
+    "abort": StopReason.ABORT,
+}
+_TOKEN_ID = "token_id:"
+
+
+def to_chat_body(request: Request, model: str, extra_body: Mapping[str, Any]) -> str:
+    """The request as JSON. `extra_body` adds and replaces fields; null leaves one out.
+
+    With `max_tokens: null` there, the limit goes as `max_completion_tokens`, which newer OpenAI models insist on.
+    """
+    if not request.messages:
+        raise RequestRefused("an OpenAI-compatible endpoint takes messages, and this request has only ids")
+    sampling = request.sampling
+    body = {
+        "model": model,
+        "messages": request.messages,
+        "max_tokens": sampling.max_tokens,
+        "temperature": sampling.temperature,
+        "top_p": sampling.top_p,
+        "top_k": sampling.top_k if sampling.top_k > 0 else None,
+        "min_p": sampling.min_p or None,
+        "repetition_penalty": sampling.repetition_penalty if sampling.repetition_penalty != 1 else None,
+        "presence_penalty": sampling.presence_penalty or None,
+        "frequency_penalty": sampling.frequency_penalty or None,
+        "stop": sampling.stop or None,
+        # the endpoint must not draw the same sample n times
+        "seed": bits_at(stream_of(request), request.position) & 0x7FFFFFFF,
+        "logprobs": True,
+        "tools": request.tools or None,
+        **extra_body,
+    }
+    if body["max_tokens"] is None:
+        body["max_completion_tokens"] = sampling.max_tokens
+    return json.dumps({field: value for field, value in body.items() if value is not None}, default=dict)
+
+
+def from_chat_reply(reply: Any, request: Request, *, replica: str, encode: Encode) -> Completion:
+    """The first choice of a reply."""
+    try:
+        choice = reply["choices"][0]
+        finish, message = choice["finish_reason"], choice["message"]
+        text, made = _text(message), message.get("tool_calls") or ()
+        written = "\n".join([text] * bool(text) + [_written(call["function"]) for call in made])
+        ids, logprobs = _tokens(choice, written, encode)
+        calls = tuple(_call(call) for call in made)
+    except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:
+        raise EngineFailure(f"answered with no chat completion: {json.dumps(reply)[:200]}") from error
+    if finish == "content_filter":
+        raise RequestRefused("the endpoint's content filter withheld the answer")
+    if finish not in _STOPS:
+        raise EngineFailure(f"answered with finish_reason {finish!r}, which says nothing about the answer")
+    ids, logprobs = ids[: request.sampling.max_tokens], logprobs[: request.sampling.max_tokens]
+    return Completion(ids, logprobs, (0,) * len(ids), _STOPS[finish], text, replica, calls)
+
+
+def _tokens(choice: Mapping[str, Any], text: str, encode: Encode) -> tuple[tuple[int, ...], tuple[float, ...]]:
+    entries: Sequence[Mapping[str, Any]] = (choice.get("logprobs") or {}).get("content") or ()
+    ids = choice.get("token_ids")
+    if ids is None and entries and all(entry["token"].startswith(_TOKEN_ID) for entry in entries):
+        ids = [int(entry["token"].removeprefix(_TOKEN_ID)) for entry in entries]
+    if ids is None:
+        made = tuple(encode(text))
+        return made, (nan,) * len(made)
+    if len(entries) != len(ids):
+        return tuple(ids), (nan,) * len(ids)
+    return tuple(ids), tuple(float(entry["logprob"]) for entry in entries)
+
+
+def _text(message: Mapping[str, Any]) -> str:
+    text = message.get("content") or message.get("refusal") or ""
+    return text if isinstance(text, str) else "".join(part["text"] for part in text)
+
+
+def _call(call: Mapping[str, Any]) -> ToolCall:
+    """A call the server parsed. What its arguments are is still the model's word: they may be no JSON at all."""
+    name, arguments = call["function"]["name"], call["function"]["arguments"] or "{}"
+    try:
+        parsed = json.loads(arguments) if isinstance(arguments, str) else arguments
+    except ValueError as error:
+        return ToolCall(name, {}, call.get("id") or "", f"arguments are not JSON: {error}")
+    if not isinstance(parsed, dict):
+        return ToolCall(name, {}, call.get("id") or "", f"arguments must be an object, got {type(parsed).__name__}")
+    return ToolCall(name, parsed, call.get("id") or "")
+
+
+def _written(function: Mapping[str, Any]) -> str:
+    """About what the model wrote to make this call: its tokens count, though the server does not show them."""
+    arguments = function["arguments"] or "{}"
+    arguments = arguments if isinstance(arguments, str) else json.dumps(arguments)
+    return f'<tool_call>\n{{"name": {json.dumps(function["name"])}, "arguments": {arguments}}}\n</tool_call>'
 
 
 class OpenAIEngine:
@@ -32,7 +130,7 @@ class OpenAIEngine:
         openai: OpenAIConfig,
         rollout: RolloutConfig,
         *,
-        endpoint: "Endpoint",
+        endpoint: "HttpClient",
         model: str,
         name: str,
         encode: Encode,
@@ -44,8 +142,8 @@ class OpenAIEngine:
         self._rollout = rollout
         self._endpoint = endpoint
         self._encode = encode
-        self._gate = Gate()
-        self._flights = Flights()
+        self._gate = PauseGate()
+        self._flights = InFlightRequests()
 
     @classmethod
     async def create(
@@ -58,11 +156,11 @@ class OpenAIEngine:
         api_key: str | None = None,
     ) -> Self:
         """Reach the endpoint and settle the model, or raise. `api_key` is the value, whoever read it from where."""
-        from treadle.engine.endpoint import Endpoint
+        from treadle.engine.http_client import HttpClient
 
         advice = {status: text.format(api_key_env=openai.api_key_env) for status, text in _ADVICE.items()}
         address, key = _address(openai), _key(openai, api_key)
-        endpoint = Endpoint(address, api_key=key, advice=advice, connections=rollout.max_num_seqs)
+        endpoint = HttpClient(address, api_key=key, advice=advice, connections=rollout.max_num_seqs)
         try:
             offered = await _models(endpoint, rollout.limits.launch_timeout_s, rollout.failures.request_retries)
             model = openai.model or next(iter(offered), None)
@@ -77,16 +175,16 @@ class OpenAIEngine:
         session = request.session
         if self._gate.shut and not await self._gate.admit(session):
             return self._aborted()
-        body = write_body(request, self.model, self._openai.extra_body)
-        flight = Flight(session, asyncio.get_running_loop().time())
+        body = to_chat_body(request, self.model, self._openai.extra_body)
+        flight = InFlightRequest(session, asyncio.get_running_loop().time())
         self._flights[flight] = None
         try:
             with flight:
                 reply = await self._ask(body)
-        except Interrupted:
+        except WaitInterrupted:
             return self._aborted()
         finally:
-            self._flights.land(flight)
+            self._flights.finish(flight)
         return self._read(reply, request)
 
     async def abort(self, session: str | None = None) -> None:
@@ -121,7 +219,7 @@ class OpenAIEngine:
 
     def _read(self, reply: Any, request: Request) -> Completion:
         try:
-            return read_completion(reply, request, replica=self.name, encode=self._encode)
+            return from_chat_reply(reply, request, replica=self.name, encode=self._encode)
         except EngineFailure as failure:
             raise type(failure)(f"{self._endpoint.address}/chat/completions: {failure}") from failure
 
@@ -161,7 +259,7 @@ def _key(openai: OpenAIConfig, api_key: str | None) -> str | None:
     return key or None
 
 
-async def _models(endpoint: "Endpoint", timeout_s: float, retries: int) -> list[str]:
+async def _models(endpoint: "HttpClient", timeout_s: float, retries: int) -> list[str]:
     """The models on offer; none where the server keeps no list, since it does answer."""
     reply = await endpoint.call("GET", "models", timeout_s=timeout_s, retries=retries, may_lack=True)
     if reply is None:

@@ -1,8 +1,8 @@
-"""What an engine is: something that turns prompt ids into completions.
+"""Engine protocol: from prompt ids to completions.
 
-Every engine, and the router in front of several, answers these calls; `tests/contract/test_engine.py` says what they
-promise. Failures are `EngineFailure`; a request that was aborted is not a failure but a completion that keeps the
-tokens it has. Refuses to know where an engine runs and who asks.
+Every engine, and the router in front of several, implements these calls; `tests/contract/test_engine.py` says what
+they promise. Failures are `EngineFailure`. A request that was aborted is not a failure but a completion that keeps the
+tokens it has. Refuses to know where an engine runs and which component calls it.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -40,7 +40,7 @@ class WeightUpdate:
 
 
 @runtime_checkable
-class Batched(Protocol):
+class BatchedTensors(Protocol):
     """A map that is read some tensors at a time."""
 
     def batches(self) -> Iterator[Sequence[tuple[str, Any]]]: ...
@@ -48,7 +48,7 @@ class Batched(Protocol):
 
 def batches_of(tensors: Mapping[str, Any]) -> Iterator[Sequence[tuple[str, Any]]]:
     """The tensors of an update, those together that are there at once; no batch is empty."""
-    if isinstance(tensors, Batched):
+    if isinstance(tensors, BatchedTensors):
         yield from filter(None, tensors.batches())
     elif isinstance(tensors, dict):
         yield from filter(None, [list(tensors.items())])
@@ -117,7 +117,7 @@ class Engine(Protocol):
 
 
 @runtime_checkable
-class Sleeper(Protocol):
+class SupportsSleep(Protocol):
     """An engine that can give the memory of a shared device back. The next weights wake it, whatever the level."""
 
     async def sleep(self, level: int = 1) -> None:
@@ -126,7 +126,7 @@ class Sleeper(Protocol):
 
 
 @runtime_checkable
-class Forgetter(Protocol):
+class SupportsForget(Protocol):
     """An engine that keeps something for a session's next turn."""
 
     def forget(self, session: str) -> None:
@@ -144,7 +144,7 @@ class Restarting(Protocol):
         ...
 
 
-class Mortal(Engine, Protocol):
+class ProcessEngine(Engine, Protocol):
     """An engine in a process of its own. Calls that find the process gone raise EngineGone."""
 
     async def gone(self) -> str:

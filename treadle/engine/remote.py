@@ -17,8 +17,7 @@ from functools import partial
 from inspect import isawaitable
 from typing import Any, Self
 
-from treadle.config.model import ModelConfig
-from treadle.config.rollout import LimitsConfig, RolloutConfig
+from treadle.config.rollout import LimitsConfig, ModelConfig, RolloutConfig
 from treadle.engine.protocol import Engine, EngineGone, WeightUpdate
 from treadle.errors import EngineFailure, RequestRefused
 from treadle.process.channel import ChannelClosed, pickle_by_fields

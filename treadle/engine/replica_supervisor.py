@@ -17,9 +17,18 @@ from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from dataclasses import asdict
 from typing import Any, Protocol, Self
 
-from treadle.engine.gate import Gate
-from treadle.engine.partial import SAVE_S, Keep, PartialRequests, join_parts
-from treadle.engine.protocol import ABORTED, Engine, EngineGone, Forgetter, Mortal, Placed, Sleeper, WeightUpdate
+from treadle.engine.in_flight import PauseGate
+from treadle.engine.protocol import (
+    ABORTED,
+    Engine,
+    EngineGone,
+    Placed,
+    ProcessEngine,
+    SupportsForget,
+    SupportsSleep,
+    WeightUpdate,
+)
+from treadle.engine.requests import SAVE_S, PartialRequests, SaveSlice, join_completions
 from treadle.engine.router import Router
 from treadle.errors import EngineFailure, RunError, TreadleError
 from treadle.process.supervisor import (
@@ -64,7 +73,7 @@ class ReplicaSupervisor:
         self._end = asyncio.Event()
         self._cause = ""
 
-    async def add(self, name: str, start: Callable[[], Awaitable[Mortal]]) -> "RestartingEngine":
+    async def add(self, name: str, start: Callable[[], Awaitable[ProcessEngine]]) -> "RestartingEngine":
         """An engine that `start` starts, now and whenever its process has died."""
         slot = RestartingEngine(name, await start(), start, self)
         self._slots.append(slot)
@@ -108,7 +117,7 @@ class ReplicaSupervisor:
     def mark_synced(self, name: str, version: int) -> None:
         """An engine was proven to have these weights, without the router."""
         if self._router is not None:
-            self._router.vouch(name, version)
+            self._router.mark_synced(name, version)
 
     def give_up(self, reason: str) -> None:
         """A slot stays empty. With the last one the rollout ends."""
@@ -130,7 +139,11 @@ class RestartingEngine:
     """An `Engine` around those that hold its slot in turn. Made by `ReplicaSupervisor.add`."""
 
     def __init__(
-        self, name: str, first: Mortal, start: Callable[[], Awaitable[Mortal]], supervisor: ReplicaSupervisor
+        self,
+        name: str,
+        first: ProcessEngine,
+        start: Callable[[], Awaitable[ProcessEngine]],
+        supervisor: ReplicaSupervisor,
     ) -> None:
         self.name = name
         self.version = first.version
@@ -142,12 +155,12 @@ class RestartingEngine:
         self._died = 0.0
         self._supervisor = supervisor
         self._start = start
-        self._engine: Mortal | None = first
-        self._successor: Mortal | None = None
+        self._engine: ProcessEngine | None = first
+        self._successor: ProcessEngine | None = None
         """Started, and without weights yet."""
         self._arrived = asyncio.Event()
         """There is an engine or a successor; or there will be none."""
-        self._gate = Gate()
+        self._gate = PauseGate()
         self._requests = PartialRequests(supervisor.save_s, self._interrupt)
         self._interrupting: set[asyncio.Task[None]] = set()
         self._paused = False
@@ -187,10 +200,10 @@ class RestartingEngine:
             except EngineGone:
                 self._lose(engine)
                 if saved:
-                    return join_parts(saved, ABORTED, self.name)
+                    return join_completions(saved, ABORTED, self.name)
                 self._refuse()
             else:
-                return join_parts(saved, last, self.name)
+                return join_completions(saved, last, self.name)
 
     def _interrupt(self, abort: Coroutine[Any, Any, None]) -> None:
         """Let a request hand its tokens over. An engine that cannot is gone, and the request itself sees that."""
@@ -233,9 +246,9 @@ class RestartingEngine:
     async def sleep(self, level: int = 1) -> None:
         """Where the engine can."""
         self._requests.end()
-        await self._order(lambda engine: engine.sleep(level) if isinstance(engine, Sleeper) else _nothing())
+        await self._order(lambda engine: engine.sleep(level) if isinstance(engine, SupportsSleep) else _nothing())
 
-    async def _order(self, call: Callable[[Mortal], Awaitable[None]]) -> None:
+    async def _order(self, call: Callable[[ProcessEngine], Awaitable[None]]) -> None:
         """Tell the engine, or its successor. One that is gone needs not be told; the next one is as it should be."""
         engine = self._engine or self._successor
         if engine is not None:
@@ -249,7 +262,7 @@ class RestartingEngine:
         self._gate.abort()
 
     def forget(self, session: str) -> None:
-        if isinstance(self._engine, Forgetter):
+        if isinstance(self._engine, SupportsForget):
             self._engine.forget(session)
 
     async def health(self) -> None:
@@ -279,14 +292,14 @@ class RestartingEngine:
         if self._supervisor.serves_without(self):
             raise EngineFailure(f"{self.name} is being started again: {self._cause}")
 
-    def _lose(self, engine: Mortal) -> None:
+    def _lose(self, engine: ProcessEngine) -> None:
         """This one is gone, as whoever called it noticed, or its tending did."""
         if engine is self._engine or engine is self._successor:
             self._engine = self._successor = None
             self._arrived.clear()
             self._gate.pause()
 
-    def _seat(self, engine: Mortal, version: int) -> None:
+    def _seat(self, engine: ProcessEngine, version: int) -> None:
         """This one has these weights, and serves from now on."""
         self.version = version
         if engine is self._successor:
@@ -295,7 +308,7 @@ class RestartingEngine:
             self._gate.resume()
             self._supervisor.relieve(self)
 
-    async def _stay(self, first: Mortal) -> None:
+    async def _stay(self, first: ProcessEngine) -> None:
         """Tend the slot; whatever goes wrong with that, nobody waits in vain."""
         try:
             await self._tend(first)
@@ -303,7 +316,7 @@ class RestartingEngine:
             self._give_up(f"{type(error).__name__}: {error}", 0.0)
             raise
 
-    async def _tend(self, engine: Mortal) -> None:
+    async def _tend(self, engine: ProcessEngine) -> None:
         """Keep the slot filled."""
         clock, deaths, policy = asyncio.get_running_loop().time, 0, self._supervisor.policy
         while True:
@@ -330,10 +343,10 @@ class RestartingEngine:
         self._supervisor.give_up(reason)
         self._supervisor.tell(recovery)
 
-    async def _succeed(self, deaths: int) -> Mortal:
+    async def _succeed(self, deaths: int) -> ProcessEngine:
         """A successor that serves, or RestartFailed: why there is none."""
 
-        async def attempt() -> Mortal:
+        async def attempt() -> ProcessEngine:
             engine = await self._start()
             try:
                 await self._equip(engine)
@@ -348,7 +361,7 @@ class RestartingEngine:
 
         return await restart(attempt, self._supervisor.policy, deaths)
 
-    async def _equip(self, engine: Mortal) -> None:
+    async def _equip(self, engine: ProcessEngine) -> None:
         """Let a successor begin: with weights that a push brings, or with restored ones."""
         self._successor = engine
         if self._paused:
@@ -375,7 +388,7 @@ class RestartingEngine:
             self._supervisor.mark_synced(self.name, version)
 
 
-def _keeper(saved: list[Completion]) -> Keep:
+def _keeper(saved: list[Completion]) -> SaveSlice:
     async def keep(part: Completion) -> None:
         saved.append(part)
 

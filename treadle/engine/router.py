@@ -1,16 +1,15 @@
-"""One door to several replicas: each request goes to the least busy one, and moves on when that fails.
+"""Router: load balancing over replicas, with session affinity, deadlines and retries.
 
-Owns where sessions live, deadlines and retries. Refuses to know what an engine is made of; it is one itself.
-An answer that no model can have given (`AnswerCheck`) counts as a failure of its replica.
-Invariant: every request ends, by an answer, an abort or an `EngineFailure` that names replica, age and session; and
-whatever way it ends, nothing of it is counted any more.
+Each request goes to its session's replica, or to the least loaded one, and moves to another when that fails. Owns
+session affinity, deadlines and retries. Refuses to know what an engine is made of; the router is an engine itself.
+Invariant: every request ends, by a completion, an abort or an `EngineFailure` that names replica, age and session; and
+however it ends, nothing of it is counted any more.
 
-Who waits for whom: a request waits for the gate (shut by `pause`), then for one replica, then maybe for the next. Each
-of these waits ends after `limits.request_timeout_s`. One timer serves them all, since the oldest flight is due first.
-A request whose time is over is aborted at its replica, and the tokens it has are its answer; it fails only where there
-are none, or where the replica does not answer in `probe_timeout_s` either.
-While the process of a replica is started again, the time of the requests that wait there does not count: starts have
-deadlines of their own, and the new weights may have to wait for the end of a training step.
+What waits for what: a request waits for the pause gate, then for one replica, then maybe for the next. Each of these
+waits ends after `limits.request_timeout_s`. One timer serves them all, since the oldest request is due first. A request
+past its deadline is aborted at its replica, and the tokens it has are its answer; it fails only where there are none,
+or where the replica does not answer in `probe_timeout_s` either. The router is paused while its last replica restarts,
+so that requests wait instead of failing.
 """
 
 import asyncio
@@ -21,16 +20,14 @@ from math import inf
 from typing import Any
 
 from treadle.config.rollout import FailureConfig, LimitsConfig
-from treadle.engine.fleet import Fleet, Routing
-from treadle.engine.gate import Gate
-from treadle.engine.interrupt import Flight, Flights, Interrupted
-from treadle.engine.protocol import ABORTED, Engine, Forgetter, Restarting, Sleeper, WeightUpdate
-from treadle.engine.refusal import AnswerCheck
-from treadle.engine.replica import FlightState, Replica, ReplicaState
+from treadle.engine.in_flight import InFlightRequest, InFlightRequests, PauseGate, WaitInterrupted
+from treadle.engine.protocol import ABORTED, Engine, Restarting, SupportsForget, SupportsSleep, WeightUpdate
+from treadle.engine.replica_set import InFlightStatus, Replica, ReplicaSet, ReplicaStatus, RoutingOptions
+from treadle.engine.requests import AnswerCheck
 from treadle.errors import DeadlineError, EngineFailure, RequestRefused
 from treadle.types import Completion, Request, StopReason
 
-DEFAULT_ROUTING = Routing()
+DEFAULT_ROUTING = RoutingOptions()
 
 
 class Router:
@@ -43,7 +40,7 @@ class Router:
         limits: LimitsConfig,
         failures: FailureConfig,
         rng: random.Random,
-        routing: Routing = DEFAULT_ROUTING,
+        routing: RoutingOptions = DEFAULT_ROUTING,
         name: str = "router",
         check: AnswerCheck | None = None,
     ) -> None:
@@ -53,10 +50,10 @@ class Router:
         self._rng = rng
         self._routing = routing
         self._check = check
-        self._fleet = Fleet(replicas, routing)
-        self._gate = Gate()
+        self._fleet = ReplicaSet(replicas, routing)
+        self._gate = PauseGate()
         self._homes: OrderedDict[str, Replica] = OrderedDict()
-        self._stranded = Flights()
+        self._stranded = InFlightRequests()
         """Requests that wait for a replica to come back."""
         self._timer: asyncio.TimerHandle | None = None
         self._collecting: set[asyncio.Future[Any]] = set()
@@ -127,10 +124,10 @@ class Router:
 
     async def sleep(self, level: int = 1) -> None:
         """Let every replica that can give its device's memory back."""
-        sleepers = [replica for replica in self._fleet.members if isinstance(replica.engine, Sleeper)]
+        sleepers = [replica for replica in self._fleet.members if isinstance(replica.engine, SupportsSleep)]
 
         async def sleep(engine: Engine) -> None:
-            assert isinstance(engine, Sleeper), "chosen before"
+            assert isinstance(engine, SupportsSleep), "chosen before"
             await engine.sleep(level)
 
         await self._order(sleepers, sleep, "sleep")
@@ -163,7 +160,7 @@ class Router:
             raise EngineFailure(f"weights of version {update.version} did not arrive: {reasons}")
         return update.checksum
 
-    def vouch(self, name: str, version: int) -> None:
+    def mark_synced(self, name: str, version: int) -> None:
         """A replica was proven to have these weights, by other ways than an update through here."""
         for replica in self._fleet.members:
             if replica.name == name:
@@ -197,20 +194,20 @@ class Router:
     def forget(self, session: str) -> None:
         """A session has ended: neither its home nor what is kept for it there need be remembered."""
         home = self._homes.pop(session, None)
-        if home is not None and isinstance(home.engine, Forgetter):
+        if home is not None and isinstance(home.engine, SupportsForget):
             home.engine.forget(session)
 
-    def snapshot(self) -> tuple[ReplicaState, ...]:
+    def snapshot(self) -> tuple[ReplicaStatus, ...]:
         """Every replica, those that leave included."""
         return tuple(replica.state() for replica in self._fleet.replicas)
 
-    def flights(self) -> tuple[FlightState, ...]:
+    def flights(self) -> tuple[InFlightStatus, ...]:
         """Every request without an answer, oldest first."""
         now = asyncio.get_running_loop().time()
-        found = [FlightState(session, "", now - since) for session, since in self._gate.waiting()]
-        found += [FlightState(flight.session, "", now - flight.started) for flight in self._stranded]
+        found = [InFlightStatus(session, "", now - since) for session, since in self._gate.waiting()]
+        found += [InFlightStatus(flight.session, "", now - flight.started) for flight in self._stranded]
         for replica in self._fleet.replicas:
-            found += [FlightState(flight.session, replica.name, now - flight.started) for flight in replica.flights]
+            found += [InFlightStatus(flight.session, replica.name, now - flight.started) for flight in replica.flights]
         return tuple(sorted(found, key=lambda flight: -flight.age_s))
 
     async def close(self) -> None:
@@ -251,17 +248,17 @@ class Router:
 
     async def _send(self, replica: Replica, request: Request, session: str) -> Completion:
         loop = asyncio.get_running_loop()
-        flight = Flight(session, loop.time())
+        flight = InFlightRequest(session, loop.time())
         replica.flights[flight] = None
         if self._timer is None:
             self._timer = loop.call_at(flight.started + self._limits.request_timeout_s, self._expire)
         try:
             with flight:
                 completion = await replica.engine.generate(request)
-        except Interrupted as interrupted:
+        except WaitInterrupted as interrupted:
             raise self._late(replica, flight, interrupted) from None
         finally:
-            replica.flights.land(flight)
+            replica.flights.finish(flight)
         if flight.grace_until is not None and not completion.ids and completion.stop is StopReason.ABORT:
             raise self._late(replica, flight, f"no answer in {self._limits.request_timeout_s:g} s")
         if self._check is not None:
@@ -270,17 +267,17 @@ class Router:
             replica.failures, replica.backoff_s = 0, 0.0
         return completion
 
-    def _late(self, replica: Replica, flight: Flight, why: object) -> EngineFailure:
+    def _late(self, replica: Replica, flight: InFlightRequest, why: object) -> EngineFailure:
         age_s = asyncio.get_running_loop().time() - flight.started
         return EngineFailure(f"{replica.name}: session {flight.session}, {age_s:.1f} s old: {why}")
 
     async def _revive(self, session: str) -> None:
-        flight = Flight(session, asyncio.get_running_loop().time())
+        flight = InFlightRequest(session, asyncio.get_running_loop().time())
         self._stranded[flight] = None
         try:
             await self._fleet.revive()
         finally:
-            self._stranded.land(flight)
+            self._stranded.finish(flight)
 
     async def _admit(self, session: str) -> bool:
         timeout_s = self._limits.request_timeout_s

@@ -1,6 +1,6 @@
-"""The one fake model: answers written by a script, with delays and faults drawn by seed.
+"""Scripted engine: the one fake model, whose answers come from a script, with delays and faults drawn by seed.
 
-Owns the clockwork of an engine with no model in it: tokens appear one by one in the loop's time, can be aborted in the
+Owns the timing of an engine with no model in it: tokens appear one by one in the loop's time, can be aborted in the
 middle, and carry logprobs and versions. Refuses to know threads and the wall clock, so it runs in virtual time.
 Invariant: answer, logprobs and delay depend on (seed, uid, sample, row, attempt, position) and never on what else is in
 flight.
@@ -21,10 +21,10 @@ from typing import Any, Self
 
 from treadle.config.plugin import load_object
 from treadle.config.rollout import ScriptedConfig
-from treadle.engine.gate import Gate
-from treadle.engine.noise import bits_at, stream_of, unit_at
+from treadle.engine.in_flight import PauseGate
 from treadle.engine.protocol import Decode, Encode, WeightUpdate
-from treadle.engine.stop_strings import StopFinder, cut_text
+from treadle.engine.requests import StopStringFinder, trim_at_stop
+from treadle.engine.rng import bits_at, stream_of, unit_at
 from treadle.errors import ConfigError, EngineFailure, Mistake, RequestRefused
 from treadle.types import Completion, Request, StopReason
 
@@ -60,7 +60,7 @@ class _Answer:
 
 
 @dataclass(slots=True, eq=False)
-class _Performance:
+class _TimedAnswer:
     """An answer on its way out: `tokens` of them, evenly over `latency_s`."""
 
     session: str
@@ -106,8 +106,8 @@ class ScriptedEngine:
         self._checksum = checksum
         self._instant = not (scripted.latency_s or scripted.failure_rate or scripted.hang_rate)
         self._rng = random.Random(0)
-        self._gate = Gate()
-        self._running: dict[_Performance, None] = {}
+        self._gate = PauseGate()
+        self._running: dict[_TimedAnswer, None] = {}
         self._rests: OrderedDict[_Place, tuple[int, _Answer]] = OrderedDict()
         self._faults: OrderedDict[_Place, int] = OrderedDict()
 
@@ -194,7 +194,7 @@ class ScriptedEngine:
                 f"{self.name}: session {request.session}: stop strings need an engine with a tokenizer"
             )
         said = request.ids[len(request.ids) - request.said :]
-        return ids[: StopFinder(request.sampling.stop, self._decode, said).feed(ids)]
+        return ids[: StopStringFinder(request.sampling.stop, self._decode, said).feed(ids)]
 
     async def _perform(self, request: Request, stream: int, answer: _Answer, tokens: int) -> Completion:
         """Let the tokens come out in time; an abort keeps those that are out."""
@@ -204,7 +204,7 @@ class ScriptedEngine:
             self._fail_if(fate, request)
             return self._complete(request, stream, answer, tokens, (self.version,) * tokens)
         hangs = fate is _Fate.HANG
-        performance = _Performance(
+        performance = _TimedAnswer(
             request.session, tokens, loop.time(), 0.0 if hangs else latency_s, loop.create_future(), []
         )
         self._running[performance] = None
@@ -230,7 +230,7 @@ class ScriptedEngine:
                 self._remember(request, answer, kept)
             ids, text = ids[:kept], None
         if text is None:
-            text = cut_text(self._text(ids, request.sampling.stop_token_ids), request.sampling.stop)
+            text = trim_at_stop(self._text(ids, request.sampling.stop_token_ids), request.sampling.stop)
         start = (stream + request.position) % _PERIOD
         if kept <= _PERIOD:
             logprobs = _LOGPROBS[start : start + kept]
@@ -249,7 +249,7 @@ class ScriptedEngine:
             if session is None or performance.session == session:
                 performance.end(performance.sampled(now))
 
-    def _versions(self, performance: _Performance, kept: int) -> tuple[int, ...]:
+    def _versions(self, performance: _TimedAnswer, kept: int) -> tuple[int, ...]:
         versions: tuple[int, ...] = ()
         for until, version in performance.updates:
             versions += (version,) * (until - len(versions))

@@ -1,28 +1,32 @@
-"""A trajectory as columns, and back.
+"""Codec: records as SQLite columns and back; any value as JSON text.
 
-Owns the form of every stored record. Knows nothing of connections, threads or files.
+Owns the form of every stored record and the one JSON dialect of the journal. Knows nothing of connections, threads or
+files.
 Invariant: ids, mask, versions and logprobs come back bit for bit, or the digest of their row shows that they do not.
 Logprobs take four bytes each where every value is a float32, as engines give them, and eight otherwise; the length of
-the blob says which.
+the blob says which. `encode` returns strict JSON that SQLite can store, whatever a loop, a tool or a model put into a
+value; what JSON can hold comes back equal (tuples as lists), numbers that are not finite come back too, and the rest
+comes back as its `repr`.
 """
 
+import json
 import math
 import struct
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Iterable, Mapping, Sequence, Set
+from dataclasses import fields, is_dataclass, replace
 from hashlib import blake2b
+from numbers import Integral, Real
 from typing import Any
 
 from treadle.errors import Boundary
-from treadle.journal.record import Headline, PartEntry
-from treadle.journal.text import decode, encode, label
+from treadle.journal.records import Headline, PartEntry
 from treadle.types import (
     NOTHING,
     Completion,
     Message,
     Outcome,
-    Part,
     Provenance,
+    RecordedCompletion,
     Row,
     Score,
     Status,
@@ -35,6 +39,84 @@ from treadle.types import (
     Trajectory,
     Turn,
 )
+
+_NOT_FINITE = "$float"
+_MAX_DEPTH = 64
+
+
+def _stand_in(value: object) -> object:
+    """A value of JSON's own kinds for one that is not."""
+    if isinstance(value, Mapping):
+        return dict(value)
+    if isinstance(value, Set):
+        return list(value)
+    if isinstance(value, Integral):
+        return int(value)
+    if isinstance(value, Real):
+        return float(value)
+    if is_dataclass(value) and not isinstance(value, type):
+        return {field.name: getattr(value, field.name) for field in fields(value)}
+    return repr(value)
+
+
+# A circle ends in a RecursionError soon enough; looking out for one in every container does not pay.
+_fast = json.JSONEncoder(
+    ensure_ascii=False, check_circular=False, allow_nan=False, separators=(",", ":"), default=_stand_in
+).encode
+_ascii = json.JSONEncoder(
+    ensure_ascii=True, check_circular=False, allow_nan=False, separators=(",", ":"), default=_stand_in
+).encode
+
+
+def encode(value: object) -> str:
+    """`value` as JSON text."""
+    try:
+        return storable(_fast(value), value)
+    except (TypeError, ValueError, RecursionError):
+        return _ascii(_plain(value, 0))
+
+
+def storable(text: str, value: object) -> str:
+    """`text`, or the escaped form of `value` where half a surrogate pair would keep SQLite from storing it."""
+    if text.isascii():
+        return text
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return _ascii(value)
+    return text
+
+
+def label(text: str) -> str:
+    """A plain string for a column: as it is, unless it holds half a surrogate pair, which is then spelt out."""
+    return text if text.isascii() else text.encode("utf-8", "backslashreplace").decode()
+
+
+def _plain(value: object, depth: int) -> object:
+    """A copy that holds only what JSON can hold; slow, for values the fast way refuses."""
+    if value is None or isinstance(value, bool | int | str):
+        return value
+    if isinstance(value, float):
+        return value if math.isfinite(value) else {_NOT_FINITE: repr(float(value))}
+    if depth == _MAX_DEPTH:
+        return f"<{type(value).__name__} nested too deep>"
+    if isinstance(value, Mapping):
+        return {str(key): _plain(item, depth + 1) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(item, depth + 1) for item in value]
+    return _plain(_stand_in(value), depth + 1)
+
+
+def decode(text: str) -> Any:
+    """The value behind `text`."""
+    return json.loads(text, object_hook=_revive) if _NOT_FINITE in text else json.loads(text)
+
+
+def _revive(found: dict[str, Any]) -> Any:
+    if found.keys() == {_NOT_FINITE}:
+        return float(found[_NOT_FINITE])
+    return found
+
 
 Value = str | bytes | float | int | None
 Values = tuple[Value, ...]
@@ -183,7 +265,7 @@ def _read_result(status: str, **fields: Any) -> ToolResult:
     return ToolResult(status=ToolStatus(status), **fields)
 
 
-def part_values(start: int, written_at: float, part: Part) -> Values:
+def part_values(start: int, written_at: float, part: RecordedCompletion) -> Values:
     """The columns of `parts`."""
     said = part.completion
     answer: dict[str, Any] = {"stop": said.stop, "text": said.text, "replica": said.replica}
@@ -203,12 +285,14 @@ def read_part(uid: str, stored: Sequence[Any]) -> PartEntry:
     sample, row, number, start, written_at, asked, digest = stored[1:8]
     if not is_intact(stored):
         nothing = Completion((), (), (), StopReason.ABORT)
-        return PartEntry(start, written_at, Part(uid, sample, number, asked, digest, nothing, row), is_intact=False)
+        return PartEntry(
+            start, written_at, RecordedCompletion(uid, sample, number, asked, digest, nothing, row), is_intact=False
+        )
     ids, logprobs, versions, processed, answer = stored[8:13]
     ids_T = unpack_ints(ids)
     completion = _read_answer(ids_T, unpack_floats(logprobs, len(ids_T)), unpack_ints(versions), **decode(answer))
     completion = replace(completion, processed_logprobs=_unpack_optional(processed, len(ids_T)))
-    return PartEntry(start, written_at, Part(uid, sample, number, asked, digest, completion, row))
+    return PartEntry(start, written_at, RecordedCompletion(uid, sample, number, asked, digest, completion, row))
 
 
 def _read_answer(

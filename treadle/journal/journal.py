@@ -1,6 +1,6 @@
-"""The run directory: a crash-safe record of everything a run did.
+"""Journal: a crash-safe record of everything a run did.
 
-Owns the directory's lock and files, and the writer behind them. Knows nothing of who rolls out or trains.
+Owns the run directory's lock and files, and the writer behind them. Knows nothing of rollouts or training.
 Invariant: `add*` never wait. What `flush` returned for survives `kill -9`; a crash before that loses at most the last
 fraction of a second, never part of a record. (A power cut may take the last seconds, never more.)
 """
@@ -21,12 +21,20 @@ from typing import Any, Self
 from treadle.disk import explain_disk_error
 from treadle.errors import DeadlineError, MisuseError, RunError
 from treadle.journal import schema
-from treadle.journal.directory import DIRECTORY_MODE, RunFile, write_config
-from treadle.journal.lock import RunLock
-from treadle.journal.record import Ended, Measurement, Note, Parts, Record, Rewound, RunStatus, Stamped
-from treadle.journal.store import Store
-from treadle.journal.writer import Writer
-from treadle.types import Part, Task, Trajectory
+from treadle.journal.records import (
+    JournalEvent,
+    Measurement,
+    MetricsRewound,
+    PartsAdded,
+    Record,
+    RunStatus,
+    SessionEnded,
+    Stamped,
+)
+from treadle.journal.run_directory import DIRECTORY_MODE, RunFile, RunLock, write_config
+from treadle.journal.store import JournalStore
+from treadle.journal.writer import JournalWriter
+from treadle.types import RecordedCompletion, Task, Trajectory
 
 log = logging.getLogger(__name__)
 
@@ -41,7 +49,7 @@ _closing = threading.Lock()
 class Journal:
     """A started journal. Built by `open`, which holds the directory until `close`."""
 
-    def __init__(self, run_dir: Path, lock: RunLock, run_file: RunFile, writer: Writer) -> None:
+    def __init__(self, run_dir: Path, lock: RunLock, run_file: RunFile, writer: JournalWriter) -> None:
         self.run_dir = run_dir
         self._lock = lock
         self._run_file = run_file
@@ -64,7 +72,7 @@ class Journal:
                 run_dir.mkdir(mode=DIRECTORY_MODE, parents=True, exist_ok=True)
                 lock = RunLock.take(run_dir, now)
                 undo.callback(lock.release)
-                store = Store.open(run_dir, max_mb << 20)
+                store = JournalStore.open(run_dir, max_mb << 20)
                 undo.callback(store.close)
                 run_file = RunFile.open(run_dir, command, now)
                 if config_yaml is not None:
@@ -72,7 +80,7 @@ class Journal:
                 undo.pop_all()
         except OSError as error:
             raise _cannot_write(run_dir, error) from error
-        writer = Writer(store, run_dir / schema.FILE_NAME)
+        writer = JournalWriter(store, run_dir / schema.FILE_NAME)
         writer.start()
         return cls(run_dir, lock, run_file, writer)
 
@@ -86,23 +94,23 @@ class Journal:
 
     def add_event(self, kind: str, /, **fields: Any) -> None:
         """Record that something happened."""
-        self._put(Note(kind, fields))
+        self._put(JournalEvent(kind, fields))
 
     def add_metrics(self, step: int, values: Mapping[str, float]) -> None:
         """Record what was measured at a step, in the journal and in `metrics.jsonl`."""
         self._put(Measurement(step, values))
 
-    def add_parts(self, parts: Sequence[Part]) -> None:
+    def add_parts(self, parts: Sequence[RecordedCompletion]) -> None:
         """Record what engines answered to open sessions; a part with the same number replaces the earlier one."""
-        self._put(Parts(tuple(parts)))
+        self._put(PartsAdded(tuple(parts)))
 
     def drop_parts(self, uid: str, sample: int) -> None:
         """Delete the parts of a session that has ended: of those added so far, none is left."""
-        self._put(Ended(uid, sample))
+        self._put(SessionEnded(uid, sample))
 
     def rewind(self, step: int) -> None:
         """The run goes on after `step`: take away the metrics of later steps, which are measured anew."""
-        self._put(Rewound(step))
+        self._put(MetricsRewound(step))
 
     def interrupt(self, cause: str) -> None:
         """Say in `run.json`, at once, that this start is being interrupted; `close` then says no other."""

@@ -1,4 +1,4 @@
-"""The reading side of a run directory, for resume, the viewer and anyone else; also while a run writes.
+"""Journal reader: read-only queries of a run, for resume, `inspect` and viewers; also while a run writes.
 
 Owns a read-only connection. Never writes, and never holds a snapshot between two answers, so that it cannot keep the
 writer's log from being folded back into the file.
@@ -17,7 +17,9 @@ from typing import Any, Self
 from treadle.errors import Boundary, RunError
 from treadle.journal import schema
 from treadle.journal.codec import (
+    decode,
     is_intact,
+    label,
     read_extra,
     read_headline,
     read_messages,
@@ -26,8 +28,7 @@ from treadle.journal.codec import (
     read_task,
     seal,
 )
-from treadle.journal.record import Counts, Entry, Event, Filter, Headline, Metrics, PartEntry, SessionTime
-from treadle.journal.text import decode, label
+from treadle.journal.records import Counts, Event, Filter, Headline, Metrics, PartEntry, SessionTime, TrajectoryEntry
 from treadle.types import Status, StopReason, Task, Trajectory
 
 _PAGE = 64
@@ -64,7 +65,7 @@ class JournalReader:
             yield from page
             after = page[-1].id
 
-    def trajectories(self, wanted: Filter = EVERYTHING, *, after: int = 0) -> Iterator[Entry]:
+    def trajectories(self, wanted: Filter = EVERYTHING, *, after: int = 0) -> Iterator[TrajectoryEntry]:
         """Whole trajectories, in the order they were written."""
         while True:
             with self._snapshot():
@@ -85,7 +86,7 @@ class JournalReader:
                 yield SessionTime(uid, start, began, began + total_s)
             after = found[-1][0]
 
-    def trajectory(self, uid: str, sample: int, attempt: int | None = None) -> Entry | None:
+    def trajectory(self, uid: str, sample: int, attempt: int | None = None) -> TrajectoryEntry | None:
         """One trajectory: the latest of this (uid, sample), or the latest with this attempt number."""
         with self._snapshot():
             found = self._execute(
@@ -95,7 +96,7 @@ class JournalReader:
             )
             return self._entry(read_headline(found[0][:-1], bool(found[0][-1]))) if found else None
 
-    def attempts(self, uid: str) -> tuple[Entry, ...]:
+    def attempts(self, uid: str) -> tuple[TrajectoryEntry, ...]:
         """Every attempt at a task: sample by sample, in the order they were written."""
         with self._snapshot():
             found = self._execute(
@@ -189,7 +190,7 @@ class JournalReader:
         )
         return [read_headline(stored[:-1], bool(stored[-1])) for stored in found]
 
-    def _entry(self, headline: Headline) -> Entry:
+    def _entry(self, headline: Headline) -> TrajectoryEntry:
         bare = Trajectory(
             headline.uid,
             headline.sample,
@@ -201,9 +202,9 @@ class JournalReader:
             data_source=headline.data_source,
             provenance=headline.provenance,
         )
-        return self._with_body(bare, headline) if headline.has_body else Entry(headline, bare)
+        return self._with_body(bare, headline) if headline.has_body else TrajectoryEntry(headline, bare)
 
-    def _with_body(self, bare: Trajectory, headline: Headline) -> Entry:
+    def _with_body(self, bare: Trajectory, headline: Headline) -> TrajectoryEntry:
         found = self._execute(
             "SELECT p.ids, p.messages, x.messages, x.extra, x.score_extra, t.body_digest FROM trajectories t "
             "JOIN prompts p ON p.id = t.prompt JOIN texts x ON x.trajectory = t.id WHERE t.id = ?",
@@ -215,11 +216,11 @@ class JournalReader:
             (headline.id,),
         )
         if not found:
-            return Entry(replace(headline, is_intact=False), bare)
+            return TrajectoryEntry(replace(headline, is_intact=False), bare)
         prompt_ids, opening, messages, extra, score_extra, digest = found[0]
         body = (prompt_ids, opening, *chain.from_iterable(rows), messages, extra, score_extra)
         if not headline.is_intact or seal(body) != digest:
-            return Entry(replace(headline, is_intact=False), bare)
+            return TrajectoryEntry(replace(headline, is_intact=False), bare)
         read = [read_row(prompt_ids if own is None else own, *rest) for own, *rest in rows]
         reward = bare.reward and replace(bare.reward, extra=read_extra(score_extra))
         whole = replace(
@@ -229,7 +230,7 @@ class JournalReader:
             messages=read_messages(opening, messages),
             extra=read_extra(extra),
         )
-        return Entry(headline, whole)
+        return TrajectoryEntry(headline, whole)
 
     def _tally(self, column: str) -> dict[str, int]:
         found = self._execute(f"SELECT {column}, count(*) FROM trajectories t WHERE {_LATEST} GROUP BY 1")

@@ -1,4 +1,4 @@
-"""The tables of `journal.sqlite`, and how its connections are opened.
+"""Journal schema: the tables of `journal.sqlite`, and how its connections are opened.
 
 Owns the layout and its version. Knows nothing of records or threads.
 Invariant: a connection from here is to a journal of exactly this version, or it was refused with the reason.
@@ -8,7 +8,7 @@ Invariant: a connection from here is to a journal of exactly this version, or it
     trajectories  one row per attempt, kept for good: outcome, reward, counts, timings
     rows          training sequences: ids, mask, logprobs and versions as little-endian arrays, turns as JSON
     texts         the rest of the conversation and free-form extras, as JSON; dropped together with `rows`
-    parts         what engines answered to sessions that are still open; deleted once their session has ended
+    parts         completions of sessions that are still open; deleted once their session has ended
     events        what happened, in order
     metrics       what was measured, by step
 

@@ -1,11 +1,16 @@
-"""Everything that is written to a run directory while it runs: batches into SQLite, metrics into JSONL as well.
+"""Journal store: batches of records into SQLite, metrics into JSONL as well, within a bounded file size.
 
-Owns the writing connection and the metrics file. Knows nothing of threads or queues: one caller at a time.
-Invariant: a batch is in the journal whole or not at all; the file stays within its size by dropping the tokens and
-messages of the oldest trajectories, whose headlines stay.
+Owns the writing connection, the metrics file, and what is dropped when the file nears its size: the bodies (tokens and
+messages) of the oldest trajectories first, whose headlines stay, with the parts of sessions written before them. Where
+no body is left, the oldest headlines go, then metrics (`metrics.jsonl` keeps them) and the events that no resume needs.
+Each such drop is an event, so that a reader knows that the record is no longer complete. Knows nothing of threads or
+queues: one caller at a time.
+Invariant: a batch is in the journal whole or not at all. After a write the file has room for a batch as large as the
+largest so far, unless what a resume needs alone takes more, which is then recorded as an event.
 """
 
 import sqlite3
+import time
 from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -16,7 +21,10 @@ from treadle.errors import RunError
 from treadle.journal import schema
 from treadle.journal.codec import (
     Values,
+    decode,
+    encode,
     headline_values,
+    label,
     pack_ints,
     part_values,
     row_values,
@@ -25,23 +33,147 @@ from treadle.journal.codec import (
     task_values,
     text_values,
 )
-from treadle.journal.metricsfile import MetricsFile
-from treadle.journal.record import Ended, Measurement, Note, Parts, Record, Rewound, Stamped
-from treadle.journal.retention import Retention
+from treadle.journal.records import JournalEvent, Measurement, MetricsRewound, PartsAdded, Record, SessionEnded, Stamped
+from treadle.journal.run_directory import MetricsFile
 from treadle.journal.schema import Table
-from treadle.journal.text import decode, encode, label
 from treadle.types import Message, Task, Trajectory
+
+_START_AT = 0.95
+_STOP_AT = 0.90
+_CHECKS_PER_SIZE = 64
+_MAX_DROP = 4096
+_NONE_KEPT = 1 << 62
+_NEEDED = ("resume", "inputs", "saved", "checkpoint", "dropped", "dropped_headlines", "dropped_events", "over_size")
+"""Events that stay: what a resume, and a reader of an incomplete record, must know."""
+
+
+class Retention:
+    """Drops bodies, oldest first, when the file nears `max_bytes`."""
+
+    def __init__(self, connection: sqlite3.Connection, max_bytes: int, start: int) -> None:
+        self._connection = connection
+        self._start = start
+        self._max_bytes = max_bytes
+        self._page_bytes = schema.pragma(connection, "page_size")
+        self._unchecked = max_bytes  # a journal may be opened again with a smaller size
+        self._room = 0
+        self._complained = False
+
+    def tend(self, num_bytes: int) -> bool:
+        """Take note of a batch of so many bytes, and leave room for another; whether any body had to be dropped."""
+        self._unchecked += num_bytes
+        self._room = min(max(self._room, num_bytes), self._max_bytes // 4)
+        if self._unchecked * _CHECKS_PER_SIZE < self._max_bytes:
+            return False
+        self._unchecked = 0
+        if self._used() + self._room <= _START_AT * self._max_bytes:
+            return False
+        dropped = self._drop_until(_STOP_AT * self._max_bytes - self._room)
+        self._give_back()
+        return dropped
+
+    def _used(self) -> int:
+        pages = schema.pragma(self._connection, "page_count") - schema.pragma(self._connection, "freelist_count")
+        return pages * self._page_bytes
+
+    def _drop_until(self, target: float) -> bool:
+        dropped = False
+        while (used := self._used()) > target:
+            oldest, newest = self._connection.execute("SELECT min(trajectory), max(trajectory) FROM texts").fetchone()
+            if oldest is None:
+                if not (self._drop_older_parts() or self._drop_headlines() or self._drop_events()):
+                    self._complain(used)
+                    break
+                dropped = True
+                continue
+            share = (newest - oldest + 1) * (used - target) / used
+            self._drop(oldest, oldest + min(int(share), _MAX_DROP))
+            dropped = True
+        return dropped
+
+    def _drop(self, oldest: int, last: int) -> None:
+        """Drop the bodies of these trajectories, and the prompts that no kept body starts with."""
+        execute = self._connection.execute
+        execute("BEGIN")
+        try:
+            execute("DELETE FROM rows WHERE trajectory <= ?", (last,))
+            execute("DELETE FROM texts WHERE trajectory <= ?", (last,))
+            execute(
+                "DELETE FROM prompts WHERE uid IN (SELECT uid FROM trajectories WHERE id BETWEEN ? AND ?) AND id < "
+                "ifnull((SELECT min(prompt) FROM trajectories t WHERE t.uid = prompts.uid AND t.id > ?), ?)",
+                (oldest, last, last, _NONE_KEPT),
+            )
+            execute(
+                "DELETE FROM parts WHERE written_at < (SELECT written_at FROM trajectories WHERE id <= ? "
+                "ORDER BY id DESC LIMIT 1)",
+                (last,),
+            )
+            self._note("dropped", count=last - oldest + 1, through=last)
+            execute("COMMIT")
+        except sqlite3.Error:
+            if self._connection.in_transaction:
+                execute("ROLLBACK")
+            raise
+
+    def _drop_older_parts(self) -> bool:
+        """Where parts are all there is, drop the older half; whether there were any."""
+        dropped = self._connection.execute("DELETE FROM parts WHERE id <= (SELECT (min(id) + max(id)) / 2 FROM parts)")
+        return dropped.rowcount > 0
+
+    def _drop_headlines(self) -> bool:
+        """Drop the older half of the headlines, and the tasks that only they name; whether there were any."""
+        execute = self._connection.execute
+        with self._connection:
+            execute("BEGIN")
+            last, newest = execute("SELECT (min(id) + max(id)) / 2, max(id) FROM trajectories").fetchone()
+            if last is None or last == newest:
+                return False
+            count = execute("DELETE FROM trajectories WHERE id <= ?", (last,)).rowcount
+            execute("DELETE FROM tasks WHERE uid NOT IN (SELECT uid FROM trajectories)")
+            self._note("dropped_headlines", count=count, through=last)
+        return True
+
+    def _drop_events(self) -> bool:
+        """Drop the older half of the metrics and of the events that no resume needs; whether there were any."""
+        execute = self._connection.execute
+        free = f"kind NOT IN ({','.join(repr(kind) for kind in _NEEDED)})"
+        with self._connection:
+            execute("BEGIN")
+            metrics = execute("DELETE FROM metrics WHERE id <= (SELECT (min(id) + max(id)) / 2 FROM metrics)").rowcount
+            events = execute(
+                f"DELETE FROM events WHERE {free} AND id <= (SELECT (min(id) + max(id)) / 2 FROM events WHERE {free})"
+            ).rowcount
+            if events or metrics:
+                self._note("dropped_events", count=events, metrics=metrics)
+        return bool(events or metrics)
+
+    def _complain(self, used: int) -> None:
+        """Say once that nothing is left to drop."""
+        if not self._complained:
+            self._complained = True
+            self._note("over_size", used_bytes=used, max_bytes=self._max_bytes)
+
+    def _note(self, kind: str, **fields: int) -> None:
+        self._connection.execute(schema.EVENTS.insert(1), sealed((self._start, time.time(), kind, encode(fields))))
+
+    def _give_back(self) -> None:
+        """Return free pages to the file system where the file itself is too long; others are used again."""
+        spare = schema.pragma(self._connection, "page_count") - int(self._max_bytes // self._page_bytes)
+        if spare > 0:
+            # As a script: `execute` would stop after the first page.
+            self._connection.executescript(f"PRAGMA incremental_vacuum({spare})")
+
 
 _MAX_PROMPTS = 512
 _MAX_ROWS_PER_STATEMENT = 256
 _BYTES_PER_ROW = 128  # about what a row takes beside its blobs and long texts
 
-Session = tuple[str, int]
+SessionKey = tuple[str, int]
 """uid and sample."""
 
 
 @dataclass(frozen=True, slots=True)
-class Prompt:
+class StoredPrompt:
     """A prompt that is in the journal already, for the next sample that starts with it."""
 
     id: int
@@ -55,12 +187,12 @@ class Prompt:
 
 
 @dataclass(slots=True)
-class Pages:
+class WriteBatch:
     """The rows of one batch, by table."""
 
     rows: dict[Table, list[Values]] = field(default_factory=dict)
-    parts: dict[Session, list[Values]] = field(default_factory=dict)
-    ended: set[Session] = field(default_factory=set)
+    parts: dict[SessionKey, list[Values]] = field(default_factory=dict)
+    ended: set[SessionKey] = field(default_factory=set)
     """Sessions whose parts in the journal are deleted, before those in `parts` are inserted."""
     lines: list[str] = field(default_factory=list)
     rewound: int | None = None
@@ -71,7 +203,7 @@ class Pages:
         self.num_bytes += _BYTES_PER_ROW
         self.rows.setdefault(table, []).append(values)
 
-    def add_part(self, session: Session, values: Values, num_tokens: int) -> None:
+    def add_part(self, session: SessionKey, values: Values, num_tokens: int) -> None:
         self.num_bytes += _BYTES_PER_ROW + 12 * num_tokens + len(str(values[-1]))
         self.parts.setdefault(session, []).append(values)
 
@@ -83,12 +215,12 @@ class Pages:
         self.lines = [line for line in self.lines if decode(line)["step"] <= step]
         self.rewound = step if self.rewound is None else min(step, self.rewound)
 
-    def end(self, session: Session) -> None:
+    def end(self, session: SessionKey) -> None:
         self.parts.pop(session, None)
         self.ended.add(session)
 
 
-class Store:
+class JournalStore:
     """The writing side of a journal, as one thread sees it."""
 
     def __init__(self, connection: sqlite3.Connection, metrics: MetricsFile, max_bytes: int) -> None:
@@ -98,12 +230,12 @@ class Store:
         self._retention = Retention(connection, max_bytes, self._start)
         self._next_trajectory = _next_id(connection, "trajectories")
         self._next_prompt = _next_id(connection, "prompts")
-        self._prompts: dict[str, Prompt] = {}
+        self._prompts: dict[str, StoredPrompt] = {}
         limit = connection.getlimit(sqlite3.SQLITE_LIMIT_VARIABLE_NUMBER)
         self._max_rows = min(_MAX_ROWS_PER_STATEMENT, limit // schema.TRAJECTORIES.width)
 
     @classmethod
-    def open(cls, run_dir: Path, max_bytes: int) -> "Store":
+    def open(cls, run_dir: Path, max_bytes: int) -> "JournalStore":
         """Open the journal and the metrics file of a run directory, and make them if they are not there."""
         path = run_dir / schema.FILE_NAME
         with ExitStack() as undo:
@@ -121,7 +253,7 @@ class Store:
 
     def write(self, batch: Iterable[Stamped]) -> None:
         """Put a batch into the journal, whole, and keep the file within its size."""
-        pages = Pages()
+        pages = WriteBatch()
         for stamped in batch:
             self._lay_out(pages, stamped.time, stamped.record)
         self._connection.execute("BEGIN")
@@ -146,27 +278,27 @@ class Store:
         self._metrics.close()
         self._connection.close()
 
-    def _lay_out(self, pages: Pages, time: float, record: Record) -> None:
+    def _lay_out(self, pages: WriteBatch, time: float, record: Record) -> None:
         match record:
             case Trajectory():
                 self._lay_out_trajectory(pages, time, record)
             case Task():
                 pages.add(schema.TASKS, task_values(record))
-            case Note():
+            case JournalEvent():
                 pages.add(schema.EVENTS, sealed((self._start, time, label(record.kind), encode(record.fields))))
             case Measurement():
                 pages.add(schema.METRICS, sealed((time, record.step, encode(record.values))))
                 pages.lines.append(encode({**record.values, "step": record.step, "time": time}))
-            case Parts(parts):
+            case PartsAdded(parts):
                 for part in parts:
                     session = (label(part.uid), part.sample)
                     pages.add_part(session, part_values(self._start, time, part), len(part.completion.ids))
-            case Ended(uid, sample):
+            case SessionEnded(uid, sample):
                 pages.end((label(uid), sample))
-            case Rewound(step):
+            case MetricsRewound(step):
                 pages.rewind(step)
 
-    def _lay_out_trajectory(self, pages: Pages, time: float, trajectory: Trajectory) -> None:
+    def _lay_out_trajectory(self, pages: WriteBatch, time: float, trajectory: Trajectory) -> None:
         id = self._next_trajectory
         self._next_trajectory += 1
         masks = [bytes(row.mask) for row in trajectory.rows]
@@ -183,14 +315,14 @@ class Store:
         pages.add(schema.TEXTS, text)
         pages.num_bytes += len(str(text[1]))
 
-    def _prompt(self, pages: Pages, trajectory: Trajectory) -> Prompt:
+    def _prompt(self, pages: WriteBatch, trajectory: Trajectory) -> StoredPrompt:
         """The stored prompt of a trajectory: that of an earlier sample of the same task where it is the same."""
         ids = pack_ints(trajectory.rows[0].prompt_ids) if trajectory.rows else b""
         known = self._prompts.get(trajectory.uid)
         if known is not None and known.begins(ids, trajectory.messages):
             return known
         opening = _opening(trajectory.messages)
-        prompt = Prompt(self._next_prompt, ids, opening, encode(opening))
+        prompt = StoredPrompt(self._next_prompt, ids, opening, encode(opening))
         self._next_prompt += 1
         pages.add(schema.PROMPTS, (prompt.id, label(trajectory.uid), ids, prompt.text))
         pages.num_bytes += len(ids)

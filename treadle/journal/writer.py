@@ -1,15 +1,15 @@
-"""The one thread that writes, and the queue in front of it.
+"""Journal writer: the one thread that writes, and the queue in front of it.
 
-    who           waits for                       woken by
-    put           nobody: it appends and returns
+    caller        waits for                       woken by
+    put           nothing: it appends and returns
     the thread    a first record                  put
                   then a full batch, or 0.2 s     put, mark, stop
     room()        the queue to be half empty      the thread, after a batch
     mark()        all that was put before it      the thread, after the batch that holds it
 
 Owns the queue and the thread. Knows nothing of what it writes.
-Invariant: what was put is written in order, or `error` says why not and how much was lost; once the thread has ended
-nobody waits for it.
+Invariant: what was put is written in order, or `error` says why not and how much was lost; once the thread has ended,
+no call waits for it.
 """
 
 import errno
@@ -22,8 +22,8 @@ from pathlib import Path
 
 from treadle.disk import explain_disk_error
 from treadle.errors import MisuseError, RunError
-from treadle.journal.record import Stamped
-from treadle.journal.store import Store
+from treadle.journal.records import Stamped
+from treadle.journal.store import JournalStore
 
 MAX_PENDING = 4096
 _BATCH = 256
@@ -31,19 +31,19 @@ _BATCH_S = 0.2
 _OVERRUN = 4
 _GONE = "the run directory was deleted, moved or unmounted while the run wrote to it"
 
-Mark = Future[None]
+WriteMark = Future[None]
 
 
-class Writer:
+class JournalWriter:
     """Takes records from any thread, and writes them in batches of its own."""
 
-    def __init__(self, store: Store, path: Path, max_pending: int = MAX_PENDING) -> None:
+    def __init__(self, store: JournalStore, path: Path, max_pending: int = MAX_PENDING) -> None:
         self._store = store
         self._path = path
         self._max_pending = max_pending
-        self._queue: deque[Stamped | Mark] = deque()
-        self._room: deque[Mark] = deque()
-        self._told: deque[Mark] = deque()
+        self._queue: deque[Stamped | WriteMark] = deque()
+        self._room: deque[WriteMark] = deque()
+        self._told: deque[WriteMark] = deque()
         self._in_hand: list[Stamped] = []
         self._releasing = threading.Lock()
         self._some = threading.Event()
@@ -51,7 +51,7 @@ class Writer:
         self._stopping = False
         self._num_written = 0
         self.error: RunError | None = None
-        self.ended: Mark = Future()
+        self.ended: WriteMark = Future()
         self._file = _identify(path)
         self._thread = threading.Thread(target=self._run, name="treadle-journal", daemon=True)
 
@@ -77,18 +77,18 @@ class Writer:
         if num_pending >= _BATCH and not self._hurry.is_set():
             self._hurry.set()
 
-    def mark(self) -> Mark:
+    def mark(self) -> WriteMark:
         """Done once everything put so far is written."""
-        mark: Mark = Future()
+        mark: WriteMark = Future()
         self._queue.append(mark)
         self._wake()
         if self.ended.done():
             self._release()
         return mark
 
-    def room(self) -> Mark:
+    def room(self) -> WriteMark:
         """Done once the queue is half empty."""
-        room: Mark = Future()
+        room: WriteMark = Future()
         self._room.append(room)
         self._wake()
         if self.ended.done():

@@ -1,8 +1,9 @@
-"""The one attention of every model that treadle runs, for training and for sampling.
+"""Attention of every model that treadle runs, for training and for sampling.
 
-Owns the name "treadle" in transformers' attention interface: whoever calls a model's forward passes a plan, and the
-plan says which tokens see which. No mask is ever built by transformers. Refuses to know about layers and weights.
-Invariant: what a plan returns for one sequence depends on that sequence alone, up to rounding.
+Owns the name "treadle" in transformers' attention interface: the caller of a model's forward passes attention metadata,
+which says which tokens attend to which. Packed (varlen) sequences use flash attention where that applies. No mask is
+ever built by transformers. Refuses to know about layers and weights.
+Invariant: what the metadata returns for one sequence depends on that sequence alone, up to rounding.
 
 Shapes: T tokens of all sequences, H query heads, K key heads, D head size; N sequences padded to L in one group.
 """
@@ -25,11 +26,11 @@ NAME = "treadle"
 _SIMILAR = 0.8
 """Sequences share a padded group when the shorter has at least this fraction of the longer one's tokens."""
 
-_NOT_SAID = object()
+_NOT_GIVEN = object()
 """In place of a window, where a layer says nothing of one to its attention."""
 
 
-class Plan(Protocol):
+class AttentionMetadata(Protocol):
     """Which tokens see which, for one forward."""
 
     def attend(
@@ -65,9 +66,9 @@ def _attend(
     value: Tensor,
     attention_mask: Tensor | None = None,
     *,
-    treadle_plan: Plan | None = None,
+    treadle_plan: AttentionMetadata | None = None,
     scaling: float | None = None,
-    sliding_window: object = _NOT_SAID,
+    sliding_window: object = _NOT_GIVEN,
     softcap: float | None = None,
     s_aux: Tensor | None = None,
     **others: object,
@@ -88,7 +89,7 @@ def _attend(
         key,
         value,
         scaling=scaling,
-        sliding_window=_find_window(module) if sliding_window is _NOT_SAID else cast("int | None", sliding_window),
+        sliding_window=_find_window(module) if sliding_window is _NOT_GIVEN else cast("int | None", sliding_window),
         softcap=softcap,
         sinks=s_aux,
     )
@@ -97,8 +98,8 @@ def _attend(
 
 def _find_window(module: nn.Module) -> int | None:
     """The window of a layer that tells it to its mask alone (Qwen2-MoE, PhiMoE), and no mask is built here."""
-    own = getattr(module, "sliding_window", _NOT_SAID)
-    if own is _NOT_SAID:
+    own = getattr(module, "sliding_window", _NOT_GIVEN)
+    if own is _NOT_GIVEN:
         config = getattr(module, "config", None)
         varies = getattr(config, "layer_types", None) is not None
         own = None if varies else getattr(config, "sliding_window", None)
@@ -115,7 +116,7 @@ class _PaddedGroup:
     length: int
 
 
-class PackedPlan:
+class PackedMetadata:
     """Several sequences in one row of T tokens; each attends causally to itself."""
 
     def __init__(self, lengths: Sequence[int], device: torch.device | str = "cpu") -> None:

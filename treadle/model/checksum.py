@@ -1,8 +1,8 @@
-"""One short word for all weights of a model.
+"""Checksum of weights: one short word for all tensors of a model, the same on every device.
 
 Owns the arithmetic: each tensor's bytes are read as 64-bit words, each word is mixed with its place, and the sum wraps.
-Whole numbers add up to the same in any order, so every device computes the same word for the same bits. Swapped,
-permuted, renamed or reshaped tensors give another word. Not meant against an adversary.
+Integers add up to the same in any order, so every device computes the same word for the same bits. Swapped, permuted,
+renamed or reshaped tensors give another word. Not meant against an adversary.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -22,13 +22,13 @@ threads, which costs more than it gains."""
 
 def checksum(tensors: Mapping[str, Tensor]) -> str:
     """16 hex digits for named tensors. The order of the map does not matter; names, shapes, types and bits do."""
-    tally = Tally()
+    tally = RunningChecksum()
     for batch in _batches(tensors):
         tally.add_all(batch)
     return tally.word()
 
 
-class Tally:
+class RunningChecksum:
     """The checksum of tensors that come by and by, in any order; none is kept."""
 
     def __init__(self) -> None:
@@ -72,7 +72,7 @@ def _batches(tensors: Mapping[str, Tensor]) -> Iterator[dict[str, Tensor]]:
 def _sum_words(tensors: Sequence[Tensor]) -> Tensor:
     """Each tensor's words, mixed with their places and added up."""
     if tensors[0].is_cuda:
-        from treadle.model.summing import sum_words  # triton comes with it, which CPU machines do not have
+        from treadle.model.kernels import sum_words  # triton comes with it, which CPU machines do not have
 
         return sum_words([tensor if _is_words(tensor) else _words(tensor) for tensor in tensors], _PLACE, _MIX)
     return torch.stack([_sum_here(_words(tensor)) for tensor in tensors])

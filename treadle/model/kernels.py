@@ -1,12 +1,14 @@
-"""Triton kernels for what stands between the matrix products of a decoder layer. Imported on CUDA only.
+"""Triton kernels of the model: RMS norm, gated product, rope, and the sums of a checksum. Imported on CUDA only.
 
 Owns the root-mean-square norm with the residual added before it, the gated product, and the rotation of heads, forward
 and backward. They round where transformers' own modules round, so that a layer gives the same numbers either way.
-Knows no model; `fused` decides where they apply.
+`sum_words` sums many tensors at once for `checksum`, which owns the arithmetic. Knows no model; `fused_layers` decides
+where the kernels apply.
 
 Shapes: T tokens, D the size of a norm, I the inner size, H heads of size E.
 """
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -227,7 +229,7 @@ def gate_rows_backward(gate: Tensor, up: Tensor, grad: Tensor, activation: int) 
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def turn(x, partner, cosine, sine, d, HALF: tl.constexpr):  # type: ignore[no-untyped-def]
+def apply_rope(x, partner, cosine, sine, d, HALF: tl.constexpr):  # type: ignore[no-untyped-def]
     """Rotate heads: `partner` is the other half of each. Rounds after each product, as the modules do."""
     straight = (x.to(tl.float32) * cosine.to(tl.float32)).to(x.dtype)
     across = tl.where(d < HALF, -partner.to(tl.float32), partner.to(tl.float32)) * sine.to(tl.float32)
@@ -255,7 +257,7 @@ def _rotate(  # type: ignore[no-untyped-def]
     partner = tl.load(heads_in + row * stride + h * E + (d + E // 2) % E, mask=inside, other=0.0)
     cosine = tl.load(cosines + row * E + d, mask=d < E, other=0.0)
     sine = tl.load(sines + row * E + d, mask=d < E, other=0.0).to(tl.float32) * direction
-    tl.store(heads_out + (row * num_heads + h) * E + d, turn(x, partner, cosine, sine, d, E // 2), mask=inside)
+    tl.store(heads_out + (row * num_heads + h) * E + d, apply_rope(x, partner, cosine, sine, d, E // 2), mask=inside)
 
 
 def rotate_heads(heads: Tensor, cosines: Tensor, sines: Tensor, *, back: bool = False) -> Tensor:
@@ -281,3 +283,32 @@ def rotate_heads(heads: Tensor, cosines: Tensor, sines: Tensor, *, back: bool = 
 def _warps(width: int) -> Any:
     """Enough threads to load a row in one go, and no more."""
     return min(16, max(1, width // 512))
+
+
+_BLOCK = 2048
+_PARTS = 128
+"""Programs for each tensor, which go through it together: a small one costs little, and a large one fills a GPU."""
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _sum(addresses, counts, totals, PLACE: tl.constexpr, MIX: tl.constexpr, PARTS: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+    which = tl.program_id(0)
+    words = tl.load(addresses + which).to(tl.pointer_type(tl.int64))
+    count = tl.load(counts + which)
+    total = tl.zeros([BLOCK], tl.int64)
+    for start in range(tl.program_id(1).to(tl.int64) * BLOCK, count, PARTS * BLOCK):
+        at = start + tl.arange(0, BLOCK).to(tl.int64)
+        inside = at < count
+        mixed = ((at * PLACE) ^ tl.load(words + at, mask=inside, other=0)) * MIX
+        total += tl.where(inside, mixed ^ (mixed >> 29), 0)
+    tl.atomic_add(totals + which, tl.sum(total, axis=0))
+
+
+def sum_words(tensors: Sequence[Tensor], place: int, mix: int) -> Tensor:
+    """For each tensor, whole 64-bit words of one device: each word mixed with its place, all added up; both wrap."""
+    device = tensors[0].device
+    places = [(tensor.data_ptr(), tensor.nbytes // 8) for tensor in tensors]
+    addresses, counts = torch.tensor(places, dtype=torch.int64).T.contiguous().to(device)
+    totals = torch.zeros(len(tensors), dtype=torch.int64, device=device)
+    _sum[(len(tensors), _PARTS)](addresses, counts, totals, place, mix, _PARTS, _BLOCK)
+    return totals

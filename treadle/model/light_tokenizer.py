@@ -1,10 +1,10 @@
-"""A tokenizer from its files alone: the Rust core and a Jinja template, without transformers and so without torch.
+"""Light tokenizer: the Rust core and a Jinja chat template, without transformers and so without torch.
 
 `AutoTokenizer` takes seconds and hundreds of megabytes, nearly all of it for the import of torch. A rollout needs
 ids, text and a chat template, in every process. So `load_light_tokenizer` does what `AutoTokenizer` does, for the
 directories where that is known, and leaves all others to it, whole. The rule:
 
-- tokenizer.json is there, and the class that transformers would pick (see `tokenizer_class`) either takes that file
+- tokenizer.json is there, and the class that transformers would pick (see `tokenizer_config`) either takes that file
   as it is, or builds exactly what the file holds already.
 - Tokens that only tokenizer_config.json or special_tokens_map.json know are added, in transformers' order.
   `add_bos_token` and `add_eos_token` mean nothing beside a tokenizer.json: its own post-processor counts. Neither does
@@ -13,22 +13,92 @@ directories where that is known, and leaves all others to it, whole. The rule:
   files, special tokens that are to be split, spaces that are to be cleaned up, constructor arguments, and whatever
   does not look as expected, so that the words about a broken file are transformers' own.
 
+Chat templates are rendered in the Jinja environment that they are written for: a sandbox that changes nothing it is
+given, blocks that leave no blank lines behind, `break` and `continue`, a `tojson` that writes plain JSON, and the few
+names that templates expect to find.
+
 Knows nothing about messages beyond handing them to the template.
-Invariant: a tokenizer that is loaded here gives the ids, the text and the renderings of the one `AutoTokenizer` loads.
+Invariants: a tokenizer that is loaded here gives the ids, the text and the renderings of the one `AutoTokenizer` loads;
+the same template and variables give the text that `apply_chat_template` of transformers gives.
 """
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from datetime import datetime
+from functools import cache, lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
+from jinja2 import Template, TemplateError, nodes
+from jinja2.ext import Extension
+from jinja2.parser import Parser
+from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tokenizers import AddedToken, Tokenizer
 from tokenizers.models import BPE
 
-from treadle.model.jinja import compile_template
-from treadle.model.special_tokens import DECODER, SpecialTokens, read_special_tokens
-from treadle.model.tokenizer_class import PLAIN, REBUILT, Build, name_class
+from treadle.model.tokenizer_config import (
+    DECODER,
+    PLAIN,
+    REBUILT,
+    SpecialTokens,
+    TokenizerBuild,
+    name_class,
+    read_special_tokens,
+)
+
+CACHED_TEMPLATES = 64
+
+
+@lru_cache(CACHED_TEMPLATES)
+def compile_template(text: str) -> Template:
+    """A template that can be rendered any number of times, from any thread."""
+    return _environment().from_string(text)
+
+
+class _Generation(Extension):
+    """`{% generation %}` marks what an assistant said. The mark itself writes nothing; names set inside stay inside."""
+
+    tags = {"generation"}  # noqa: RUF012  Jinja reads it as it stands
+
+    def parse(self, parser: Parser) -> nodes.Node:
+        line = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        return nodes.CallBlock(self.call_method("_write"), [], [], body).set_lineno(line)
+
+    def _write(self, caller: Callable[[], str]) -> str:
+        return caller()
+
+
+@cache
+def _environment() -> ImmutableSandboxedEnvironment:
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, "jinja2.ext.loopcontrols"]
+    )
+    environment.filters["tojson"] = _to_json
+    environment.globals["raise_exception"] = _refuse
+    environment.globals["strftime_now"] = _format_now
+    return environment
+
+
+def _to_json(
+    x: Any,
+    ensure_ascii: bool = False,
+    indent: int | str | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    """Jinja's own filter escapes what HTML minds; a model should read the JSON as it is."""
+    return json.dumps(x, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+
+def _refuse(message: str) -> NoReturn:
+    raise TemplateError(message)
+
+
+def _format_now(format: str) -> str:
+    return datetime.now().strftime(format)
+
 
 HEAVY_KEYS = (
     "auto_map",
@@ -126,7 +196,7 @@ class _Recipe:
     """What the small files of a directory say about its tokenizer."""
 
     config: Mapping[str, Any]
-    build: Build | None
+    build: TokenizerBuild | None
     tokens: SpecialTokens
     template: str | dict[str, str] | None
 

@@ -1,4 +1,4 @@
-"""Loading a Hugging Face decoder from `model.path`, if treadle computes such a model as its authors wrote it.
+"""Model loading: a Hugging Face decoder from `model.path`, if treadle computes such a model as its authors wrote it.
 
 Owns the way from a directory to a prepared module, and what is refused on it, by the key and with the reason. Knows
 nothing of engines, policies and losses.
@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
-from treadle.config.model import ModelConfig
+from treadle.config.rollout import ModelConfig
 from treadle.errors import ConfigError, Mistake, nearest
 from treadle.model.attention import NAME, register
-from treadle.model.causal import prepare_module
+from treadle.model.causal_lm import prepare_module
 from treadle.model.proof import prove_policy, refuse_by_config
 from treadle.model.rope import longest_sequence
 from treadle.model.tokenizer import resolve_model_path

@@ -1,4 +1,4 @@
-"""Proof that treadle computes a model as its authors wrote it, tried on a small model of the same kind.
+"""Parity proof: treadle computes a model as its authors wrote it, tried on a tiny model of the same kind.
 
     expected   the module's own eager forward: one row alone, with its own mask and positions
     policy     rows packed, in two packings, with treadle's attention and the flags of training: recomputation on
@@ -26,11 +26,11 @@ import torch
 from torch import Tensor
 
 from treadle.errors import ConfigError, TreadleError
-from treadle.model.attention import PackedPlan
-from treadle.model.causal import compute_logits, hidden_states, prepare_module, recomputing
-from treadle.model.fused import find_fused
+from treadle.model.attention import PackedMetadata
+from treadle.model.causal_lm import compute_logits, hidden_states, prepare_module, recomputing
+from treadle.model.fused_layers import find_fused
 from treadle.model.rope import fix_rope, longest_sequence, rope_threshold
-from treadle.model.shrink import LONGEST, THRESHOLD, VOCABULARY, CannotShrink, build_small, shrink
+from treadle.model.tiny_model import LONGEST, THRESHOLD, VOCABULARY, CannotShrink, build_small, shrink
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
@@ -45,8 +45,8 @@ CACHE = Path("~/.cache/treadle/proofs")
 """Where proofs are kept."""
 
 _CODE = (
-    *("model/anatomy", "model/attention", "model/causal", "model/fused", "model/proof", "model/rope", "model/shrink"),
-    *("engine/native/cache", "engine/native/plans", "engine/native/proof"),
+    *("model/layer_parts", "model/attention", "model/causal_lm", "model/fused_layers", "model/proof", "model/rope"),
+    *("model/tiny_model", "engine/native/kv_cache", "engine/native/attention_metadata", "engine/native/proof"),
 )
 """What proofs are about: other code may change without a new one."""
 
@@ -159,7 +159,7 @@ def refuse_by_config(config: "PreTrainedConfig") -> str | None:
 
 def prove_policy(config: "PreTrainedConfig", longest: int | None = None) -> Finding:
     """Whether packed rows and their gradients are those of the module's own forward; `longest` as in `load`."""
-    return remembered("policy", config, longest, lambda: try_out(config, longest, _prove_policy))
+    return cached_finding("policy", config, longest, lambda: try_out(config, longest, _prove_policy))
 
 
 def try_out(config: "PreTrainedConfig", longest: int | None, prove: Callable[[Probe], Finding]) -> Finding:
@@ -231,7 +231,7 @@ def _differ_fused(probe: Probe) -> float | None:
 def _pack(probe: Probe, module: "PreTrainedModel", members: Sequence[int]) -> list[Tensor]:
     """Logprobs of some rows, computed in one forward: [length, V] each."""
     rows = [probe.rows[at] for at in members]
-    plan = PackedPlan([len(row) for row in rows])
+    plan = PackedMetadata([len(row) for row in rows])
     logits = compute_logits(module, hidden_states(module, torch.cat(rows), plan.positions(), plan))
     return list(torch.split(logits.float().log_softmax(-1), [len(row) for row in rows]))
 
@@ -241,7 +241,7 @@ def _tell(error: Exception) -> str:
     return first if isinstance(error, TreadleError) else f"{type(error).__name__}: {first}"
 
 
-def remembered(kind: str, config: "PreTrainedConfig", longest: int | None, prove: Callable[[], Finding]) -> Finding:
+def cached_finding(kind: str, config: "PreTrainedConfig", longest: int | None, prove: Callable[[], Finding]) -> Finding:
     """The finding on disk, or else a new one, which is put there."""
     place = CACHE.expanduser() / f"{digest(kind, config, longest)}.json"
     try:

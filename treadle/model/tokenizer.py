@@ -1,4 +1,4 @@
-"""Finding a model directory and loading the tokenizer in it.
+"""Tokenizer loading, and the model directory behind `model.path`.
 
 Owns the meaning of `model.path` and `model.tokenizer_path`: a bundled name, a local directory, or a repository that
 is already in the local Hugging Face cache. Knows nothing about chat templates or weights.
@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol, cast
 
-from treadle.config.model import ModelConfig
+from treadle.config.rollout import ModelConfig
 from treadle.errors import ConfigError, Mistake, nearest
 
 BUNDLED = Path(__file__).parents[1] / "models"

@@ -1,21 +1,20 @@
-"""How a run is watched: counts, live progress, stalled waits and the summary at the end. No torch.
+"""Observation of a run: counters, live progress, the stall watchdog, metrics, trackers and the summary. No torch.
 
-`treadle.observe.table` draws a summary with rich; it is left out here, as rich is slow to import.
+`treadle.observe.rich_output` draws with rich; it is left out here, as rich is slow to import.
 """
 
-from treadle.observe.progress import LiveProgress, ReplicaState
-from treadle.observe.stall import StallReport, StallWatch, Wait
+from treadle.observe.progress import FinishedTrajectory, LiveProgress, ReplicaStatus, RolloutCounters
 from treadle.observe.summary import Summary, summarize
-from treadle.observe.tally import Finished, Tally
+from treadle.observe.watchdog import StallReport, StallWatchdog, Wait
 
 __all__ = [
-    "Finished",
+    "FinishedTrajectory",
     "LiveProgress",
-    "ReplicaState",
+    "ReplicaStatus",
+    "RolloutCounters",
     "StallReport",
-    "StallWatch",
+    "StallWatchdog",
     "Summary",
-    "Tally",
     "Wait",
     "summarize",
 ]

@@ -1,6 +1,6 @@
-"""What came of a rollout: rewards, pass@k, how trajectories ended, and where the time went.
+"""Rollout summary: rewards, pass@k, how trajectories ended, and where the time went.
 
-Owns the arithmetic and the records. Knows no terminal; `table` draws what is here.
+Owns the arithmetic and the records. Knows no terminal; `rich_output` draws what is here.
 Invariant: a failed trajectory counts as failed and nowhere else: not in a reward, not in pass@k. One that was not
 scored is told apart from one that was scored 0. One pass over the trajectories, in any order.
 """
@@ -13,7 +13,7 @@ from math import comb, fsum, sqrt
 
 from treadle.config.reward import SESSION_PARTS
 from treadle.errors import Boundary
-from treadle.observe.tally import Finished, Stage
+from treadle.observe.progress import FinishedTrajectory, StageTime
 from treadle.types import StopReason
 
 
@@ -109,7 +109,7 @@ class Summary:
 
 
 def summarize(
-    trajectories: Iterable[Finished],
+    trajectories: Iterable[FinishedTrajectory],
     *,
     success_threshold: float = 1.0,
     wall_s: float = 0.0,
@@ -156,11 +156,13 @@ class _Gathered:
     reasons: Counter[StopReason] = field(default_factory=Counter)
     boundaries: Counter[Boundary] = field(default_factory=Counter)
     examples: dict[Boundary, tuple[str, str]] = field(default_factory=dict)
-    stages: dict[str, Stage] = field(default_factory=lambda: {"generate": Stage(), "tool": Stage(), "score": Stage()})
+    stages: dict[str, StageTime] = field(
+        default_factory=lambda: {"generate": StageTime(), "tool": StageTime(), "score": StageTime()}
+    )
     tokens: int = 0
     forks: int = 0
 
-    def add(self, finished: Finished) -> None:
+    def add(self, finished: FinishedTrajectory) -> None:
         self.tasks.add(finished.uid)
         self.counts[finished.data_source] += 1
         self.reasons[finished.outcome.reason] += 1
@@ -177,7 +179,7 @@ class _Gathered:
         self.stages["tool"].add(timing.tool_s, finished)
         self.stages["score"].add(timing.score_s, finished)
 
-    def _add_failure(self, finished: Finished) -> None:
+    def _add_failure(self, finished: FinishedTrajectory) -> None:
         self.failed_by_source[finished.data_source] += 1
         boundary = finished.outcome.boundary
         if boundary is not None:

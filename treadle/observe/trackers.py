@@ -1,12 +1,17 @@
-"""Where metrics go besides the journal: TensorBoard, Weights & Biases, MLflow, trackio, Prometheus. Thin adapters.
+"""Experiment trackers: TensorBoard, Weights & Biases, MLflow, trackio, and a Prometheus endpoint. Thin adapters.
 
-Owns the calls of those libraries, imported only when a config names them.
-A tracker that cannot start is an error before the run; one that cannot log is a warning, once, and the run goes on.
+Owns the calls of those libraries, imported only when a config names them, and the Prometheus socket: on the loopback
+alone, the newest value of each metric at http://127.0.0.1:PORT/metrics, no history.
+A tracker that cannot start is an error before the run; one that cannot log is a warning, once, and the run goes on. A
+scraper that hangs or goes away delays nothing.
 """
 
+import re
 import sys
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import redirect_stdout
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
 from re import sub
@@ -15,8 +20,81 @@ from typing import Any, Protocol, Self
 
 from treadle.config import LoggingConfig
 from treadle.errors import ConfigError, Mistake
-from treadle.observe.prometheus import HOST, PrometheusEndpoint
 from treadle.terminal import warn
+
+HOST = "127.0.0.1"
+TEXT_FORMAT = "text/plain; version=0.0.4; charset=utf-8"
+READ_TIMEOUT_S = 5.0
+
+
+class PrometheusEndpoint:
+    """A tracker that is asked instead of telling. Port 0 takes a free one; OSError where the port is taken."""
+
+    def __init__(self, port: int, labels: Mapping[str, str]) -> None:
+        self._labels = dict(labels)
+        self._values: dict[str, float] = {}
+        self._step = 0
+        self._lock = threading.Lock()
+        self._server = ThreadingHTTPServer((HOST, port), self._handler())
+        self._server.daemon_threads = True
+        self.port: int = self._server.server_address[1]
+        self._thread = threading.Thread(target=self._server.serve_forever, name="prometheus", daemon=True)
+        self._thread.start()
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        with self._lock:
+            self._step = max(self._step, step)
+            self._values.update(metrics)
+
+    def log_texts(self, step: int, texts: Sequence[str]) -> None:
+        """Texts have no place in this format."""
+
+    def close(self) -> None:
+        self._server.shutdown()
+        self._server.server_close()
+        self._thread.join()
+
+    def render(self) -> str:
+        """Every figure as a gauge. The label `metric` has the name as everything else spells it."""
+        with self._lock:
+            values = {"step": float(self._step), **self._values}
+        families: dict[str, list[str]] = {}
+        for name, value in sorted(values.items()):
+            labels = ",".join(f'{key}="{_escape(text)}"' for key, text in {**self._labels, "metric": name}.items())
+            families.setdefault(metric_name(name), []).append(f"{{{labels}}} {value!r}")
+        lines = []
+        for family, samples in families.items():
+            lines += [f"# TYPE {family} gauge", *(family + sample for sample in samples)]
+        return "\n".join([*lines, ""])
+
+    def _handler(self) -> type[BaseHTTPRequestHandler]:
+        endpoint = self
+
+        class Handler(BaseHTTPRequestHandler):
+            timeout = READ_TIMEOUT_S
+
+            def do_GET(self) -> None:
+                found = self.path.partition("?")[0] == "/metrics"
+                body = endpoint.render().encode() if found else b"see /metrics\n"
+                self.send_response(200 if found else 404)
+                self.send_header("Content-Type", TEXT_FORMAT if found else "text/plain")
+                self.send_header("Content-Length", str(len(body)))
+                self.end_headers()
+                self.wfile.write(body)
+
+            def log_message(self, format: str, *args: object) -> None:
+                """Scrapes are no news."""
+
+        return Handler
+
+
+def metric_name(name: str) -> str:
+    """`reward/mean` as Prometheus spells it: `treadle_reward_mean`."""
+    return "treadle_" + re.sub(r"[^a-zA-Z0-9_]", "_", name)
+
+
+def _escape(text: str) -> str:
+    return text.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")
 
 
 class Tracker(Protocol):

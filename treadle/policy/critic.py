@@ -1,8 +1,8 @@
-"""The value model: a decoder with a head that says what reward to expect before each token.
+"""Critic: the value model, a decoder with a head that predicts the return before each token.
 
-Owns its training, on one device or on many, as `learner` owns the policy's, and its files on one device. Mini batches
+Owns its training, on one device or on many, as `policy` owns the policy's, and its files on one device. Mini batches
 follow the order of the groups.
-Invariant: the head starts at zero, drawing no noise: a critic that knows nothing expects nothing.
+Invariant: the head starts at zero and draws no noise: an untrained critic predicts 0.
 """
 
 import time
@@ -12,29 +12,32 @@ from typing import TYPE_CHECKING, Self
 import torch
 from torch import Tensor, nn
 
-from treadle.algorithm.aggregation import Denominator
-from treadle.algorithm.packed import LossOutput
-from treadle.algorithm.value import ValueBatch, compute_value_loss
-from treadle.config.actor import ActorConfig, CriticConfig
-from treadle.config.model import ModelConfig
+from treadle.algorithm.loss import ValueBatch, compute_value_loss
+from treadle.algorithm.micro_batch import Denominator, LossOutput
+from treadle.config.rollout import ModelConfig
+from treadle.config.training import ActorConfig, CriticConfig
 from treadle.errors import MisuseError
 from treadle.model.load import load_causal_model
-from treadle.policy.batch import TrainBatch
-from treadle.policy.learning import Budget, Desk, compute, learn, summarize
-from treadle.policy.network import Network
-from treadle.policy.optimizer import Optimizer
-from treadle.policy.packing import split_in_order
-from treadle.policy.precision import DTYPES, Weights, compute_dtype
-from treadle.policy.protocol import Metrics
-from treadle.policy.sequence import Packed, Rows, Sequences
-from treadle.policy.storage import restore_critic, save_critic
-from treadle.policy.team import ALONE, Team
+from treadle.policy.checkpoint_files import restore_critic, save_critic
+from treadle.policy.network import DecoderNetwork
+from treadle.policy.optimizer import DTYPES, MasterWeights, Optimizer, compute_dtype
+from treadle.policy.packed_inputs import PackedRows, RowsLike, Sequences, split_mini_batches
+from treadle.policy.protocol import Metrics, TrainBatch
+from treadle.policy.update import (
+    SINGLE_RANK,
+    DataParallelGroup,
+    MicroBatcher,
+    TokenBudget,
+    compute_per_token,
+    run_optimizer_step,
+    summarize_updates,
+)
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 
-class ValueNetwork(Network):
+class ValueNetwork(DecoderNetwork):
     """A decoder with a head. The head computes in fp32, whatever the decoder does."""
 
     def __init__(self, module: "PreTrainedModel", device: torch.device | None = None) -> None:
@@ -44,7 +47,7 @@ class ValueNetwork(Network):
         nn.init.zeros_(self.head.weight)
         nn.init.zeros_(self.head.bias)
 
-    def values(self, packed: Packed) -> Tensor:
+    def values(self, packed: PackedRows) -> Tensor:
         """What to expect before each sampled token: [M]."""
         values_M: Tensor = self.head(self.hidden(packed).float()).squeeze(1)
         return values_M
@@ -62,7 +65,7 @@ class CriticLearner:
         critic: CriticConfig,
         actor: ActorConfig,
         response_length: int,
-        team: Team = ALONE,
+        team: DataParallelGroup = SINGLE_RANK,
     ) -> None:
         self._network = network
         self._optimizer = optimizer
@@ -71,13 +74,13 @@ class CriticLearner:
         self._groups_per_batch = critic.ppo_mini_batch_size or actor.ppo_mini_batch_size
         self._epochs = critic.ppo_epochs or actor.ppo_epochs
         self._response_length = response_length
-        budget = Budget(critic.ppo_max_token_len_per_gpu, "critic.ppo_max_token_len_per_gpu")
-        self._desk = Desk(network, team, budget)
+        budget = TokenBudget(critic.ppo_max_token_len_per_gpu, "critic.ppo_max_token_len_per_gpu")
+        self._batcher = MicroBatcher(network, team, budget)
         self._steps = 0
 
-    def values(self, rows: Rows) -> Tensor:
+    def values(self, rows: RowsLike) -> Tensor:
         sequences = Sequences(rows)
-        return sequences.spread(compute(sequences, self._network.values, self._desk))
+        return sequences.spread(compute_per_token(sequences, self._network.values, self._batcher))
 
     def train(self, batch: TrainBatch) -> Metrics:
         began = time.perf_counter()
@@ -85,15 +88,15 @@ class CriticLearner:
             raise MisuseError("a critic learns from values_T and returns_T: the advantage estimator gave no returns")
         sequences = Sequences(batch.rows)
         old_M, returns_M = sequences.sampled(batch.values_T), sequences.sampled(batch.returns_T)
-        mini_batches = split_in_order(batch.group_S, self._groups_per_batch)
+        mini_batches = split_mini_batches(batch.group_S, self._groups_per_batch)
         with self._network.recomputing(self._model.enable_gradient_checkpointing):
-            lessons = [
-                learn(
+            updates = [
+                run_optimizer_step(
                     sequences,
                     members,
                     lambda packed, denominator: self._share(packed, denominator, old_M, returns_M),
                     self._optimizer,
-                    desk=self._desk,
+                    batcher=self._batcher,
                     scale=self._response_length,
                     step=self._steps + 1,
                 )
@@ -103,7 +106,7 @@ class CriticLearner:
         self._steps += 1
         rate = self._optimizer.learning_rate(self._steps)
         return {
-            **summarize(lessons, "critic", self._desk.team),
+            **summarize_updates(updates, "critic", self._batcher.team),
             "critic/lr": rate,
             "critic/update_s": time.perf_counter() - began,
         }
@@ -111,7 +114,7 @@ class CriticLearner:
     def close(self) -> None:
         self._optimizer.clear()
 
-    def _share(self, packed: Packed, denominator: Denominator, old_M: Tensor, returns_M: Tensor) -> LossOutput:
+    def _share(self, packed: PackedRows, denominator: Denominator, old_M: Tensor, returns_M: Tensor) -> LossOutput:
         device = self._network.device
         batch = ValueBatch(
             values_T=self._network.values(packed),
@@ -145,7 +148,7 @@ class SingleCritic(CriticLearner):
         dtype = DTYPES[critic.model_dtype]
         network = ValueNetwork(load_causal_model(model, dtype=dtype, device=device, longest=longest))
         decoder, head = network.decoder.named_parameters(), network.head.named_parameters()
-        weights = Weights({f"decoder.{name}": value for name, value in decoder}, compute)
+        weights = MasterWeights({f"decoder.{name}": value for name, value in decoder}, compute)
         weights.add({f"head.{name}": value for name, value in head})
         optimizer = Optimizer("critic", weights, critic.optim, critic.grad_clip, total_steps)
         return cls(network, optimizer, model=model, critic=critic, actor=actor, response_length=response_length)

@@ -1,6 +1,6 @@
-"""Policy, reference and critic as one rank of many holds them, sharded with FSDP2.
+"""FSDP2 policy, reference and critic, as one rank of many holds them.
 
-They learn as on one device (`learner`, `critic`, `reference`); here is where their weights are and how they are saved.
+They train as on one device (`policy`, `critic`, `reference`); here is where their weights are and how they are saved.
 Every method is collective: all ranks call it with the same arguments, and each returns the same, files aside.
 """
 
@@ -12,32 +12,34 @@ from typing import Self
 import torch
 from torch import Tensor
 
-from treadle.config.actor import FSDPActorConfig, FSDPConfig, FSDPCriticConfig, FSDPRefConfig
-from treadle.config.algorithm import RolloutCorrectionConfig
-from treadle.config.model import ModelConfig
-from treadle.policy.batch import TrainBatch
-from treadle.policy.critic import CriticLearner, critic_model
-from treadle.policy.cut import gather, local
-from treadle.policy.export import write_model
-from treadle.policy.learner import PolicyLearner, Sampling
-from treadle.policy.network import Network
-from treadle.policy.optimizer import Optimizer
-from treadle.policy.precision import DTYPES, Weights, compute_dtype
-from treadle.policy.protocol import Metrics
-from treadle.policy.reference import FrozenPolicy
-from treadle.policy.scatter import build_blank, load_source, scatter
-from treadle.policy.sequence import Rows
-from treadle.policy.sharding import CPU, ShardedNetwork, ShardedValueNetwork, Sharding, make_mesh
-from treadle.policy.storage import (
-    compare,
+from treadle.config.rollout import ModelConfig
+from treadle.config.training import (
+    FSDPActorConfig,
+    FSDPConfig,
+    FSDPCriticConfig,
+    FSDPRefConfig,
+    RolloutCorrectionConfig,
+)
+from treadle.policy.checkpoint_files import (
+    check_same_model,
     restore_critic,
     restore_training,
     save_critic,
     save_reference,
     save_training,
-    shapes,
+    shapes_of,
 )
-from treadle.policy.team import RankTeam
+from treadle.policy.critic import CriticLearner, critic_model
+from treadle.policy.hf_model import build_meta_model, load_on_first_rank, scatter_weights, write_model
+from treadle.policy.network import DecoderNetwork
+from treadle.policy.optimizer import DTYPES, MasterWeights, Optimizer, compute_dtype
+from treadle.policy.packed_inputs import RowsLike
+from treadle.policy.policy import PolicyLearner, Sampling
+from treadle.policy.protocol import Metrics, TrainBatch
+from treadle.policy.reference import ReferencePolicy
+from treadle.policy.sharding import CPU, ShardedNetwork, ShardedValueNetwork, Sharding, make_mesh
+from treadle.policy.shards import gather_full, local_rows
+from treadle.policy.update import TorchDataParallelGroup
 
 
 class FSDPPolicy(PolicyLearner):
@@ -60,15 +62,17 @@ class FSDPPolicy(PolicyLearner):
         """Load `model.path` over all ranks and make it ready to train for `total_steps` steps."""
         compute, dtype = compute_dtype(actor.model_dtype, actor.dtype, "actor"), DTYPES[actor.model_dtype]
         network = ShardedNetwork(
-            build_blank(model, dtype, sampling.longest),
+            build_meta_model(model, dtype, sampling.longest),
             mesh=make_mesh(device, actor.fsdp_config, "actor"),
             device=device,
             fsdp_config=actor.fsdp_config,
             dtype=compute,
         )
         with network.sharding.present():
-            scatter(load_source(model, dtype, sampling.longest), network.module, network.sharding.mesh, device)
-            weights = Weights(dict(network.module.named_parameters()), dtype)
+            scatter_weights(
+                load_on_first_rank(model, dtype, sampling.longest), network.module, network.sharding.mesh, device
+            )
+            weights = MasterWeights(dict(network.module.named_parameters()), dtype)
             optimizer = Optimizer("actor", weights, actor.optim, actor.grad_clip, total_steps)
         return cls(
             network,
@@ -77,18 +81,18 @@ class FSDPPolicy(PolicyLearner):
             actor=actor,
             rollout_correction=rollout_correction,
             sampling=sampling,
-            team=RankTeam(),
+            team=TorchDataParallelGroup(),
         )
 
     def train(self, batch: TrainBatch) -> Metrics:
-        with _at_work(self._network.sharding, self._optimizer, self._actor.fsdp_config, self._network.device):
+        with _on_device(self._network.sharding, self._optimizer, self._actor.fsdp_config, self._network.device):
             return super().train(batch)
 
-    def logprobs(self, rows: Rows) -> Tensor:
+    def logprobs(self, rows: RowsLike) -> Tensor:
         with self._network.sharding.present():
             return super().logprobs(rows)
 
-    def gradient_norms(self, rows: Rows) -> Tensor:
+    def gradient_norms(self, rows: RowsLike) -> Tensor:
         with self._network.sharding.present():
             return super().gradient_norms(rows)
 
@@ -99,7 +103,7 @@ class FSDPPolicy(PolicyLearner):
         """
         wanted = dtype or DTYPES[self._actor.dtype]
         for name, parameter in self._network.module.named_parameters():
-            yield name, gather(parameter, self._network.device, wanted)
+            yield name, gather_full(parameter, self._network.device, wanted)
 
     def save(self, directory: Path) -> None:
         self.export(directory)
@@ -109,21 +113,21 @@ class FSDPPolicy(PolicyLearner):
         stored = ModelConfig(**{**self._model.values(), "path": str(directory)})
         network, weights = self._network, self._optimizer.weights
         with network.sharding.present():
-            source = load_source(
+            source = load_on_first_rank(
                 stored,
                 DTYPES[self._actor.model_dtype],
                 self._sampling.longest,
-                lambda found: compare(shapes(found.named_parameters()), weights.full, directory),
+                lambda found: check_same_model(shapes_of(found.named_parameters()), weights.full, directory),
             )
-            scatter(source, network.module, network.sharding.mesh, network.device)
+            scatter_weights(source, network.module, network.sharding.mesh, network.device)
             self._version = restore_training(directory, self._optimizer, network.device)
 
     def export(self, directory: Path) -> None:
         weights = self.full_tensors(DTYPES[self._actor.model_dtype])  # as they train, not as they compute
-        write_model(directory, self._network.module, weights, is_writer=self._desk.team.rank == 0)
+        write_model(directory, self._network.module, weights, is_writer=self._batcher.team.rank == 0)
 
 
-class FSDPReference(FrozenPolicy):
+class FSDPReference(ReferencePolicy):
     """A rank's part of a `Reference`."""
 
     _network: ShardedNetwork
@@ -141,17 +145,17 @@ class FSDPReference(FrozenPolicy):
         """Load `model.path` once more, over all ranks."""
         dtype = DTYPES[ref.dtype]
         network = ShardedNetwork(
-            build_blank(model, dtype, longest).requires_grad_(False),
+            build_meta_model(model, dtype, longest).requires_grad_(False),
             mesh=make_mesh(device, ref.fsdp_config, "ref"),
             device=device,
             fsdp_config=ref.fsdp_config,
             dtype=dtype,
         )
         with network.sharding.present():
-            scatter(load_source(model, dtype, longest), network.module, network.sharding.mesh, device)
-        return cls(network, ref, temperature, RankTeam())
+            scatter_weights(load_on_first_rank(model, dtype, longest), network.module, network.sharding.mesh, device)
+        return cls(network, ref, temperature, TorchDataParallelGroup())
 
-    def logprobs(self, rows: Rows) -> Tensor:
+    def logprobs(self, rows: RowsLike) -> Tensor:
         with self._network.sharding.present():
             return super().logprobs(rows)
 
@@ -159,7 +163,7 @@ class FSDPReference(FrozenPolicy):
         if not self._ref.syncs_after(step):
             return False
         with self._network.sharding.present():
-            self.mix_in(policy.full_tensors())
+            self.mix_weights(policy.full_tensors())
         return True
 
     def save(self, directory: Path) -> None:
@@ -193,24 +197,24 @@ class FSDPCritic(CriticLearner):
         compute, dtype = compute_dtype(critic.model_dtype, critic.dtype, "critic"), DTYPES[critic.model_dtype]
         model = critic_model(model, critic)
         network = ShardedValueNetwork(
-            build_blank(model, dtype, longest),
+            build_meta_model(model, dtype, longest),
             mesh=make_mesh(device, critic.fsdp_config, "critic"),
             device=device,
             fsdp_config=critic.fsdp_config,
             dtype=compute,
         )
         with network.sharding.present():
-            source = load_source(model, dtype, longest)
-            scatter(
-                None if source is None else Network(source).decoder,
+            source = load_on_first_rank(model, dtype, longest)
+            scatter_weights(
+                None if source is None else DecoderNetwork(source).decoder,
                 network.decoder,
                 network.sharding.mesh,
                 device,
             )
             for parameter in network.head.parameters():
-                local(parameter.detach()).zero_()
+                local_rows(parameter.detach()).zero_()
             decoder, head = network.decoder.named_parameters(), network.head.named_parameters()
-            weights = Weights({f"decoder.{name}": value for name, value in decoder}, dtype)
+            weights = MasterWeights({f"decoder.{name}": value for name, value in decoder}, dtype)
             weights.add({f"head.{name}": value for name, value in head})
             optimizer = Optimizer("critic", weights, critic.optim, critic.grad_clip, total_steps)
         return cls(
@@ -220,15 +224,15 @@ class FSDPCritic(CriticLearner):
             critic=critic,
             actor=actor,
             response_length=response_length,
-            team=RankTeam(),
+            team=TorchDataParallelGroup(),
         )
 
-    def values(self, rows: Rows) -> Tensor:
+    def values(self, rows: RowsLike) -> Tensor:
         with self._network.sharding.present():
             return super().values(rows)
 
     def train(self, batch: TrainBatch) -> Metrics:
-        with _at_work(self._network.sharding, self._optimizer, self._critic.fsdp_config, self._network.device):
+        with _on_device(self._network.sharding, self._optimizer, self._critic.fsdp_config, self._network.device):
             return super().train(batch)
 
     def save(self, directory: Path) -> None:
@@ -239,7 +243,9 @@ class FSDPCritic(CriticLearner):
 
 
 @contextmanager
-def _at_work(sharding: Sharding, optimizer: Optimizer, fsdp_config: FSDPConfig, device: torch.device) -> Iterator[None]:
+def _on_device(
+    sharding: Sharding, optimizer: Optimizer, fsdp_config: FSDPConfig, device: torch.device
+) -> Iterator[None]:
     """Inside, parameters and moments are where steps are taken; outside, where the config keeps them."""
     moves = fsdp_config.optimizer_offload and not fsdp_config.offload_policy and device.type != "cpu"
     with sharding.present():

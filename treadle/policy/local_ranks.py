@@ -19,8 +19,8 @@ from threading import Lock, Thread
 from typing import Any
 
 from treadle.exit_status import describe_exit
-from treadle.policy.rank import NetworksSpec, Seat, Store
-from treadle.policy.ranks import LAUNCH_KEY, RankDied, Ranks
+from treadle.policy.rank import NetworksSpec, RankSpec, RendezvousStore
+from treadle.policy.rank_group import LAUNCH_KEY, RankDied, RankGroup
 
 CLOSE_S = 10.0
 """How long a rank may take to end by itself."""
@@ -37,7 +37,7 @@ FAREWELL = b""
 class Setup:
     """What a rank is told first."""
 
-    seat: Seat
+    seat: RankSpec
     spec: NetworksSpec
     path: tuple[str, ...]
     """Where this process finds modules, so that the rank finds the same."""
@@ -54,7 +54,7 @@ class Answer:
 class LocalRanks:
     """Handles to the ranks of this machine. Built whole by `start`."""
 
-    def __init__(self, processes: Sequence["_Process"], store: Store) -> None:
+    def __init__(self, processes: Sequence["_Process"], store: RendezvousStore) -> None:
         self._processes = processes
         self._store = store  # ranks meet through it, so it lives as long as they do
         self.gone: Future[RankDied] = Future()
@@ -74,15 +74,15 @@ class LocalRanks:
         timeout_s: float,
     ) -> "LocalRanks":
         """A rank for each of `devices` (`cpu`, `cuda:0`), all of which have loaded their part; or an error."""
-        store = Store()
+        store = RendezvousStore()
         threads = max(1, (os.cpu_count() or 1) // len(devices)) if "cpu" in devices else None
         seats = [
-            Seat(rank, len(devices), store.host, store.port, store.key, device, timeout_s, threads)
+            RankSpec(rank, len(devices), store.host, store.port, store.key, device, timeout_s, threads)
             for rank, device in enumerate(devices)
         ]
         ranks = cls([_Process(Setup(seat, spec, tuple(sys.path))) for seat in seats], store)
         try:
-            Ranks(ranks, launch_timeout_s, LAUNCH_KEY).run("its start", answer_ready)
+            RankGroup(ranks, launch_timeout_s, LAUNCH_KEY).run("its start", answer_ready)
         except BaseException:
             ranks.close()
             raise

@@ -1,9 +1,9 @@
-"""A decoder on one device, run over packed rows: hidden states where something is predicted, and logprobs from them.
+"""Decoder forward over packed rows: hidden states where a token is predicted, and logprobs from them.
 
-Owns the recomputation of activations and the output layer's shape. Knows no loss and no optimizer.
+Owns activation checkpointing and the output layer's shape. Knows no loss and no optimizer.
 Invariant: outside `recomputing` the module is as it was loaded, so that an engine may run the very same module.
 
-L, M, D and V as in `sequence` and `logprobs`.
+L, M, D and V as in `packed_inputs` and `logprobs`.
 """
 
 from collections.abc import Iterator
@@ -14,8 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from treadle.algorithm.logprobs import TokenLogprobs, gradient_norms, logprobs_and_entropy
-from treadle.model.attention import PackedPlan
-from treadle.model.causal import (
+from treadle.model.attention import PackedMetadata
+from treadle.model.causal_lm import (
     hidden_states,
     logits_cap,
     logits_scale,
@@ -23,7 +23,7 @@ from treadle.model.causal import (
     output_weight,
     recomputing,
 )
-from treadle.policy.sequence import Packed
+from treadle.policy.packed_inputs import PackedRows
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -32,14 +32,14 @@ CHUNK_BYTES = {"cpu": 2**23, "cuda": 2**30}
 """How large one buffer of logits may be: what stays in a CPU's cache, or what a GPU hardly notices."""
 
 
-class Network:
+class DecoderNetwork:
     """A decoder. `module` may be shared with an engine."""
 
     def __init__(self, module: "PreTrainedModel") -> None:
         self.module = module
         self.device: torch.device = module.device
         if self.device.type == "cuda" and all(type(weight.data) is Tensor for weight in module.parameters()):
-            from treadle.model.fused import fuse_layers  # triton comes with it, which CPU machines do not have
+            from treadle.model.fused_layers import fuse_layers  # triton comes with it, which CPU machines do not have
 
             fuse_layers(module)
 
@@ -52,22 +52,22 @@ class Network:
     def hidden_size(self) -> int:
         return output_weight(self.module).shape[1]
 
-    def hidden(self, packed: Packed) -> Tensor:
+    def hidden(self, packed: PackedRows) -> Tensor:
         """The hidden state that predicts each sampled token: [M, D]."""
-        plan = PackedPlan(packed.lengths, self.device)
+        plan = PackedMetadata(packed.lengths, self.device)
         return hidden_states(self.module, packed.ids_L, plan.positions(), plan)[packed.predicts_M]
 
-    def logprobs(self, packed: Packed, temperature: float) -> TokenLogprobs:
+    def logprobs(self, packed: PackedRows, temperature: float) -> TokenLogprobs:
         """The logprob of each sampled token, and the entropy where it was drawn."""
         head, options = self._head(packed, temperature)
         return logprobs_and_entropy(*head, **options)
 
-    def gradient_norms(self, packed: Packed, temperature: float) -> Tensor:
+    def gradient_norms(self, packed: PackedRows, temperature: float) -> Tensor:
         """The squared norm of the gradient of each sampled token's logprob by its logits, without gradients."""
         head, options = self._head(packed, temperature)
         return gradient_norms(*head, **options)
 
-    def _head(self, packed: Packed, temperature: float) -> tuple[tuple[Tensor, Tensor, Tensor], dict[str, Any]]:
+    def _head(self, packed: PackedRows, temperature: float) -> tuple[tuple[Tensor, Tensor, Tensor], dict[str, Any]]:
         """Hidden states, output layer and targets, and how they become probabilities."""
         weight_VD, bias_V = output_weight(self.module), output_bias(self.module)
         scale, softcap = logits_scale(self.module), logits_cap(self.module)

@@ -1,23 +1,101 @@
-"""AdamW with clipped gradients and a schedule.
+"""Optimizer: AdamW on fp32 master weights, gradient clipping, learning-rate schedule.
 
-Owns the moments and their names in a file. Knows no network beyond its named parameters, and no loss. Parameters may be
-cut over ranks: then so are gradients and moments, and every rank steps at once.
+Owns the moments and their names in a file, the master copy where the model computes in a narrower dtype, and the way of
+gradients and weights between the two. Knows no network beyond its named parameters, and no loss. Parameters may be
+sharded over ranks: then so are gradients and moments, and every rank steps at once.
+
+The learning rate is pure arithmetic on the number of the training step, counted from 1. Warm-up rises in equal parts
+and reaches the peak at its last step; decay starts after it (`wsd`: so that the given fraction of all steps is left),
+and would touch its lowest point one step after the last.
 Invariant: a gradient that is not finite never reaches the weights or the moments. Such an update is skipped, on every
-rank alike, as all of them see the same norm; too many in a row end the run.
+rank alike, as all of them see the same norm; too many in a row end the run. Gradients add up in full precision over any
+number of micro batches; after `publish` the module holds the master weights, rounded.
 """
 
 import logging
-from math import isfinite
+from collections.abc import Mapping
+from math import cos, isfinite, pi
 
 import torch
 from torch import Tensor, nn
 
-from treadle.config.actor import OptimConfig
-from treadle.errors import NotFiniteError
-from treadle.policy.cut import like, rows_here, whole
-from treadle.policy.pieces import Pieces
-from treadle.policy.precision import Weights
-from treadle.policy.schedule import learning_rate
+from treadle.config.training import Dtype, OptimConfig
+from treadle.errors import ConfigError, Mistake, NotFiniteError
+from treadle.policy.shards import ShardReader, full_tensor, local_row_range, shard_like
+
+
+def learning_rate_at(optim: OptimConfig, step: int, total_steps: int) -> float:
+    """The learning rate of training step `step`, from 1 to `total_steps`."""
+    assert step >= 1, "training steps are counted from 1"
+    warmup = warmup_steps(optim, total_steps)
+    if step <= warmup:
+        return optim.lr * step / warmup
+    if optim.lr_scheduler_type == "constant":
+        return optim.lr
+    start = warmup
+    if optim.lr_scheduler_type == "wsd":
+        start = max(warmup, total_steps - round(optim.wsd_decay_ratio * total_steps))
+    done = min(1.0, max(0, step - 1 - start) / max(1, total_steps - start))
+    height = (1 + cos(pi * 2 * optim.num_cycles * done)) / 2 if optim.lr_scheduler_type == "cosine" else 1 - done
+    return optim.lr * (optim.min_lr_ratio + (1 - optim.min_lr_ratio) * height)
+
+
+def warmup_steps(optim: OptimConfig, total_steps: int) -> int:
+    """How many steps warm up: as many as are given, or else the given fraction of all."""
+    return optim.lr_warmup_steps if optim.lr_warmup_steps >= 0 else int(optim.lr_warmup_steps_ratio * total_steps)
+
+
+DTYPES: dict[Dtype, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16}
+
+
+def compute_dtype(model_dtype: Dtype, dtype: Dtype, key: str) -> torch.dtype:
+    """The number format of the computation; `key` is the section that chose both."""
+    if model_dtype == "bf16" and dtype == "fp32":
+        problem = f"fp32, but {key}.model_dtype is bf16: wider arithmetic cannot bring back what the weights lost"
+        raise ConfigError(
+            [Mistake(f"{key}.dtype", problem, dtype, fix=f"use bf16 for both, or {key}.model_dtype=fp32")]
+        )
+    return DTYPES[dtype]
+
+
+class MasterWeights:
+    """Named weights. `full` is what an optimizer moves; where formats agree it is the module's own."""
+
+    def __init__(self, parameters: Mapping[str, nn.Parameter], compute: torch.dtype) -> None:
+        self.full = {name: _master_copy(parameter, compute) for name, parameter in parameters.items()}
+        self._computing = dict(parameters)
+
+    def add(self, parameters: Mapping[str, nn.Parameter]) -> None:
+        """Weights that compute as they are."""
+        self.full |= parameters
+        self._computing |= parameters
+
+    @torch.no_grad()
+    def publish(self) -> None:
+        """Round the full weights into the module, in place."""
+        for name, parameter in self._computing.items():
+            if parameter is not self.full[name]:
+                parameter.copy_(self.full[name])
+
+
+def _master_copy(parameter: nn.Parameter, compute: torch.dtype) -> nn.Parameter:
+    """The full twin of a parameter, which is narrowed; itself where it computes as it is."""
+    if parameter.dtype == compute:
+        return parameter
+    full = nn.Parameter(parameter.detach().clone())
+    parameter.data = parameter.data.to(compute)
+
+    def move_gradient(narrow: Tensor) -> None:
+        assert narrow.grad is not None, "called when a gradient is there"
+        if full.grad is None:
+            full.grad = narrow.grad.to(full.dtype)
+        else:
+            full.grad += narrow.grad
+        narrow.grad = None
+
+    parameter.register_post_accumulate_grad_hook(move_gradient)  # type: ignore[no-untyped-call]
+    return full
+
 
 log = logging.getLogger(__name__)
 
@@ -25,7 +103,9 @@ log = logging.getLogger(__name__)
 class Optimizer:
     """One network's optimizer. `name` is its section, for errors and metrics."""
 
-    def __init__(self, name: str, weights: Weights, optim: OptimConfig, grad_clip: float, total_steps: int) -> None:
+    def __init__(
+        self, name: str, weights: MasterWeights, optim: OptimConfig, grad_clip: float, total_steps: int
+    ) -> None:
         self.name = name
         self.weights = weights
         self._parameters = weights.full
@@ -39,7 +119,7 @@ class Optimizer:
 
     def learning_rate(self, step: int) -> float:
         """The learning rate of training step `step`, counted from 1."""
-        return learning_rate(self._optim, step, self._total_steps)
+        return learning_rate_at(self._optim, step, self._total_steps)
 
     def step(self, step: int) -> float:
         """Move the weights by the gradients that have come together, then forget those. Returns their norm.
@@ -60,7 +140,7 @@ class Optimizer:
 
     def _skip(self, step: int, norm: float) -> None:
         """Forget a gradient that is not finite, and end the run if it was one too many."""
-        worst = next((name for name, grad in self._gradients() if not whole(grad).isfinite().all()), "their sum")
+        worst = next((name for name, grad in self._gradients() if not full_tensor(grad).isfinite().all()), "their sum")
         self._adamw.zero_grad()
         self._skipped += 1
         limit = self._optim.max_nonfinite_steps
@@ -75,7 +155,7 @@ class Optimizer:
 
     def _clip(self) -> float:
         """Scale gradients down to the norm that is allowed. Returns the norm they had, over all ranks."""
-        norm = whole(nn.utils.get_total_norm([grad for _, grad in self._gradients()]))
+        norm = full_tensor(nn.utils.get_total_norm([grad for _, grad in self._gradients()]))
         nn.utils.clip_grads_with_norm_(self._parameters.values(), self._grad_clip, norm)
         return float(norm)
 
@@ -91,15 +171,15 @@ class Optimizer:
             for kind, value in self._adamw.state[parameter].items()
         }
 
-    def restore(self, pieces: Pieces) -> None:
+    def restore(self, pieces: ShardReader) -> None:
         """Take the moments from an earlier `state`, however many ranks wrote it."""
         self._adamw.state.clear()
         for joined in pieces.names():
             name, _, kind = joined.rpartition(".")
             parameter = self._parameters[name]
-            found = pieces.read(joined, rows_here(parameter))
+            found = pieces.read(joined, local_row_range(parameter))
             # The step count lives where the fused kernel reads it: beside the parameter.
-            value = like(found, parameter) if found.dim() else found.to(parameter.device, copy=True)
+            value = shard_like(found, parameter) if found.dim() else found.to(parameter.device, copy=True)
             self._adamw.state[parameter][kind] = value
 
     def move(self, device: torch.device) -> None:

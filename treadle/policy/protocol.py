@@ -1,18 +1,49 @@
-"""What a trainer sees of the networks, wherever they run: one device here, or many behind the same calls.
+"""Policy, reference and critic protocols, and the batch they train on.
 
-Every call blocks until it is done; an event loop goes through `asyncio.to_thread`. Calls come one at a time. Per-token
-results are on the CPU, one value for each response token of the given rows, row after row, 0 where none was sampled.
-Refuses to know what a network is made of, and who samples from it.
+    S  sequences: the rows of a step, in the order of `rows_of`
+    T  tokens: every response token of all rows, row after row; values on tokens that were not sampled are not read
+
+The same calls for one device and for many ranks. Every call blocks until it is done; an event loop goes through
+`asyncio.to_thread`. Calls come one at a time. Per-token tensors are on the CPU, one value for each response token of
+the given rows, row after row, 0 where none was sampled. Refuses to know what a network is made of, or which engine
+samples from it.
 """
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
 from torch import Tensor
 
-from treadle.policy.batch import TrainBatch
-from treadle.types import Row
+from treadle.policy.packed_inputs import FlatRows
+from treadle.types import Group, Row
+
+
+@dataclass(frozen=True, slots=True)
+class TrainBatch:
+    """One step's data. Old logprobs may be left out: the policy computes them where it needs them."""
+
+    rows: tuple[Row, ...] | FlatRows
+    """As they are, or flat where they have a journey before them."""
+    group_S: tuple[int, ...]
+    """Which group each row belongs to; never falls."""
+    trajectory_S: tuple[int, ...]
+    """Which trajectory; forks share one, and stay in one mini batch."""
+    advantages_T: Tensor
+    old_logprobs_T: Tensor | None = None
+    ref_logprobs_T: Tensor | None = None
+    values_T: Tensor | None = None
+    """What the critic expected, as the advantages were computed from."""
+    returns_T: Tensor | None = None
+
+
+def group_and_trajectory_ids(groups: Sequence[Group]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """The group and the trajectory of each row that trains, counted over survivors, in the order of `rows_of`."""
+    members = [(at, trajectory) for at, group in enumerate(groups) for trajectory in group.survivors]
+    pairs = [(at, number) for number, (at, trajectory) in enumerate(members) for _ in trajectory.rows]
+    return tuple(group for group, _ in pairs), tuple(number for _, number in pairs)
+
 
 Metrics = Mapping[str, float]
 

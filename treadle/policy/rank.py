@@ -1,6 +1,6 @@
-"""One process of a sharded run: its seat among the others, and the networks it holds a part of.
+"""One rank of a sharded run: it joins the process group and holds its shards of the networks.
 
-Built inside the process, whoever started it. Runs what it is given, one thing at a time. Knows no pipe and no cluster.
+Built inside the rank's process. Runs the functions it is given, one at a time. Knows no pipe and no cluster.
 Waits: `create` waits for all other ranks, and collectives wait for each other; both end after `timeout_s`.
 """
 
@@ -13,11 +13,10 @@ from typing import Any
 import torch
 from torch import distributed
 
-from treadle.config.actor import FSDPActorConfig, FSDPCriticConfig, FSDPRefConfig
-from treadle.config.algorithm import RolloutCorrectionConfig
-from treadle.config.model import ModelConfig
+from treadle.config.rollout import ModelConfig
+from treadle.config.training import FSDPActorConfig, FSDPCriticConfig, FSDPRefConfig, RolloutCorrectionConfig
 from treadle.policy.fsdp import FSDPCritic, FSDPPolicy, FSDPReference
-from treadle.policy.learner import Sampling
+from treadle.policy.policy import Sampling
 from treadle.policy.rendezvous import RendezvousServer, join_store
 
 BACKENDS = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl"}
@@ -40,13 +39,13 @@ class NetworksSpec:
 
 
 @dataclass(frozen=True, slots=True)
-class Seat:
+class RankSpec:
     """A rank's place among the others."""
 
     rank: int
     size: int
     host: str
-    """Where the `Store` is that ranks find each other through."""
+    """Where the `RendezvousStore` is that ranks find each other through."""
     port: int
     key: str
     """What all entries of that store lie under."""
@@ -58,7 +57,7 @@ class Seat:
     """CPU threads of this rank; None for torch's own choice."""
 
 
-class Store:
+class RendezvousStore:
     """The place where ranks find each other, at a free port of this process. `host` is its address for all of them.
 
     Listens on that address alone, and every entry lies under a key that only the ranks are told. Lives as long as this
@@ -79,13 +78,13 @@ class FSDPRank:
     reference: FSDPReference | None
     critic: FSDPCritic | None
 
-    def __init__(self, seat: Seat, spec: NetworksSpec) -> None:
+    def __init__(self, seat: RankSpec, spec: NetworksSpec) -> None:
         self.seat = seat
         self._device = torch.device(seat.device)
         self.load(spec)
 
     @classmethod
-    def create(cls, seat: Seat, spec: NetworksSpec) -> "FSDPRank":
+    def create(cls, seat: RankSpec, spec: NetworksSpec) -> "FSDPRank":
         """Meet the other ranks and load the networks with them."""
         _join(seat)
         return cls(seat, spec)
@@ -131,7 +130,7 @@ class FSDPRank:
             distributed.destroy_process_group()
 
 
-def _join(seat: Seat) -> None:
+def _join(seat: RankSpec) -> None:
     """Meet the other ranks."""
     device = torch.device(seat.device)
     if device.type == "cuda":

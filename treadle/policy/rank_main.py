@@ -16,7 +16,7 @@ from typing import Any
 
 from treadle.policy.local_ranks import FAREWELL, Answer, Setup
 from treadle.policy.rank import FSDPRank
-from treadle.policy.ranks import portable
+from treadle.policy.rank_group import portable_error
 
 LINGER_S = 5.0
 """How long a call that nobody waits for may go on."""
@@ -82,12 +82,12 @@ def _run(rank: FSDPRank | None, message: bytes, name: str) -> bytes:
 
 def _failed(error: Exception, name: str) -> bytes:
     """An error that the other end can surely read."""
-    carried = portable(error, name)
+    carried = portable_error(error, name)
     try:
         message = pickle.dumps(Answer(error=carried))
         pickle.loads(message)
     except (pickle.PickleError, TypeError, AttributeError):
-        message = pickle.dumps(Answer(error=portable(RuntimeError(f"{type(error).__name__}: {error}"), name)))
+        message = pickle.dumps(Answer(error=portable_error(RuntimeError(f"{type(error).__name__}: {error}"), name)))
     return message
 
 

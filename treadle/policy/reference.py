@@ -1,8 +1,8 @@
-"""The reference policy: the model as it was before training, or one that follows the policy at a distance.
+"""Reference policy: the model as it was before training, or one that follows the policy (`ref.sync_freq`).
 
 Has its own copy of the weights. `ref.sync_freq` mixes the policy's in every so many steps (TR-DPO; TRL's
 `sync_ref_model`): reference = mix * policy + (1 - mix) * reference. Without it, nothing changes them.
-Invariant: what has followed is saved and restored with the run; what has not is the model itself, and is not.
+Invariant: a reference that has followed is saved and restored with the run; one that has not is the model itself.
 """
 
 from collections.abc import Iterable
@@ -12,42 +12,45 @@ from typing import Self
 import torch
 from torch import Tensor, nn
 
-from treadle.config.actor import RefConfig
-from treadle.config.model import ModelConfig
+from treadle.config.rollout import ModelConfig
+from treadle.config.training import RefConfig
 from treadle.model.load import load_causal_model
-from treadle.policy.cut import local, rows_here
-from treadle.policy.learning import Budget, Desk, compute
-from treadle.policy.network import Network
-from treadle.policy.precision import DTYPES
+from treadle.policy.checkpoint_files import restore_reference, save_reference
+from treadle.policy.network import DecoderNetwork
+from treadle.policy.optimizer import DTYPES
+from treadle.policy.packed_inputs import RowsLike, Sequences
 from treadle.policy.protocol import Policy
-from treadle.policy.sequence import Rows, Sequences
-from treadle.policy.storage import restore_reference, save_reference
-from treadle.policy.team import ALONE, Team
+from treadle.policy.shards import local_row_range, local_rows
+from treadle.policy.update import SINGLE_RANK, DataParallelGroup, MicroBatcher, TokenBudget, compute_per_token
 
 
-class FrozenPolicy:
+class ReferencePolicy:
     """All of a `Reference` but where it lives. Its weights are in the number format of its computation."""
 
-    def __init__(self, network: Network, ref: RefConfig, temperature: float, team: Team = ALONE) -> None:
+    def __init__(
+        self, network: DecoderNetwork, ref: RefConfig, temperature: float, team: DataParallelGroup = SINGLE_RANK
+    ) -> None:
         self._network = network
         self._ref = ref
-        budget = Budget(ref.log_prob_max_token_len_per_gpu, "ref.log_prob_max_token_len_per_gpu")
-        self._desk = Desk(network, team, budget)
+        budget = TokenBudget(ref.log_prob_max_token_len_per_gpu, "ref.log_prob_max_token_len_per_gpu")
+        self._batcher = MicroBatcher(network, team, budget)
         self._temperature = temperature
         self._followed = False
 
-    def logprobs(self, rows: Rows) -> Tensor:
+    def logprobs(self, rows: RowsLike) -> Tensor:
         network, temperature, sequences = self._network, self._temperature, Sequences(rows)
-        values_M = compute(sequences, lambda packed: network.logprobs(packed, temperature).logprobs_T, self._desk)
+        values_M = compute_per_token(
+            sequences, lambda packed: network.logprobs(packed, temperature).logprobs_T, self._batcher
+        )
         return sequences.spread(values_M)
 
     @torch.no_grad()
-    def mix_in(self, weights: Iterable[tuple[str, Tensor]]) -> None:
+    def mix_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
         """Move by `ref.sync_mix` towards these weights, whole ones, computed in fp32."""
         parameters = self._parameters()
         for name, tensor in weights:
             parameter = parameters[name]
-            here, rows = local(parameter), rows_here(parameter)
+            here, rows = local_rows(parameter), local_row_range(parameter)
             part = tensor[rows.start : rows.stop] if tensor.dim() else tensor
             here.copy_(here.float().lerp(part.to(here.device, torch.float32), self._ref.sync_mix))
         self._followed = True
@@ -62,7 +65,7 @@ class FrozenPolicy:
         return dict(self._network.module.named_parameters())
 
 
-class SingleReference(FrozenPolicy):
+class SingleReference(ReferencePolicy):
     """A `Reference` on one device."""
 
     @classmethod
@@ -77,12 +80,12 @@ class SingleReference(FrozenPolicy):
     ) -> Self:
         """Load `model.path` once more, for sequences as long as the policy's."""
         module = load_causal_model(model, dtype=DTYPES[ref.dtype], device=device, longest=longest)
-        return cls(Network(module.requires_grad_(False)), ref, temperature)
+        return cls(DecoderNetwork(module.requires_grad_(False)), ref, temperature)
 
     def follow(self, policy: Policy, step: int) -> bool:
         if not self._ref.syncs_after(step):
             return False
-        self.mix_in(policy.tensors().items())
+        self.mix_weights(policy.tensors().items())
         return True
 
     def save(self, directory: Path) -> None:

@@ -1,7 +1,7 @@
-"""Rendezvous store: where processes of a run find each other. torch's TCPStore, on one address, with a key.
+"""Rendezvous store: torch's TCPStore on one address, with a key, where the processes of a run find each other.
 
-Owns the listening socket and the key. A store of torch alone listens on every interface and takes entries from anybody:
-this one listens on the address it is given, and what its members write lies under a key that only they are told.
+Owns the listening socket and the key. A plain TCPStore listens on every interface and takes entries from any client:
+this one listens on the address it is given, and its members' entries lie under a key that only they are told.
 """
 
 import socket

@@ -1,7 +1,7 @@
-"""Policy, reference and critic whose weights are cut over ranks, seen from the process that drives them.
+"""Sharded policy, reference and critic in the driving process: each call runs on all ranks.
 
-Owns what travels: rows go out flat, once for all ranks; what comes back is the first rank's. Knows no process: ranks
-are called through `Ranks`, wherever they run.
+Owns what is sent: rows go out flat, once for all ranks; the result is the first rank's. Knows no process: ranks are
+called through `RankGroup`, wherever they run.
 """
 
 from collections.abc import Mapping, Sequence
@@ -10,14 +10,20 @@ from pathlib import Path
 
 from torch import Tensor
 
-from treadle.config.actor import ActorConfig, CriticConfig, FSDPActorConfig, FSDPCriticConfig, FSDPRefConfig, RefConfig
+from treadle.config.training import (
+    ActorConfig,
+    CriticConfig,
+    FSDPActorConfig,
+    FSDPCriticConfig,
+    FSDPRefConfig,
+    RefConfig,
+)
 from treadle.errors import RunError
-from treadle.policy.batch import TrainBatch
 from treadle.policy.fsdp import FSDPCritic, FSDPReference
-from treadle.policy.protocol import Metrics, Policy
+from treadle.policy.packed_inputs import FlatRows
+from treadle.policy.protocol import Metrics, Policy, TrainBatch
 from treadle.policy.rank import FSDPRank, NetworksSpec
-from treadle.policy.ranks import RankHandles, Ranks
-from treadle.policy.sequence import FlatRows
+from treadle.policy.rank_group import RankGroup, RankHandles
 from treadle.types import Row
 
 _SHARDED = (FSDPActorConfig, FSDPRefConfig, FSDPCriticConfig)
@@ -26,7 +32,7 @@ _SHARDED = (FSDPActorConfig, FSDPRefConfig, FSDPCriticConfig)
 class ShardedPolicy:
     """A `Policy` over ranks. Closing it ends them, and with them reference and critic."""
 
-    def __init__(self, ranks: Ranks) -> None:
+    def __init__(self, ranks: RankGroup) -> None:
         self.ranks = ranks
         self._version = 0
 
@@ -37,7 +43,7 @@ class ShardedPolicy:
     def train(self, batch: TrainBatch) -> Metrics:
         flat = replace(batch, rows=FlatRows.of(batch.rows))
         reports = self.ranks.run("training", _train, flat)
-        self._version = _agreed([version for version, _ in reports])
+        self._version = _same_version([version for version, _ in reports])
         metrics: Metrics = reports[0][1]
         return {**metrics, "actor/ranks": float(len(self.ranks))}
 
@@ -61,7 +67,7 @@ class ShardedPolicy:
         self.ranks.run(f"saving to {directory}", _save, directory)
 
     def restore(self, directory: Path) -> None:
-        self._version = _agreed(self.ranks.run(f"restoring {directory}", _restore, directory))
+        self._version = _same_version(self.ranks.run(f"restoring {directory}", _restore, directory))
 
     def export(self, directory: Path) -> None:
         self.ranks.run(f"exporting to {directory}", _export, directory)
@@ -73,7 +79,7 @@ class ShardedPolicy:
 class ShardedReference:
     """A `Reference` over ranks."""
 
-    def __init__(self, ranks: Ranks) -> None:
+    def __init__(self, ranks: RankGroup) -> None:
         self._ranks = ranks
 
     def logprobs(self, rows: Sequence[Row]) -> Tensor:
@@ -97,7 +103,7 @@ class ShardedReference:
 class ShardedCritic:
     """A `Critic` over ranks."""
 
-    def __init__(self, ranks: Ranks) -> None:
+    def __init__(self, ranks: RankGroup) -> None:
         self._ranks = ranks
 
     def values(self, rows: Sequence[Row]) -> Tensor:
@@ -130,7 +136,7 @@ class ShardedNetworks:
     @classmethod
     def over(cls, handles: RankHandles, spec: NetworksSpec, timeout_s: float) -> "ShardedNetworks":
         """On ranks that have started with this spec. `timeout_s` bounds each call."""
-        ranks = Ranks(handles, timeout_s)
+        ranks = RankGroup(handles, timeout_s)
         return cls(
             ShardedPolicy(ranks),
             None if spec.ref is None else ShardedReference(ranks),
@@ -147,7 +153,7 @@ def needs_ranks(num_ranks: int, *networks: ActorConfig | RefConfig | CriticConfi
     )
 
 
-def _agreed(versions: Sequence[int]) -> int:
+def _same_version(versions: Sequence[int]) -> int:
     if len(set(versions)) != 1:
         raise RunError(f"the policy's ranks are at different versions: {', '.join(map(str, versions))}")
     return versions[0]

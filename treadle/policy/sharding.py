@@ -1,10 +1,10 @@
-"""How a network is cut over ranks: PyTorch FSDP2's `fully_shard` on every layer, then on all that is left.
+"""FSDP2 sharding of a network: `fully_shard` on every layer, then on everything else.
 
-Owns meshes, number formats, offloading, and when gradients and weights travel. Knows no loss and no optimizer.
+Owns meshes, dtypes, offloading, and when gradients and weights are communicated. Knows no loss and no optimizer.
 Each layer is gathered before it computes and freed after it. What is outside the layers (embeddings, last norm, output
 layer, tied or not) is one more group, gathered for the whole forward: FSDP sees a forward that ends with logprobs, not
 with hidden states, so that the output layer's weight is there when they are computed.
-Invariant: between calls every parameter is cut; whoever holds one holds this rank's rows, and they are current.
+Invariant: between calls every parameter is sharded; a rank holds its own rows, and they are current.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -25,12 +25,12 @@ from torch.distributed.fsdp import (
 )
 
 from treadle.algorithm.logprobs import TokenLogprobs
-from treadle.config.actor import FSDPConfig
+from treadle.config.training import FSDPConfig
 from treadle.errors import ConfigError, Mistake
 from treadle.policy.critic import ValueNetwork
-from treadle.policy.network import Network
-from treadle.policy.pieces import Part
-from treadle.policy.sequence import Packed
+from treadle.policy.network import DecoderNetwork
+from treadle.policy.packed_inputs import PackedRows
+from treadle.policy.shards import ShardFile
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -49,7 +49,7 @@ def make_mesh(device: torch.device, fsdp_config: FSDPConfig, key: str) -> Device
     return init_device_mesh(device.type, (ranks // size, size), mesh_dim_names=("replica", "shard"))
 
 
-class _Whole(nn.Module):
+class _WholeForward(nn.Module):
     """A whole forward as a module, for FSDP to see. Its parts are registered; `compute` uses them."""
 
     def __init__(self, parts: Sequence[nn.Module], compute: Callable[..., tuple[Tensor, ...]]) -> None:
@@ -78,7 +78,7 @@ class Sharding:
         self._device = device
         self._fsdp_config = fsdp_config
         self._last: bool | None = None
-        self._whole = _Whole(parts, compute)
+        self._whole = _WholeForward(parts, compute)
         layers = _find_layers(parts[0])
         policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
         reshard = fsdp_config.reshard_after_forward
@@ -149,13 +149,13 @@ class Sharding:
             if self._leaves_between_calls:
                 self._whole.to(CPU)
 
-    def part(self) -> Part:
+    def part(self) -> ShardFile:
         """Which rows this rank writes to a checkpoint."""
         shard, is_first = self.mesh["shard"], self.mesh.ndim == 1 or self.mesh["replica"].get_local_rank() == 0
-        return Part(shard.get_local_rank(), shard.size(), is_first)
+        return ShardFile(shard.get_local_rank(), shard.size(), is_first)
 
 
-class ShardedNetwork(Network):
+class ShardedNetwork(DecoderNetwork):
     """A decoder that is cut over ranks. `module` has no weights when it comes, and this rank's rows after."""
 
     def __init__(
@@ -173,14 +173,14 @@ class ShardedNetwork(Network):
             [module], self._compute, mesh=mesh, device=device, fsdp_config=fsdp_config, dtype=dtype
         )
 
-    def logprobs(self, packed: Packed, temperature: float) -> TokenLogprobs:
+    def logprobs(self, packed: PackedRows, temperature: float) -> TokenLogprobs:
         return TokenLogprobs(*self.sharding(packed, temperature))
 
-    def gradient_norms(self, packed: Packed, temperature: float) -> Tensor:
+    def gradient_norms(self, packed: PackedRows, temperature: float) -> Tensor:
         (norms_M,) = self.sharding(packed, temperature, True)
         return norms_M
 
-    def _compute(self, packed: Packed, temperature: float, norms: bool = False) -> tuple[Tensor, ...]:
+    def _compute(self, packed: PackedRows, temperature: float, norms: bool = False) -> tuple[Tensor, ...]:
         if norms:
             return (super().gradient_norms(packed, temperature),)
         found = super().logprobs(packed, temperature)
@@ -216,11 +216,11 @@ class ShardedValueNetwork(ValueNetwork):
             dtype=dtype,
         )
 
-    def values(self, packed: Packed) -> Tensor:
+    def values(self, packed: PackedRows) -> Tensor:
         (values_M1,) = self.sharding(packed)
         return values_M1.squeeze(1)
 
-    def _compute(self, packed: Packed) -> tuple[Tensor, ...]:
+    def _compute(self, packed: PackedRows) -> tuple[Tensor, ...]:
         return (self.head(self.hidden(packed).float()),)
 
     def begin(self, *, last: bool) -> None:

@@ -1,9 +1,9 @@
-"""The checks of a preflight: data, prompts, imports, tools, rewards, model, memory, disk, ports and keys.
+"""Preflight checks: data, prompts, imports, tools, rewards, model, memory, disk, ports and keys, before a run.
 
-Owns what is looked at and in which order. Starts no engine and trains nothing. The quick part reads files and imports
+Owns what is checked and in which order. Starts no engine and trains nothing. The quick part reads files and imports
 what the config names, reward functions in a worker process as they will be; the thorough part also renders every
 prompt, starts MCP servers, scores one task, reads the prompts of judges, and proves the model.
-Invariant: a check that finds mistakes does not keep the next one from looking; what it could not look at, it says.
+Invariant: a check that finds mistakes does not keep the next one from running; what could not be checked is reported.
 """
 
 import asyncio
@@ -20,21 +20,20 @@ from urllib.parse import urlsplit
 from treadle.cluster.machine import missing_packages
 from treadle.config import Config, DataConfig, RewardConfig, TrainConfig
 from treadle.config.plugin import load_object
-from treadle.data.proof import IGNORES_TOOLS
 from treadle.data.renderer import Renderer
+from treadle.data.rendering_proof import IGNORES_TOOLS
 from treadle.data.tasks import load_tasks
 from treadle.engine.gpus import visible_gpus
 from treadle.errors import ConfigError, Failure, Mistake, RunError
 from treadle.exit_status import memory_limit
 from treadle.model.tokenizer import resolve_model_path
-from treadle.observe.prometheus import HOST
-from treadle.observe.trackers import TRACKERS
+from treadle.observe.trackers import HOST, TRACKERS
 from treadle.preflight import memory
 from treadle.preflight.report import PreflightReport
-from treadle.reward.failure import ScoreFailure
-from treadle.reward.models import prepare_models
+from treadle.reward.context import RewardContext
+from treadle.reward.result import ScoreFailure
+from treadle.reward.reward_models import prepare_models
 from treadle.reward.scorer import Scorer
-from treadle.reward.surroundings import Surroundings
 from treadle.rollout.agent_loop import LoopFactory
 from treadle.rollout.tools import Toolbox
 from treadle.types import Outcome, Score, StopReason, Task, Trajectory
@@ -45,7 +44,7 @@ QUICK_PROMPTS = 200
 Schemas = Mapping[tuple[str, ...] | None, tuple[dict[str, Any], ...]]
 
 
-def inspect_run(config: Config, environment: Mapping[str, str], *, thorough: bool) -> PreflightReport:
+def run_preflight(config: Config, environment: Mapping[str, str], *, thorough: bool) -> PreflightReport:
     """Everything that can be known about a run before it starts. `environment`: the variables it will see."""
     report = PreflightReport()
     report.add(missing_packages(config))
@@ -349,7 +348,7 @@ async def _check_reward_models(
         judges = {name: judge for name, judge in judges.items() if judge.path is not None}
     if judges or reward.classifiers:
         alone = RewardConfig(**{**reward.values(), "judges": judges})
-        surroundings = Surroundings(config.model, renderer, api_keys=environment)
+        surroundings = RewardContext(config.model, renderer, api_keys=environment)
         report.add((await prepare_models(alone, surroundings)).mistakes)
 
 

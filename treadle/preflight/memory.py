@@ -1,7 +1,7 @@
-"""Memory and disk: what the weights of a run need, and what this machine or its container has.
+"""Memory and disk estimate: what the weights of a run need, and what this machine or its container has.
 
-Owns the estimate. It counts what is certain (weights, gradients, optimizer state, copies of them) and leaves out what
-depends on the data: activations, and the KV cache, which engines fit to what is left.
+Counts what is certain (weights, gradients, optimizer state, copies of them) and leaves out what depends on the data:
+activations, and the KV cache, which engines fit to what is left.
 """
 
 import json
@@ -11,8 +11,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from treadle.config import Config, TrainConfig
-from treadle.config.actor import ActorConfig, CriticConfig
-from treadle.config.transport import choose_way
+from treadle.config.training import ActorConfig, CriticConfig
+from treadle.config.transport import choose_transport
 from treadle.errors import Mistake
 
 BYTES = {"fp32": 4, "float32": 4, "bf16": 2, "bfloat16": 2, "fp16": 2, "float16": 2, "auto": 2}
@@ -49,7 +49,7 @@ def weight_bytes(config: Config, parameters: int) -> dict[str, int]:
         needs["reference"] = parameters * BYTES[ref.dtype] // ranks
     if critic is not None:
         needs["critic"] = _trained(parameters, critic) // ranks
-    if choose_way(config) != "own":
+    if choose_transport(config) != "own":
         needs["engine"] = engine
     return needs
 

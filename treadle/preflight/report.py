@@ -1,6 +1,6 @@
-"""The report of a preflight: what was found fine, what is worth knowing, what is wrong, and what this machine lacks.
+"""Preflight report: facts, warnings, mistakes in the config, and what this machine lacks.
 
-Owns the record, its text and its JSON form. Looks at nothing itself.
+Owns the record, its text and its JSON form. Checks nothing itself.
 Invariant: what is wrong with a config and what is missing on a machine are never mixed.
 """
 

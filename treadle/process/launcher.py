@@ -26,7 +26,7 @@ from dataclasses import dataclass
 from threading import Thread
 from typing import IO, Any, Protocol
 
-from treadle.aio import is_users
+from treadle.aio import is_user_file
 from treadle.errors import ConfigError, DeadlineError, RunError, TreadleError
 from treadle.exit_status import describe_exit
 from treadle.process.channel import PICKLES, RAW, BlockingChannel, Channel, ChannelClosed, ChannelCodec
@@ -241,7 +241,7 @@ class ChildProcess:
             return ""
         self._trace.seek(0)
         found = _FRAME.findall(self._trace.read().decode(errors="replace"))
-        places = dict.fromkeys(f"{file}:{line}" for file, line in found if is_users(file))
+        places = dict.fromkeys(f"{file}:{line}" for file, line in found if is_user_file(file))
         return f" ({', '.join(list(places)[:3])})" if places else ""
 
     def release(self) -> None:

@@ -10,7 +10,7 @@ a Score, or a map with "score" and whatever else it wants to report. A worker ru
 only waits for a server, such as a judge behind an API, is better off with `num_workers: 0`, where scores overlap.
 
 Reward models are parts of the sum too: `treadle.reward.classifier` holds discriminative ones, `treadle.reward.judge`
-generative ones, `treadle.reward.models` what they have in common. What follows is about functions.
+generative ones, `treadle.reward.reward_models` what they have in common. What follows is about functions.
 
 What a worker process protects the run from
 - Time: a score that passes `timeout_s` is killed with SIGKILL, with every process it started, in C code too.

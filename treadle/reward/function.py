@@ -1,24 +1,87 @@
-"""A reward function: found by name or import path, its signature read once.
+"""Reward functions: loaded by name or import path, signature read once, arguments filled by parameter name.
 
-Owns loading and the rules for parameters. Runs wherever the function will run: in a worker for user code, in the
-parent for built-ins that are pure and bounded. Knows nothing about processes.
-Invariant: a Function that exists can be called with the values of `needs`; mistakes are found before the first score.
+Owns the parameter names, where each value comes from, and the rules for them. A function of scope sample sees one
+trajectory, one of scope group all those of a task that did not fail, in the order of their samples. Runs where the
+function runs: in a worker for user code, in the parent for built-ins that are pure and bounded. Knows no processes.
+Invariant: a RewardFunction that exists can be called with the values of `needs`; mistakes are found before the first
+score. Every name is filled for every trajectory; a model that said nothing gives an empty `response`.
 """
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import import_module
 from typing import Any
 
 from treadle.errors import ConfigError, Mistake, nearest
-from treadle.reward.argument import PARAMETERS
 from treadle.reward.builtin import BUILTINS, Builtin
-from treadle.reward.verdict import Answer, read_score, read_scores
+from treadle.reward.result import RewardResult, read_score, read_scores
+from treadle.types import Task, Trajectory
+
+
+def _read_response(_: Task, trajectory: Trajectory) -> str:
+    """What the model said last, as text; content in OpenAI's list of parts is joined."""
+    spoken: object = trajectory.response_text
+    if isinstance(spoken, str):
+        return spoken
+    parts = spoken if isinstance(spoken, list | tuple) else ()
+    return "".join(str(part.get("text", "")) for part in parts if isinstance(part, Mapping))
+
+
+def _read_extra_info(task: Task, _: Trajectory) -> Mapping[str, Any]:
+    """A row in verl's layout has a field of this name; any other row offers all its further fields."""
+    nested = task.extra.get("extra_info")
+    return nested if isinstance(nested, Mapping) else task.extra
+
+
+ARGUMENTS: Mapping[str, Callable[[Task, Trajectory], Any]] = {
+    "task": lambda task, trajectory: task,
+    "trajectory": lambda task, trajectory: trajectory,
+    "response": _read_response,
+    "ground_truth": lambda task, trajectory: task.ground_truth,
+    "messages": lambda task, trajectory: trajectory.messages,
+    "data_source": lambda task, trajectory: task.data_source,
+    "extra": lambda task, trajectory: task.extra,
+    "solution_str": _read_response,
+    "extra_info": _read_extra_info,
+}
+"""Parameter names and what fills them. The last two are verl's words for `response` and `extra`."""
+
+
+GROUP_ARGUMENTS: Mapping[str, Callable[[Task, Sequence[Trajectory]], Any]] = {
+    "task": lambda task, trajectories: task,
+    "trajectories": lambda task, trajectories: list(trajectories),
+    "responses": lambda task, trajectories: [_read_response(task, item) for item in trajectories],
+    "ground_truth": lambda task, trajectories: task.ground_truth,
+    "messages": lambda task, trajectories: [item.messages for item in trajectories],
+    "scores": lambda task, trajectories: [0.0 if item.reward is None else item.reward.value for item in trajectories],
+    "parts": lambda task, trajectories: [{} if item.reward is None else item.reward.parts for item in trajectories],
+    "data_source": lambda task, trajectories: task.data_source,
+    "extra": lambda task, trajectories: task.extra,
+    "solution_strs": lambda task, trajectories: [_read_response(task, item) for item in trajectories],
+    "extra_info": lambda task, trajectories: _read_extra_info(task, trajectories[0]),
+}
+"""The same for functions of scope group. `scores` and `parts` are what functions and models of scope sample gave."""
+
+PARAMETERS: Mapping[str, Iterable[str]] = {"sample": tuple(ARGUMENTS), "group": tuple(GROUP_ARGUMENTS)}
+"""The names that are filled, by scope."""
+
+Gather = Callable[[Iterable[str]], dict[str, Any]]
+"""The values for parameter names, of what is to be scored."""
+
+
+def gather(names: Iterable[str], task: Task, trajectory: Trajectory) -> dict[str, Any]:
+    """The values for these parameter names; those of other scopes are left out."""
+    return {name: ARGUMENTS[name](task, trajectory) for name in names if name in ARGUMENTS}
+
+
+def gather_group(names: Iterable[str], task: Task, trajectories: Sequence[Trajectory]) -> dict[str, Any]:
+    """The same for all samples of a task at once."""
+    return {name: GROUP_ARGUMENTS[name](task, trajectories) for name in names if name in GROUP_ARGUMENTS}
 
 
 @dataclass(frozen=True, slots=True)
-class Function:
+class RewardFunction:
     """A callable, the parameter names it takes from a trajectory, and the arguments the config gives it."""
 
     name: str
@@ -38,12 +101,12 @@ class Function:
         """What the function returns, or an awaitable of it. `values` may hold more than it needs."""
         return self.call(**{name: values[name] for name in self.needs}, **self.kwargs)
 
-    def read(self, result: Any) -> Answer:
+    def read(self, result: Any) -> RewardResult:
         """What the function returned, as a score, or as one for each sample of a group."""
         return read_scores(result) if self.scope == "group" else read_score(result)
 
 
-def load_function(name: str, path: str, kwargs: Mapping[str, Any], scope: str = "sample") -> Function:
+def load_function(name: str, path: str, kwargs: Mapping[str, Any], scope: str = "sample") -> RewardFunction:
     """The function at `path`; a ConfigError with keys relative to its section where it cannot be used."""
     builtin = BUILTINS.get(path)
     call = import_module(builtin.module).score if builtin else _load_callable(path)
@@ -54,7 +117,7 @@ def load_function(name: str, path: str, kwargs: Mapping[str, Any], scope: str = 
     if builtin:
         _prepare(import_module(builtin.module), path, kwargs)
     needs = tuple(parameter for parameter in parameters if parameter in PARAMETERS[scope])
-    return Function(name, call, needs, kwargs, builtin, scope)
+    return RewardFunction(name, call, needs, kwargs, builtin, scope)
 
 
 def _load_callable(path: str) -> Callable[..., Any]:

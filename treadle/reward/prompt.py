@@ -1,9 +1,11 @@
-"""What a reward model is asked: a Jinja template, filled with the fields of a task and its trajectory.
+"""Reward model prompt: a Jinja template over task and trajectory, with special tokens of foreign text escaped.
 
-Owns the template's names and the border between what its author wrote and what a trajectory said. Refuses to know who
-reads the text. Templates run in a sandbox that changes nothing it is given; a field that is missing is a failure, never
-an empty text.
-Invariant: special tokens in the result are the author's; see `guard` for what happens to those of a trajectory.
+Owns the template's names, the border between what its author wrote and what a trajectory said, and how special tokens
+spelled out in a trajectory are broken up. A policy is rewarded for what a reward model says: without this, an answer
+that spells out the end of a turn could continue as the judge. Templates run in a sandbox that changes nothing it is
+given; a missing field is a failure, never an empty text. Knows no model.
+Invariant: special tokens in the result are the template author's. Where foreign text touches a special token's
+spelling, that spelling is gone; all other text is unchanged.
 """
 
 import json
@@ -15,11 +17,86 @@ from typing import Any
 from jinja2 import StrictUndefined, Template, TemplateError, TemplateSyntaxError, meta
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
+from treadle.data.encoder import special_tokens
 from treadle.errors import ConfigError, Mistake, nearest
-from treadle.reward.argument import ARGUMENTS, GROUP_ARGUMENTS
-from treadle.reward.failure import Fault, ScoreFailure, describe
-from treadle.reward.guard import Guard
+from treadle.model.tokenizer import ChatTokenizer
+from treadle.reward.function import ARGUMENTS, GROUP_ARGUMENTS
+from treadle.reward.result import Fault, ScoreFailure, describe
 from treadle.types import Message, Task, Trajectory
+
+_WORD = r"[^<>\s]{1,64}"
+_NAMES = (
+    "s|bos|eos|pad|unk|mask|cls|sep|eod|eop|sop|think|tools|image|video|audio|AI|Human|SPECIAL|SYS|human|bot|system|user"
+    "|assistant|tool"
+)
+_COMMON_SPELLINGS = re.compile(
+    "|".join(
+        (
+            rf"[<＜][|｜]{_WORD}?[|｜]?[>＞]",  # <|im_end|>, <｜User｜>, <|turn>
+            rf"[<＜]{_WORD}?[|｜][>＞]",  # <turn|>
+            r"<<?/?(?:" + _NAMES + r")>>?",  # <s>, </s>, <bos>, <<SYS>>
+            r"</?[A-Za-z]{1,32}(?:[_:▁-][A-Za-z0-9]{1,32}){1,8}>",  # <start_of_turn>, <tool_call>, <extra_id_0>
+            r"<(?:unused|reserved|extra|special|row|col|loc|seg)_?[0-9]+>",
+            r"\[/?[a-z]?[A-Z][A-Z_]{2,32}[0-9]{0,4}\]",  # [INST], [TOOL_CALLS], [gMASK]
+            r"\][<~][^\s]{1,32}[\[\]>]|\[e~\[",  # MiniMax: ]~b], [e~[, ]<]minimax[>[
+        )
+    )
+)
+"""How special tokens are spelled by the families of today, for a server whose tokenizer is not here. It is better to
+break up something else that looks like one than to let one through: a judge reads `< tool_call>` as well."""
+
+_MAX_ROUNDS = 8
+
+
+class SpecialTokenEscaper:
+    """The special tokens of one model, or, where they are not known, what such tokens look like."""
+
+    def __init__(self, tokens: re.Pattern[str] | None) -> None:
+        self._tokens = tokens
+
+    @classmethod
+    def of(cls, tokenizer: ChatTokenizer) -> "SpecialTokenEscaper":
+        """For a model whose tokenizer this is."""
+        spellings = sorted(filter(None, special_tokens(tokenizer)), key=len, reverse=True)
+        return cls(re.compile("|".join(map(re.escape, spellings))) if spellings else None)
+
+    @classmethod
+    def usual(cls) -> "SpecialTokenEscaper":
+        """For a model behind a server."""
+        return cls(_COMMON_SPELLINGS)
+
+    def clean(self, value: Any) -> Any:
+        """Foreign text, or a message or a list of foreign text, without special tokens; a message keeps its role."""
+        if isinstance(value, str):
+            return self.settle(value, bytes(b"\1" * len(value)))
+        if isinstance(value, Mapping):
+            return {name: item if name == "role" else self.clean(item) for name, item in value.items()}
+        return [self.clean(item) for item in value] if isinstance(value, list | tuple) else value
+
+    def settle(self, text: str, foreign: bytes) -> str:
+        """The text without those special tokens that `foreign`, one byte a character, has a part in."""
+        for _ in range(_MAX_ROUNDS):
+            broken, mask = self._break(text, foreign)
+            if broken == text:
+                return text
+            text, foreign = broken, mask
+        return text.translate(_ONLY_WORDS)
+
+    def _break(self, text: str, foreign: bytes) -> tuple[str, bytes]:
+        """One pass. Breaking a token may lay bare another inside it, hence the rounds."""
+        done, mask, end = list[str](), bytearray(), 0
+        for match in self._tokens.finditer(text) if self._tokens is not None else ():
+            if not any(foreign[match.start() : match.end()]):
+                continue
+            broken = match[0][0] + " " + match[0][1:] if len(match[0]) > 1 else " "
+            done += (text[end : match.start()], broken)
+            mask += foreign[end : match.start()] + b"\1" * len(broken)
+            end = match.end()
+        return "".join([*done, text[end:]]), bytes(mask + foreign[end:])
+
+
+_ONLY_WORDS = dict.fromkeys(map(ord, "<>|[]｜"), " ")
+"""The last resort against spellings that contain one another for ever."""
 
 
 def read_question(task: Task, _: Trajectory) -> str:
@@ -53,14 +130,14 @@ _OPEN, _CLOSE = "\ue000", "\ue001"
 _MARK = re.compile(f"([{_OPEN}{_CLOSE}])")
 
 
-class Prompt:
+class RewardPrompt:
     """A template and the fields it uses. Built by `create`."""
 
-    def __init__(self, template: Template, needs: Sequence[str], guard: Guard) -> None:
+    def __init__(self, template: Template, needs: Sequence[str], guard: SpecialTokenEscaper) -> None:
         self._template, self._needs, self._guard = template, needs, guard
 
     @classmethod
-    def create(cls, text: str, guard: Guard, scope: str = "sample") -> "Prompt":
+    def create(cls, text: str, guard: SpecialTokenEscaper, scope: str = "sample") -> "RewardPrompt":
         """A ConfigError of the key `prompt` where the template cannot be used."""
         try:
             used = meta.find_undeclared_variables(_environment().parse(text))

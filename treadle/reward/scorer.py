@@ -1,10 +1,10 @@
-"""Scores trajectories: which functions run where, attempts, models after functions, and the weighted sum.
+"""Scorer: which reward functions run where, attempts, models after functions, and the weighted sum.
 
 Owns the split between this process (built-ins that are pure and bounded, or everything where `reward.num_workers` is
 0) and worker processes (all else), and the retries. What the limits do and do not cover: see `treadle.reward`.
 Models are asked when all functions have answered, so a trajectory that functions cannot score costs no model anything.
 What has scope group comes last, once all samples of a task have the score of everything else.
-Invariant: a Score is what functions and models said; anything that kept one from speaking is a RewardFailure, never a
+Invariant: a Score is what functions and models said; anything that kept one from answering is a RewardFailure, never a
 number.
 """
 
@@ -18,18 +18,27 @@ from typing import Any
 from treadle.aio import in_own_task
 from treadle.config.reward import RewardConfig, RewardFunctionConfig
 from treadle.errors import ConfigError, Mistake, MisuseError
-from treadle.reward.argument import Gather, gather, gather_group
 from treadle.reward.builtin import BUILTINS
-from treadle.reward.failure import Fault, ScoreFailure, blame_function, name_function
-from treadle.reward.function import Function, load_function
-from treadle.reward.models import Models, prepare_models
-from treadle.reward.pool import Pool
-from treadle.reward.rate import RateLimit
+from treadle.reward.context import NO_CONTEXT, RewardContext
+from treadle.reward.function import Gather, RewardFunction, gather, gather_group, load_function
+from treadle.reward.rate_limit import RateLimit
+from treadle.reward.result import (
+    Fault,
+    RewardResult,
+    ScoreFailure,
+    blame_function,
+    check_count,
+    combine,
+    extend,
+    name_function,
+    read_session,
+    settle_answer,
+)
+from treadle.reward.reward_models import RewardModels, prepare_models
 from treadle.reward.sandbox.confine import hide_where_needed
 from treadle.reward.sandbox.process import locate
 from treadle.reward.sandbox.protocol import copy
-from treadle.reward.surroundings import ALONE, Surroundings
-from treadle.reward.verdict import Answer, check_count, combine, extend, read_session, settle_answer
+from treadle.reward.worker_pool import RewardWorkerPool
 from treadle.terminal import warn
 from treadle.types import Score, Task, Trajectory
 
@@ -40,10 +49,10 @@ class Scorer:
     def __init__(
         self,
         reward: RewardConfig,
-        inline: Mapping[str, Function],
-        pools: tuple[Pool, ...],
+        inline: Mapping[str, RewardFunction],
+        pools: tuple[RewardWorkerPool, ...],
         rate: RateLimit,
-        models: Models | None = None,
+        models: RewardModels | None = None,
     ) -> None:
         self._reward, self._inline, self._pools, self._rate, self._models = reward, inline, pools, rate, models
         self._weights = reward.weights() | reward.session_weights()
@@ -54,7 +63,7 @@ class Scorer:
         self._closed = False
 
     @classmethod
-    async def create(cls, reward: RewardConfig, surroundings: Surroundings = ALONE) -> "Scorer":
+    async def create(cls, reward: RewardConfig, surroundings: RewardContext = NO_CONTEXT) -> "Scorer":
         """A started scorer. ConfigError with every mistake, or RunError where workers or models cannot start.
 
         `surroundings`: what a rollout lends to judges.
@@ -69,7 +78,7 @@ class Scorer:
         try:
             if mistakes:
                 raise ConfigError(mistakes)
-            models = await Models.start(reward, prepared, rate, surroundings) if prepared.any else None
+            models = await RewardModels.start(reward, prepared, rate, surroundings) if prepared.any else None
         except BaseException:
             await asyncio.shield(_close_pools(pools))
             raise
@@ -116,13 +125,15 @@ class Scorer:
         if self._closed:
             raise MisuseError("this scorer is closed; build another with Scorer.create")
 
-    async def _run_functions(self, names: Sequence[str], gather: Gather, count: int | None = None) -> dict[str, Answer]:
+    async def _run_functions(
+        self, names: Sequence[str], gather: Gather, count: int | None = None
+    ) -> dict[str, RewardResult]:
         """What each function says, of a sample or of a group of `count`.
 
         One that is past its deadline for good has `reward.on_timeout`, if that is set. The others are run
         again then, without it: a worker that is late is killed with all it had to do.
         """
-        attempt, late = 0, dict[str, Answer]()
+        attempt, late = 0, dict[str, RewardResult]()
         while True:
             try:
                 return late | await self._attempt([name for name in names if name not in late], gather)
@@ -135,8 +146,8 @@ class Scorer:
                 else:
                     raise
 
-    async def _attempt(self, names: Sequence[str], gather: Gather) -> dict[str, Answer]:
-        answers: dict[str, Answer] = {}
+    async def _attempt(self, names: Sequence[str], gather: Gather) -> dict[str, RewardResult]:
+        answers: dict[str, RewardResult] = {}
         if names and not self._pools:
             await self._rate.turn()
         for name, function in self._inline.items():
@@ -149,7 +160,7 @@ class Scorer:
                 turn = False
         return answers
 
-    async def _run_inline(self, function: Function, gather: Gather) -> Answer:
+    async def _run_inline(self, function: RewardFunction, gather: Gather) -> RewardResult:
         """Run in this process: a built-in on the records themselves, a user's function on a copy of them."""
         with blame_function(function.name):
             values = gather(function.needs)
@@ -157,7 +168,7 @@ class Scorer:
                 return function.read(function(values))
             return await in_own_task(self._call(function, copy(values)))
 
-    async def _call(self, function: Function, values: Mapping[str, Any]) -> Answer:
+    async def _call(self, function: RewardFunction, values: Mapping[str, Any]) -> RewardResult:
         """A user's function, in a task of its own: what it does to its task is no business of the trajectory's."""
         result = function(values)
         if inspect.isawaitable(result):
@@ -213,15 +224,15 @@ def _is_sandboxed(function: RewardFunctionConfig) -> bool:
 
 async def _start_pools(
     reward: RewardConfig, names: tuple[str, ...], rate: RateLimit, mistakes: list[Mistake]
-) -> tuple[Pool, ...]:
+) -> tuple[RewardWorkerPool, ...]:
     """Workers for plain functions, and others for sandboxed ones; what is wrong with them is added to `mistakes`."""
-    pools: list[Pool] = []
+    pools: list[RewardWorkerPool] = []
     try:
         for sandbox in (False, True):
             chosen = tuple(name for name in names if _is_sandboxed(reward.functions[name]) is sandbox)
             try:
                 if chosen:
-                    pools.append(await Pool.create(reward, chosen, rate, sandbox))
+                    pools.append(await RewardWorkerPool.create(reward, chosen, rate, sandbox))
             except ConfigError as error:
                 mistakes += error.mistakes
     except BaseException:
@@ -235,7 +246,7 @@ async def _start_pools(
     return tuple(pools)
 
 
-async def _close_pools(pools: Sequence[Pool]) -> None:
+async def _close_pools(pools: Sequence[RewardWorkerPool]) -> None:
     """All of them, whatever one says."""
     found = await asyncio.gather(*(pool.close() for pool in pools), return_exceptions=True)
     for error in found:
@@ -243,9 +254,9 @@ async def _close_pools(pools: Sequence[Pool]) -> None:
             raise error
 
 
-def _load_inline(reward: RewardConfig, names: list[str], mistakes: list[Mistake]) -> dict[str, Function]:
+def _load_inline(reward: RewardConfig, names: list[str], mistakes: list[Mistake]) -> dict[str, RewardFunction]:
     """The functions that run here; what is wrong with the others is added to `mistakes`."""
-    loaded: dict[str, Function] = {}
+    loaded: dict[str, RewardFunction] = {}
     for name in names:
         function = reward.functions[name]
         if _is_sandboxed(function):

@@ -1,9 +1,9 @@
-"""Rollout: agent loops, sessions, tools and workers behind one manager. Runs with no trainer; imports no torch."""
+"""Rollout: agent loops, sessions, tools and workers behind one manager. Runs without a trainer; imports no torch."""
 
 from treadle.rollout.agent_loop import AgentLoopBase, SingleTurnAgentLoop, ToolAgentLoop
 from treadle.rollout.environment import Environment, EnvironmentAgentLoop, Reply
 from treadle.rollout.manager import AgentLoopManager
-from treadle.rollout.service import Kind, Parts
+from treadle.rollout.service import RolloutKind, RolloutParts
 from treadle.rollout.session import Session
 from treadle.rollout.worker import AgentLoopWorker, Dropped
 
@@ -14,9 +14,9 @@ __all__ = [
     "Dropped",
     "Environment",
     "EnvironmentAgentLoop",
-    "Kind",
-    "Parts",
     "Reply",
+    "RolloutKind",
+    "RolloutParts",
     "Session",
     "SingleTurnAgentLoop",
     "ToolAgentLoop",

@@ -1,9 +1,10 @@
-"""Turns tasks into groups of scored trajectories, on the manager's own loop.
+"""Dispatcher: turns tasks into groups of scored trajectories, on the manager's event loop.
 
-Owns who runs when: samples per task, concurrency, retries, scoring, the journal, the failure budget.
-Waits: a job waits for a free place (`agent.max_concurrent_sessions`), then while `emptied` holds sessions back; a group
-waits for its samples; a stream waits for its reader. A failure ends a trajectory, never its batch; a spent failure
-budget ends everything.
+Owns the order of work: samples per task, concurrency (back-pressure on sessions), retries, scoring, journal records,
+and the failure budget, which ends a run when more trajectories failed than `rollout.failures` allows.
+Waits: a job waits for a free place (`agent.max_concurrent_sessions`), then while `drained` holds new sessions back; a
+group waits for its samples; a stream waits for its reader. A failure ends a trajectory, never its batch; a spent
+failure budget ends the run.
 """
 
 import asyncio
@@ -13,29 +14,55 @@ from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, Protocol, TypeVar
 
-from treadle.config import RolloutConfig
-from treadle.engine.gate import Gate
-from treadle.engine.interrupt import Flight, Flights, Interrupted
-from treadle.errors import Boundary, DeadlineError, MisuseError, RewardFailure, RunError
+from treadle.aio import BoundedBuffer
+from treadle.config import FailureConfig, RolloutConfig
+from treadle.engine.in_flight import InFlightRequest, InFlightRequests, PauseGate, WaitInterrupted
+from treadle.errors import Boundary, BudgetSpent, DeadlineError, MisuseError, RewardFailure, RunError
 from treadle.journal import Journal
 from treadle.observe import Wait
-from treadle.rollout.budget import FailureBudget
-from treadle.rollout.feed import Feed
-from treadle.rollout.recall import NO_PAST, Past, draws_anew
+from treadle.rollout.completion_log import NOTHING_RECOVERED, RecoveredTask, needs_new_noise
 from treadle.rollout.worker import Dropped, Job
 from treadle.types import Batch, Group, Outcome, Provenance, SamplingParams, Score, Task, Trajectory
 
-RETRIED = frozenset({Boundary.ENGINE, Boundary.TOOL, Boundary.ENVIRONMENT, Boundary.LOOP})
+
+class FailureBudget:
+    """Counts finished trajectories; raises when failures are more than the config allows."""
+
+    def __init__(self, failures: FailureConfig) -> None:
+        self._failures = failures
+        self._finished = 0
+        self._failed: Counter[Boundary] = Counter()
+        self._last: dict[Boundary, str] = {}
+
+    def add(self, outcome: Outcome) -> None:
+        """Count an outcome; raise BudgetSpent, with the causes, when too many have failed."""
+        failures = self._failures
+        self._finished += 1
+        if outcome.boundary is None:
+            return
+        self._failed[outcome.boundary] += 1
+        self._last[outcome.boundary] = outcome.detail
+        failed = self._failed.total()
+        if self._finished >= failures.min_finished and failed > failures.max_failed_fraction * self._finished:
+            raise BudgetSpent(self._report(failed))
+
+    def _report(self, failed: int) -> str:
+        allowed = f"rollout.failures.max_failed_fraction allows {self._failures.max_failed_fraction:g}"
+        causes = (f"  {count} × {boundary}: {self._last[boundary]}" for boundary, count in self._failed.most_common())
+        return "\n".join([f"{failed} of {self._finished} trajectories failed; {allowed}", *causes])
+
+
+RETRIED_BOUNDARIES = frozenset({Boundary.ENGINE, Boundary.TOOL, Boundary.ENVIRONMENT, Boundary.LOOP})
 """Failures that another attempt may escape. A prompt stays as it is, and a scorer has retries of its own."""
 
 
-class Worker(Protocol):
+class AgentWorker(Protocol):
     """Whoever makes attempts: a worker here, or one behind a process border."""
 
     async def run(self, job: Job) -> Trajectory | Dropped: ...
 
 
-class Scoring(Protocol):
+class TrajectoryScorer(Protocol):
     """Whoever scores trajectories."""
 
     @property
@@ -48,7 +75,7 @@ class Scoring(Protocol):
     async def score_group(self, task: Task, trajectories: Sequence[Trajectory]) -> list[Score]: ...
 
 
-class Observer(Protocol):
+class RolloutObserver(Protocol):
     """Told as trajectories come and go, on the manager's loop; must not block."""
 
     def start(self) -> None: ...
@@ -62,7 +89,7 @@ class Observer(Protocol):
 
 T = TypeVar("T")
 
-Unscored = Callable[[str, int], Trajectory | None]
+FindUnscored = Callable[[str, int], Trajectory | None]
 """Finds the trajectory of a uid and a sample, if there is one."""
 
 
@@ -71,13 +98,13 @@ def no_trajectory(uid: str, sample: int) -> Trajectory | None:
 
 
 @dataclass(frozen=True, slots=True)
-class Order:
+class RolloutRequest:
     """What a caller asked for: sampling, samples per task, and which samples it already has."""
 
     sampling: SamplingParams
     n: int
     done: Container[tuple[str, int]] = ()
-    unscored: Unscored = no_trajectory
+    unscored: FindUnscored = no_trajectory
     """Samples whose tokens there are already, and that need a score."""
     stamp: Callable[[Task], Provenance] | None = None
     """Says what the trajectories of a task are made from."""
@@ -89,10 +116,10 @@ class Dispatcher:
     def __init__(
         self,
         rollout: RolloutConfig,
-        workers: Sequence[Worker],
-        scorer: Scoring | None,
+        workers: Sequence[AgentWorker],
+        scorer: TrajectoryScorer | None,
         journal: Journal | None = None,
-        observers: Sequence[Observer] = (),
+        observers: Sequence[RolloutObserver] = (),
         forget: Callable[[str], None] = lambda session: None,
         replicas: int = 1,
     ) -> None:
@@ -105,8 +132,8 @@ class Dispatcher:
         self._forget = forget
         self._budget = FailureBudget(rollout.failures)
         self._places = asyncio.Semaphore(rollout.num_places(replicas))
-        self._gate = Gate()
-        self._attempts = Flights()
+        self._gate = PauseGate()
+        self._attempts = InFlightRequests()
         self._turn = 0
         self._scoring: dict[tuple[str, int], float] = {}
         """Trajectories that wait for their score, and since when."""
@@ -116,7 +143,7 @@ class Dispatcher:
         for (uid, sample), since in self._scoring.items():
             yield Wait(uid, sample, "score", since, "the scorer", "the session ended")
 
-    async def generate(self, tasks: Sequence[Task], order: Order) -> Batch:
+    async def generate(self, tasks: Sequence[Task], order: RolloutRequest) -> Batch:
         """Groups in the order of the tasks, once every sample has ended."""
         _refuse_repeats(tasks)
         with first_error():
@@ -126,13 +153,15 @@ class Dispatcher:
         dropped = tuple(group.uid for group in groups if isinstance(group, Dropped))
         return Batch(tuple(group for group in groups if isinstance(group, Group)), dropped)
 
-    async def group(self, task: Task, order: Order, past: Past = NO_PAST) -> Group | Dropped:
+    async def group(
+        self, task: Task, order: RolloutRequest, past: RecoveredTask = NOTHING_RECOVERED
+    ) -> Group | Dropped:
         """One group, once every sample has ended; what an earlier run finished is taken over."""
         with first_error():
             return await self._group(task, order, past)
 
     @asynccontextmanager
-    async def emptied(self, *, restart: bool) -> AsyncIterator[None]:
+    async def drained(self, *, restart: bool) -> AsyncIterator[None]:
         """Run a block while no session is open: those that are end first, or, with `restart`, begin again after it."""
         self._gate.pause()
         try:
@@ -146,7 +175,9 @@ class Dispatcher:
         finally:
             self._gate.resume()
 
-    async def stream(self, tasks: Sequence[Task], order: Order, feed: Feed[Trajectory | Dropped]) -> None:
+    async def stream(
+        self, tasks: Sequence[Task], order: RolloutRequest, feed: BoundedBuffer[Trajectory | Dropped]
+    ) -> None:
         """Every sample into `feed` as it ends, or with rewards of scope group as its group does; dropped tasks once
         each."""
         _refuse_repeats(tasks)
@@ -158,7 +189,7 @@ class Dispatcher:
         finally:
             await feed.close()
 
-    async def _stream_task(self, task: Task, order: Order, feed: Feed[Trajectory | Dropped]) -> None:
+    async def _stream_task(self, task: Task, order: RolloutRequest, feed: BoundedBuffer[Trajectory | Dropped]) -> None:
         if self._group_scorer is not None:
             return await self._stream_group(task, order, feed)
 
@@ -167,9 +198,9 @@ class Dispatcher:
             if isinstance(result, Trajectory) or sample == 0:
                 await feed.put(result)
 
-        await _side_by_side([one(sample) for sample in self._missing(task, order)])
+        await _run_concurrently([one(sample) for sample in self._missing(task, order)])
 
-    async def _stream_group(self, task: Task, order: Order, feed: Feed[Trajectory | Dropped]) -> None:
+    async def _stream_group(self, task: Task, order: RolloutRequest, feed: BoundedBuffer[Trajectory | Dropped]) -> None:
         missing, n = self._missing(task, order), task.n or order.n
         if not missing:
             return
@@ -179,17 +210,19 @@ class Dispatcher:
                 "group, all samples of a task are scored together"
             )
         redraws = Counter[int]()
-        results = await _side_by_side([self._sample(task, sample, order, redraws) for sample in missing])
+        results = await _run_concurrently([self._sample(task, sample, order, redraws) for sample in missing])
         drawn = tuple(result for result in results if isinstance(result, Trajectory))
         for dropped in [result for result in results if isinstance(result, Dropped)][:1]:
             await feed.put(dropped)
         for trajectory in (await self._score_group(Group(task, drawn), redraws)).trajectories:
             await feed.put(trajectory)
 
-    def _missing(self, task: Task, order: Order) -> list[int]:
+    def _missing(self, task: Task, order: RolloutRequest) -> list[int]:
         return [sample for sample in range(task.n or order.n) if (task.uid, sample) not in order.done]
 
-    async def _group(self, task: Task, order: Order, past: Past = NO_PAST) -> Group | Dropped:
+    async def _group(
+        self, task: Task, order: RolloutRequest, past: RecoveredTask = NOTHING_RECOVERED
+    ) -> Group | Dropped:
         """The samples of one task. With too few survivors, those that failed are drawn once more."""
         finished = {trajectory.sample: trajectory for trajectory in past.finished}
         if self._scorer is not None:
@@ -200,7 +233,9 @@ class Dispatcher:
             finished = {sample: known for sample, known in finished.items() if sample not in unscored}
         missing = [sample for sample in self._missing(task, order) if sample not in finished]
         redraws = Counter(past.redraws)
-        results = await _side_by_side([self._sample(task, sample, order, redraws, past.attempt) for sample in missing])
+        results = await _run_concurrently(
+            [self._sample(task, sample, order, redraws, past.attempt) for sample in missing]
+        )
         if any(isinstance(result, Dropped) for result in results):
             return next(result for result in results if isinstance(result, Dropped))
         finished.update({result.sample: result for result in results if isinstance(result, Trajectory)})
@@ -213,13 +248,15 @@ class Dispatcher:
         if len(group.survivors) >= enough:
             return group
         failed = [trajectory for trajectory in group.trajectories if not trajectory.outcome.ok]
-        again = await _side_by_side([self._sample(task, old.sample, order, redraws, old.attempt + 1) for old in failed])
+        again = await _run_concurrently(
+            [self._sample(task, old.sample, order, redraws, old.attempt + 1) for old in failed]
+        )
         redone = {new.sample: new for new in again if isinstance(new, Trajectory)}
         group = Group(task, tuple(redone.get(old.sample, old) for old in group.trajectories))
         return await self._score_group(group, redraws)
 
     async def _sample(
-        self, task: Task, sample: int, order: Order, redraws: Counter[int], attempt: int = 0
+        self, task: Task, sample: int, order: RolloutRequest, redraws: Counter[int], attempt: int = 0
     ) -> Trajectory | Dropped:
         """One sample: attempts until one does not fail or the retries are spent; then counted against the budget.
 
@@ -234,7 +271,7 @@ class Dispatcher:
             self._tell("start")
             known = order.unscored(task.uid, sample)
             result = await self._attempt(task, sample, order, redraws, attempt, queue_s, known)
-            while isinstance(result, Trajectory) and result.outcome.boundary in RETRIED and attempt < last:
+            while isinstance(result, Trajectory) and result.outcome.boundary in RETRIED_BOUNDARIES and attempt < last:
                 self._tell("retry", result)
                 attempt += 1
                 result = await self._attempt(task, sample, order, redraws, attempt, queue_s)
@@ -255,7 +292,7 @@ class Dispatcher:
         self,
         task: Task,
         sample: int,
-        order: Order,
+        order: RolloutRequest,
         redraws: Counter[int],
         attempt: int,
         queue_s: float,
@@ -272,7 +309,7 @@ class Dispatcher:
             result = replace(result, provenance=order.stamp(task))
         if result.outcome.ok and self._scorer is not None:
             result = await self._scored(task, result, self._scorer)
-        redraws[sample] += draws_anew(result.outcome)
+        redraws[sample] += needs_new_noise(result.outcome)
         await self._record(_without_score(result) if self._waits_for_group(result) else result)
         return result
 
@@ -285,14 +322,14 @@ class Dispatcher:
             await self._journal.drain()
 
     async def _run(self, job: Job, queue_s: float) -> Trajectory | Dropped:
-        """One attempt by a worker; begun again when `emptied` restarts it. Time held back adds to `queue_s`."""
+        """One attempt by a worker; begun again when `drained` restarts it. Time held back adds to `queue_s`."""
         session, clock = f"{job.task.uid}/{job.sample}", asyncio.get_running_loop().time
         while True:
             if self._gate.shut:
                 held = clock()
                 await self._gate.admit(session)
                 queue_s += clock() - held
-            attempt = Flight(session, clock())
+            attempt = InFlightRequest(session, clock())
             self._attempts[attempt] = None
             try:
                 with attempt:
@@ -301,16 +338,16 @@ class Dispatcher:
                     timing = replace(result.timing, queue_s=queue_s + result.timing.queue_s)
                     result = replace(result, timing=timing)
                 return result
-            except Interrupted:
+            except WaitInterrupted:
                 self._forget(session)
             finally:
-                self._attempts.land(attempt)
+                self._attempts.finish(attempt)
 
     def _tell(self, event: str, *about: Trajectory) -> None:
         for observer in self._observers:
             getattr(observer, event)(*about)
 
-    async def _scored(self, task: Task, trajectory: Trajectory, scorer: Scoring) -> Trajectory:
+    async def _scored(self, task: Task, trajectory: Trajectory, scorer: TrajectoryScorer) -> Trajectory:
         clock = asyncio.get_running_loop().time
         began = clock()
         outcome, reward = trajectory.outcome, None
@@ -346,13 +383,13 @@ class Dispatcher:
         for item, reward in zip(waiting, rewards, strict=True):
             timing = replace(item.timing, score_s=item.timing.score_s + clock() - began)
             result = replace(item, outcome=failed or item.outcome, reward=reward, timing=timing)
-            redraws[item.sample] += draws_anew(result.outcome)
+            redraws[item.sample] += needs_new_noise(result.outcome)
             await self._record(result)
             self._finish(result)
             scored[item.sample] = result
         return Group(group.task, tuple(scored.get(item.sample, item) for item in group.trajectories))
 
-    def _worker(self) -> Worker:
+    def _worker(self) -> AgentWorker:
         """Workers take turns; they all reach the same engines."""
         self._turn = (self._turn + 1) % len(self._workers)
         return self._workers[self._turn]
@@ -370,7 +407,7 @@ def _refuse_repeats(tasks: Sequence[Task]) -> None:
         raise MisuseError(f"{len(repeated)} tasks share a uid with another, such as {repeated[0]!r}: uids must differ")
 
 
-async def _side_by_side(work: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
+async def _run_concurrently(work: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
     """Run coroutines together; a single one is simply awaited."""
     if len(work) == 1:
         return [await work[0]]

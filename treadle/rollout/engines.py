@@ -1,4 +1,4 @@
-"""Starts the engines a rollout section asks for."""
+"""Engine start: the replicas that a rollout section asks for."""
 
 import asyncio
 import os
@@ -9,7 +9,7 @@ from treadle.config import ModelConfig, RolloutConfig
 from treadle.data.renderer import Renderer
 from treadle.engine.gpus import visible_gpus
 from treadle.engine.openai import OpenAIEngine
-from treadle.engine.protocol import Engine, Gpu, Mortal
+from treadle.engine.protocol import Engine, Gpu, ProcessEngine
 from treadle.engine.remote import start_native_remote
 from treadle.engine.replica_supervisor import ReplicaSupervisor
 from treadle.engine.scripted import ScriptedEngine
@@ -96,12 +96,12 @@ def _share_cores(engines: int) -> int | None:
 
 async def _start_native(
     rollout: RolloutConfig, model: ModelConfig, name: str, gpus: Sequence[Gpu], num_threads: int | None
-) -> Mortal:
+) -> ProcessEngine:
     device = f"cuda:{gpus[0].number}" if gpus else "cpu"
     return await start_native_remote(rollout, model, name, device, None if gpus else num_threads)
 
 
-async def _start_vllm(rollout: RolloutConfig, model: ModelConfig, name: str, gpus: Sequence[Gpu]) -> Mortal:
+async def _start_vllm(rollout: RolloutConfig, model: ModelConfig, name: str, gpus: Sequence[Gpu]) -> ProcessEngine:
     from treadle.engine.vllm.engine import VLLMEngine, require_vllm
 
     require_vllm(rollout)

@@ -1,9 +1,8 @@
-"""Multi-turn tasks against an environment: a user simulator, a game, anything that answers the model.
+"""Environments: multi-turn tasks against a user simulator, a game, or anything else that answers the model.
 
-Owns the environment's protocol and the loop that runs one. A new environment instance serves each session. Its plain
-functions run in threads, one at a time, so that a slow one holds up nobody else; what is async runs on the event
-loop.
-Waits: every call for its answer, at most `rollout.multi_turn.environment_timeout_s`; then it is abandoned.
+Owns the environment's protocol and the agent loop that runs one. Each session has an environment instance of its own.
+Plain functions run in threads, one at a time, so a slow one delays no other session; async ones run on the event loop.
+Waits: every call waits for its answer, at most `rollout.multi_turn.environment_timeout_s`; then it is abandoned.
 """
 
 import inspect
@@ -18,7 +17,7 @@ from treadle.config.plugin import load_object
 from treadle.errors import EnvironmentFailure, blame
 from treadle.rollout.agent_loop import AgentLoopBase, tool_message
 from treadle.rollout.session import Session
-from treadle.rollout.tools.spec import Expired, within
+from treadle.rollout.tools.base import Expired, within
 from treadle.types import Message
 
 

@@ -1,7 +1,7 @@
-"""The agent loop manager: the rollout's front door.
+"""Agent loop manager: the public interface of a rollout.
 
-Lives on an event loop of its own, in a thread of its own, from `create` to `close`. Every public call has an awaitable
-and a blocking form, told apart by name alone. Whoever holds a manager holds one that is started.
+Runs on an event loop of its own, in a thread of its own, from `create` to `close`. Every public call has an awaitable
+and a blocking form, told apart by name alone. A manager that exists is started.
 
     async with await AgentLoopManager.create(rollout=cfg.rollout, model=cfg.model, reward=cfg.reward) as manager:
         batch = await manager.generate_sequences(tasks)
@@ -13,22 +13,21 @@ from collections.abc import AsyncIterator, Container, Coroutine, Iterator, Seque
 from types import TracebackType
 from typing import Any, Self
 
+from treadle.aio import BoundedBuffer, LoopThread
 from treadle.config import ModelConfig, RewardConfig, RolloutConfig
-from treadle.config.trainer import OnWeightUpdate
+from treadle.config.training import OnWeightUpdate
 from treadle.engine.protocol import WeightUpdate
 from treadle.errors import MisuseError
-from treadle.rollout.dispatch import Unscored, no_trajectory
-from treadle.rollout.feed import Feed
-from treadle.rollout.recall import NO_PAST, Past
-from treadle.rollout.service import Kind, Parts, RolloutService
-from treadle.rollout.thread import LoopThread
+from treadle.rollout.completion_log import NOTHING_RECOVERED, RecoveredTask
+from treadle.rollout.dispatch import FindUnscored, no_trajectory
+from treadle.rollout.service import RolloutKind, RolloutParts, RolloutService
 from treadle.rollout.worker import Dropped
 from treadle.types import Batch, Group, Task, Trajectory
 
 STREAM_BUFFER = 256
 """Trajectories a stream holds for a slow reader before sessions wait for it."""
 
-CONFIGURED = Parts()
+FROM_CONFIG = RolloutParts()
 """Everything as the config says."""
 
 
@@ -51,7 +50,7 @@ class AgentLoopManager:
         rollout: RolloutConfig,
         model: ModelConfig,
         reward: RewardConfig | None = None,
-        parts: Parts = CONFIGURED,
+        parts: RolloutParts = FROM_CONFIG,
     ) -> Self:
         """A started manager, or an error. `parts` replace or add to what the config would build."""
         thread = LoopThread("treadle-rollout")
@@ -69,7 +68,7 @@ class AgentLoopManager:
         rollout: RolloutConfig,
         model: ModelConfig,
         reward: RewardConfig | None = None,
-        parts: Parts = CONFIGURED,
+        parts: RolloutParts = FROM_CONFIG,
     ) -> Self:
         """The same, for code that does not await; correct inside a running loop too."""
         thread = LoopThread("treadle-rollout")
@@ -81,7 +80,7 @@ class AgentLoopManager:
         return cls(rollout, thread, service)
 
     def generate_sequences(
-        self, tasks: Sequence[Task], *, kind: Kind = Kind.TRAINING, seed: int | None = None
+        self, tasks: Sequence[Task], *, kind: RolloutKind = RolloutKind.TRAINING, seed: int | None = None
     ) -> Coroutine[Any, Any, Batch]:
         """Sample every task; await it. `kind` says for what, `seed` replaces `rollout.seed`.
 
@@ -89,12 +88,12 @@ class AgentLoopManager:
         """
         return self._generate(self._expect("generate_sequences"), tasks, kind, seed)
 
-    async def _generate(self, call: int, tasks: Sequence[Task], kind: Kind, seed: int | None) -> Batch:
+    async def _generate(self, call: int, tasks: Sequence[Task], kind: RolloutKind, seed: int | None) -> Batch:
         self._unawaited.pop(call, None)
         return await self._thread.run(self._service.generate(tasks, kind, seed))
 
     def generate_sequences_blocking(
-        self, tasks: Sequence[Task], *, kind: Kind = Kind.TRAINING, seed: int | None = None
+        self, tasks: Sequence[Task], *, kind: RolloutKind = RolloutKind.TRAINING, seed: int | None = None
     ) -> Batch:
         """Sample every task and wait for it in this thread."""
         return self._thread.run_blocking(self._service.generate(tasks, kind, seed), "generate_sequences")
@@ -103,9 +102,9 @@ class AgentLoopManager:
         self,
         tasks: Sequence[Task],
         *,
-        kind: Kind = Kind.TRAINING,
+        kind: RolloutKind = RolloutKind.TRAINING,
         done: Container[tuple[str, int]] = (),
-        unscored: Unscored = no_trajectory,
+        unscored: FindUnscored = no_trajectory,
     ) -> AsyncIterator[Trajectory | Dropped]:
         """Trajectories as each one ends. `done` names samples, by uid and number, that are not drawn again; those that
         `unscored` finds are scored as they are.
@@ -115,7 +114,12 @@ class AgentLoopManager:
         return self._stream(self._expect("stream"), tasks, kind, done, unscored)
 
     async def _stream(
-        self, call: int, tasks: Sequence[Task], kind: Kind, done: Container[tuple[str, int]], unscored: Unscored
+        self,
+        call: int,
+        tasks: Sequence[Task],
+        kind: RolloutKind,
+        done: Container[tuple[str, int]],
+        unscored: FindUnscored,
     ) -> AsyncIterator[Trajectory | Dropped]:
         self._unawaited.pop(call, None)
         feed = await self._thread.run(_new_feed())
@@ -132,15 +136,20 @@ class AgentLoopManager:
         self,
         tasks: Sequence[Task],
         *,
-        kind: Kind = Kind.TRAINING,
+        kind: RolloutKind = RolloutKind.TRAINING,
         done: Container[tuple[str, int]] = (),
-        unscored: Unscored = no_trajectory,
+        unscored: FindUnscored = no_trajectory,
     ) -> Iterator[Trajectory | Dropped]:
         """The same, for code that does not await."""
         return self._stream_blocking(self._expect("stream_blocking"), tasks, kind, done, unscored)
 
     def _stream_blocking(
-        self, call: int, tasks: Sequence[Task], kind: Kind, done: Container[tuple[str, int]], unscored: Unscored
+        self,
+        call: int,
+        tasks: Sequence[Task],
+        kind: RolloutKind,
+        done: Container[tuple[str, int]],
+        unscored: FindUnscored,
     ) -> Iterator[Trajectory | Dropped]:
         self._unawaited.pop(call, None)
         feed = self._thread.run_blocking(_new_feed(), "stream")
@@ -162,7 +171,9 @@ class AgentLoopManager:
     def name(self) -> str:
         return "rollout"
 
-    async def generate_group(self, task: Task, *, kind: Kind = Kind.TRAINING, past: Past = NO_PAST) -> Group | Dropped:
+    async def generate_group(
+        self, task: Task, *, kind: RolloutKind = RolloutKind.TRAINING, past: RecoveredTask = NOTHING_RECOVERED
+    ) -> Group | Dropped:
         """Sample one task; `past` is what an earlier run left of it. Somebody must run `watch` meanwhile."""
         return await self._thread.run(self._service.group(task, kind, past))
 
@@ -238,5 +249,5 @@ class AgentLoopManager:
         self.close_blocking()
 
 
-async def _new_feed() -> Feed[Trajectory | Dropped]:
-    return Feed(STREAM_BUFFER)
+async def _new_feed() -> BoundedBuffer[Trajectory | Dropped]:
+    return BoundedBuffer(STREAM_BUFFER)

@@ -1,14 +1,20 @@
-"""Provenance: digests of what trajectories and their scores are made from, so that only what matches is reused.
+"""Provenance: digests of what trajectories and scores are made from, and which recorded ones may be reused.
 
-Owns which settings, files and source code decide a trajectory's tokens, and which its score. Reads them once, before
-anything starts. Knows nothing of journals or of what becomes of a mismatch.
+Owns which settings, files and source code decide a trajectory's tokens, and which its score; reads them once, before
+anything starts. Owns the rule of reuse and the refusal that names what changed; reads the journal before a run writes
+to it, so a refused start leaves no trace.
 
     sampling   weights, tokenizer, chat template, sampling parameters, tools, agent loops, engine; the code behind them
     prompt     what the task adds: its messages, tools and arguments; the whole row where the user's own code sees it
     scoring    reward functions, classifiers and judges: settings, weights and the code behind them
     row        the whole task
 
-Invariant: what is not known to leave tokens and scores alone counts. Weights behind an endpoint cannot be seen: its
+    kept       all four digests match
+    unscored   the tokens match; the reward functions, their settings or the row do not, or with rewards of scope
+               group a sample of the task is missing
+    refused    anything else: the directory holds results of something else
+
+Invariant: what is not known to leave tokens and scores alone counts. Weights behind an endpoint cannot be read: its
 address and the model's name stand for them.
 """
 
@@ -16,24 +22,29 @@ import ast
 import re
 import sys
 import sysconfig
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from hashlib import blake2b
 from importlib.util import find_spec, resolve_name
+from logging import getLogger
 from pathlib import Path
 
-from treadle.config import ModelConfig, RewardConfig, RolloutConfig
-from treadle.config.secrets import hide_secret
-from treadle.config.show import as_yaml, flatten
+from treadle.config import Config, ModelConfig, RewardConfig, RolloutConfig
+from treadle.config.section import Section
+from treadle.config.show import as_yaml, flatten, hide_secret
+from treadle.errors import ConfigError, Mistake
+from treadle.journal import Headline, Journal, JournalReader
 from treadle.journal.codec import task_values
+from treadle.journal.schema import FILE_NAME
 from treadle.model.tokenizer import find_model_path
-from treadle.types import Provenance, Task
+from treadle.types import Provenance, StopReason, Task
 
-Items = Mapping[str, str]
+InputItems = Mapping[str, str]
 """Everything a digest stands for, by name; secrets as digests of their own."""
 
-PLACEMENT = (
+PLACEMENT_KEYS = (
     *("rollout.nnodes", "rollout.n_gpus_per_node", "rollout.replicas_per_node", "rollout.tensor_model_parallel_size"),
     *("rollout.n", "rollout.val_kwargs.n", "rollout.agent.num_workers", "rollout.agent.max_concurrent_sessions"),
     *("rollout.gpu_memory_utilization", "rollout.max_num_seqs", "rollout.max_num_batched_tokens"),
@@ -46,7 +57,7 @@ PLACEMENT = (
 )
 """Keys, or the beginnings of keys, that say where, how many, how fast or how long, and not which tokens."""
 
-SCORER = (
+SCORE_NEUTRAL_KEYS = (
     *("reward.success_threshold", "reward.num_workers", "reward.timeout_s", "reward.cpu_time_s", "reward.memory_mb"),
     *("reward.retries", "reward.rate_limit_per_s"),
 )
@@ -69,11 +80,11 @@ _MAX_MODULES = 200
 class RunInputs:
     """What all trajectories of a run are made from. Built by `of`; `stamp` adds what a task is."""
 
-    training: Items
+    training: InputItems
     """For sampling as `rollout` says."""
-    validation: Items
+    validation: InputItems
     """For sampling as `rollout.val_kwargs` says."""
-    scoring: Items
+    scoring: InputItems
     sees_rows: bool
     """Whether the agent loop, an environment or a script is the user's own: it may look at any field of a row."""
 
@@ -93,7 +104,7 @@ class RunInputs:
         sees_rows = loop not in _OWN_LOOPS or bool(rollout.agent.loops) or rollout.multi_turn.environment is not None
         return cls(training, validation, scoring, sees_rows)
 
-    def sampling(self, *, validation: bool) -> Items:
+    def sampling(self, *, validation: bool) -> InputItems:
         return self.validation if validation else self.training
 
     def stamp(self, task: Task, *, validation: bool) -> Provenance:
@@ -110,12 +121,12 @@ class RunInputs:
         return digest_of(self.training), digest_of(self.validation), digest_of(self.scoring)
 
 
-def digest_of(items: Items) -> str:
+def digest_of(items: InputItems) -> str:
     """Stands for all of `items`."""
     return _hex("\n".join(f"{name}={value}" for name, value in sorted(items.items())).encode())
 
 
-def changes(before: Items, now: Items) -> Iterator[tuple[str, str, str]]:
+def changes(before: InputItems, now: InputItems) -> Iterator[tuple[str, str, str]]:
     """The names whose values differ, with both values; an absent one is empty."""
     for name in sorted({*before, *now}):
         if before.get(name) != now.get(name):
@@ -127,7 +138,7 @@ def _leaves(section: str, config: RolloutConfig | ModelConfig | RewardConfig) ->
     return {name: as_yaml(hide_secret(name, value, digest=True)) for name, value in leaves.items()}
 
 
-def _relevant(leaves: Items, rollout: RolloutConfig) -> Iterator[tuple[str, str]]:
+def _relevant(leaves: InputItems, rollout: RolloutConfig) -> Iterator[tuple[str, str]]:
     """What counts: no placement, no section of an engine that is not used; contents stand for paths of models."""
     unused = tuple(f"rollout.{name}." for name in _ENGINES if name != rollout.name)
     for name, value in leaves.items():
@@ -138,11 +149,11 @@ def _relevant(leaves: Items, rollout: RolloutConfig) -> Iterator[tuple[str, str]
 
 def is_placement(name: str) -> bool:
     """Whether a key says where, how many, how fast or how long, and not which tokens."""
-    return name in PLACEMENT or name.startswith(tuple(key for key in PLACEMENT if key.endswith(".")))
+    return name in PLACEMENT_KEYS or name.startswith(tuple(key for key in PLACEMENT_KEYS if key.endswith(".")))
 
 
 def _scoring(reward: RewardConfig) -> dict[str, str]:
-    leaves = {name: value for name, value in _leaves("reward", reward).items() if name not in SCORER}
+    leaves = {name: value for name, value in _leaves("reward", reward).items() if name not in SCORE_NEUTRAL_KEYS}
     for name, function in reward.functions.items():
         if ":" not in function.path:
             leaves[f"source of reward.functions.{name}.path"] = source_digest(f"treadle.reward.builtin.{function.path}")
@@ -160,7 +171,7 @@ def _models(model: ModelConfig, *, weights: bool) -> dict[str, str]:
     return found
 
 
-def _sources(leaves: Items) -> dict[str, str]:
+def _sources(leaves: InputItems) -> dict[str, str]:
     """Digests of the code behind every value that is an import path."""
     return {
         f"source of {path} in {name}": source_digest(path.partition(":")[0])
@@ -253,3 +264,121 @@ _INSTALLED: Sequence[str] = tuple({sysconfig.get_path(name) for name in ("stdlib
 
 def _hex(content: bytes) -> str:
     return blake2b(content, digest_size=8).hexdigest()
+
+
+log = getLogger(__name__)
+
+INPUTS_EVENT = "inputs"
+"""The event that says what a digest stands for: `part`, `digest` and `items`."""
+
+RESUME_EVENT = "resume"
+"""The event that every start of a training run writes."""
+
+
+@dataclass(frozen=True, slots=True)
+class ReusableSamples:
+    """What a run directory holds of what is asked for."""
+
+    finished: Sequence[Headline] = ()
+    unscored: frozenset[tuple[str, int]] = frozenset()
+
+
+def record_inputs(journal: Journal, inputs: RunInputs, *, validation: bool) -> None:
+    """Have the journal say what the digests of this start stand for."""
+    for part, items in (("sampling", inputs.sampling(validation=validation)), ("scoring", inputs.scoring)):
+        journal.add_event(INPUTS_EVENT, part=part, digest=digest_of(items), items=dict(items))
+
+
+def find_reusable(
+    run_dir: Path, config: Config, inputs: RunInputs, tasks: Sequence[Task], *, validation: bool
+) -> ReusableSamples:
+    """What of a run directory is part of the result; a ConfigError where it is a result of something else."""
+    if not (run_dir / FILE_NAME).exists():
+        return ReusableSamples()
+    n = config.rollout.val_kwargs.n if validation else config.rollout.n
+    wanted = {task.uid: (task.n or n, inputs.stamp(task, validation=validation)) for task in tasks}
+    with JournalReader.open(run_dir) as reader:
+        if reader.events(kind=RESUME_EVENT, limit=1):
+            problem = f"{run_dir} holds a training run: its samples are no evaluation"
+            raise ConfigError([Mistake("logging.run_dir", problem, str(run_dir), fix="give another directory")])
+        lines = [line for line in reader.headlines() if _is_wanted(line, wanted)]
+        changed = [line for line in lines if not _same_tokens(line.provenance, wanted[line.uid][1])]
+        if changed:
+            raise ConfigError(_what_changed(reader, run_dir, config, inputs, changed, wanted, validation))
+    finished = [line for line in lines if line.provenance == wanted[line.uid][1]]
+    if config.reward.scores_groups():  # a score in a group is of that very group
+        counts = Counter(line.uid for line in finished)
+        finished = [line for line in finished if counts[line.uid] == wanted[line.uid][0]]
+    done = {(line.uid, line.sample) for line in finished}
+    unscored = frozenset((line.uid, line.sample) for line in lines) - done
+    if unscored:
+        why = "have another reward now, or were not scored" + (
+            " as a whole group" if config.reward.scores_groups() else ""
+        )
+        log.warning("%d trajectories of %s %s: they are scored again", len(unscored), run_dir, why)
+    return ReusableSamples(finished, unscored)
+
+
+WantedSamples = Mapping[str, tuple[int, Provenance]]
+"""By uid: how many samples, and what they would be made from."""
+
+
+def _is_wanted(line: Headline, wanted: WantedSamples) -> bool:
+    if line.uid not in wanted or line.sample >= wanted[line.uid][0]:
+        return False
+    if not line.is_intact:
+        log.warning("%s/%d is not as it was written, and is sampled again", line.uid, line.sample)
+        return False
+    return line.outcome.ok and line.outcome.reason is not StopReason.ABORT
+
+
+def _same_tokens(before: Provenance, now: Provenance) -> bool:
+    return (before.sampling, before.prompt) == (now.sampling, now.prompt)
+
+
+def _what_changed(
+    reader: JournalReader,
+    run_dir: Path,
+    config: Config,
+    inputs: RunInputs,
+    changed: Sequence[Headline],
+    wanted: WantedSamples,
+    validation: bool,
+) -> Iterator[Mistake]:
+    """Every setting, file or source that differs, and then how to go on."""
+    fix = f"--fresh sets {run_dir} aside and begins anew; logging.run_dir=DIRECTORY keeps both"
+    asked, known = inputs.sampling(validation=validation), _known_inputs(reader)
+    found = False
+    for digest, count in Counter(line.provenance.sampling for line in changed).items():
+        if digest == digest_of(asked):
+            continue
+        found = True
+        if digest not in known:
+            problem = f"{count} trajectories of {run_dir} say nothing about what they were made from"
+            yield Mistake("logging.run_dir", problem, fix=fix)
+            continue
+        for name, before, now in changes(known[digest], asked):
+            problem = (
+                f"{now or 'absent'} now, but {count} trajectories of {run_dir} were sampled with {before or 'none'}"
+            )
+            yield Mistake(name, problem, origin=origin_of(config, name), fix=fix)
+    prompts = [line.uid for line in changed if line.provenance.prompt != wanted[line.uid][1].prompt]
+    if prompts and not found:
+        files = "data.val_files" if validation else "data.train_files"
+        uids = list(dict.fromkeys(prompts))
+        problem = f"{len(uids)} tasks have another prompt than when {run_dir} was written, such as {uids[0]}"
+        yield Mistake(files, problem, fix=fix)
+
+
+def _known_inputs(reader: JournalReader) -> dict[str, InputItems]:
+    events = reader.events(kind=INPUTS_EVENT, limit=1 << 30)
+    return {event.fields["digest"]: event.fields["items"] for event in events if event.is_intact}
+
+
+def origin_of(config: Config, name: str) -> object:
+    """Where the value of a dotted key came from, where it is a key."""
+    section: object = config
+    *path, last = name.split(".")
+    for part in path:
+        section = getattr(section, part, None) if isinstance(section, Section) else None
+    return section.origin(last) if isinstance(section, Section) and last in section.values() else None

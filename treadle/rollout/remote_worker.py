@@ -23,8 +23,8 @@ from typing import Any, Self
 
 from treadle.aio import GIVE_UP_S
 from treadle.config import ModelConfig, RolloutConfig
-from treadle.context import Captured, capture, restore
-from treadle.engine.interrupt import Interrupted
+from treadle.context_vars import Captured, capture, restore
+from treadle.engine.in_flight import WaitInterrupted
 from treadle.errors import (
     EngineFailure,
     EnvironmentFailure,
@@ -43,10 +43,9 @@ from treadle.process.main import ParentConnection
 from treadle.process.rpc import RpcPeer
 from treadle.process.supervisor import RestartPolicy, Supervisor
 from treadle.rollout.environment import may_block
-from treadle.rollout.services import Generator
-from treadle.rollout.tools.function import FunctionTool, Mode
-from treadle.rollout.tools.offer import load_tools
-from treadle.rollout.worker import STAGES, AgentLoopWorker, Dropped, Job
+from treadle.rollout.protocol import TokenGenerator
+from treadle.rollout.tools.function import FunctionTool, ToolMode, load_tools
+from treadle.rollout.worker import STAGE_FAILURES, AgentLoopWorker, Dropped, Job
 from treadle.types import (
     Completion,
     Outcome,
@@ -81,7 +80,7 @@ def num_processes(rollout: RolloutConfig) -> int:
     if rollout.agent.num_workers is not None:
         return rollout.agent.num_workers
     tools = load_tools(rollout.multi_turn.tools)
-    blocking = any(isinstance(tool, FunctionTool) and tool.mode is Mode.THREAD for tool in tools)
+    blocking = any(isinstance(tool, FunctionTool) and tool.mode is ToolMode.THREAD for tool in tools)
     environment = rollout.multi_turn.environment
     return 1 if blocking or (environment is not None and may_block(environment)) else 0
 
@@ -228,7 +227,7 @@ class _Verdict:
 class RemoteAgentWorker:
     """A `HiredWorker`. One that dies is replaced when the next job comes."""
 
-    def __init__(self, name: str, setup: WorkerSetup, engine: Generator, launcher: Callable[[], Launcher]) -> None:
+    def __init__(self, name: str, setup: WorkerSetup, engine: TokenGenerator, launcher: Callable[[], Launcher]) -> None:
         self._name = name
         self._setup = setup
         self._engine = engine
@@ -251,7 +250,7 @@ class RemoteAgentWorker:
         *,
         rollout: RolloutConfig,
         model: ModelConfig,
-        engine: Generator,
+        engine: TokenGenerator,
         name: str,
         launcher: Callable[[], Launcher] = lambda: _HERE,
         sends_text: bool = True,
@@ -298,11 +297,11 @@ class RemoteAgentWorker:
         except ChannelClosed:
             verdict = self._verdict if process is self._process else None
             if verdict is not None and id(job) not in verdict.blamed:
-                raise Interrupted(f"another session held {self._name} up") from None
+                raise WaitInterrupted(f"another session held {self._name} up") from None
             detail = f"{self._name} died: {await process.cause()}"
             kind: type[Failure] = LoopFailure
             if verdict is not None:
-                kind = STAGES.get(verdict.blamed[id(job)], LoopFailure)
+                kind = STAGE_FAILURES.get(verdict.blamed[id(job)], LoopFailure)
                 detail = f"held {self._name} up for {verdict.silent_s:.0f} s, which was killed{verdict.place}"
             failed = Outcome.failed(kind(detail))
             return Trajectory(

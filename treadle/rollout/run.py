@@ -1,8 +1,8 @@
-"""A stand-alone rollout from config to summary: what `treadle rollout` does, for use from Python too.
+"""Stand-alone rollout, from config to summary: what `treadle rollout` does, for use from Python too.
 
 Owns the run directory and the order of things. Reads `model`, `data`, `rollout`, `reward` and `logging`; a trainer
-section in the same file is not looked at. A run that was interrupted goes on where it stopped: finished samples are in
-the journal and are not drawn again, as long as they were made from what is asked for now (`reuse`).
+section in the same file is ignored. An interrupted run continues: finished samples are in the journal and are not
+drawn again, as long as their provenance matches what is asked for now.
 """
 
 import asyncio
@@ -14,30 +14,29 @@ from logging import getLogger
 from pathlib import Path
 
 from treadle.config import Config, to_yaml
-from treadle.config.secrets import hide_in_words
+from treadle.config.show import hide_in_words
 from treadle.data.renderer import Renderer
 from treadle.data.tasks import load_training_tasks, load_validation_tasks
 from treadle.errors import RunError
 from treadle.journal import Journal, JournalReader, logging_to, set_aside
-from treadle.observe import Finished, Summary, Tally, summarize
+from treadle.observe import FinishedTrajectory, RolloutCounters, Summary, summarize
 from treadle.rollout.dispatch import no_trajectory
-from treadle.rollout.manager import CONFIGURED, AgentLoopManager
-from treadle.rollout.prompts import survey_prompts
-from treadle.rollout.provenance import RunInputs
-from treadle.rollout.reuse import Kept, find_kept, record_inputs
-from treadle.rollout.service import Kind, Parts
+from treadle.rollout.manager import FROM_CONFIG, AgentLoopManager
+from treadle.rollout.provenance import ReusableSamples, RunInputs, find_reusable, record_inputs
+from treadle.rollout.service import RolloutKind, RolloutParts
+from treadle.rollout.startup_checks import survey_prompts
 from treadle.rollout.worker import Dropped
 from treadle.terminal import warn
 from treadle.types import Task, Trajectory
 
 log = getLogger(__name__)
 
-Progress = Callable[[Tally, int], AbstractContextManager[object]]
+ShowProgress = Callable[[RolloutCounters, int], AbstractContextManager[object]]
 """Shows a tally while it grows towards a total."""
 
 
 @dataclass(frozen=True, slots=True)
-class Result:
+class RolloutResult:
     """What came of a run."""
 
     summary: Summary
@@ -45,7 +44,7 @@ class Result:
     run_dir: Path | None
 
 
-def hide_progress(tally: Tally, total: int) -> AbstractContextManager[object]:
+def hide_progress(tally: RolloutCounters, total: int) -> AbstractContextManager[object]:
     """No view at all."""
     return nullcontext()
 
@@ -56,9 +55,9 @@ def run_rollout(
     validation: bool = False,
     fresh: bool = False,
     command: Sequence[str] = (),
-    parts: Parts = CONFIGURED,
-    progress: Progress = hide_progress,
-) -> Result:
+    parts: RolloutParts = FROM_CONFIG,
+    progress: ShowProgress = hide_progress,
+) -> RolloutResult:
     """Roll out every task of the training files, or of the validation files, and keep everything in the run directory.
 
     `parts` replace or add to what the config would build. Ctrl-C ends it in order: what is finished is kept, and the
@@ -73,22 +72,22 @@ def run_rollout(
         warn(f"note: {note}")
     cut = 0 if config.rollout.overlong_prompts == "drop" else len(survey.overlong)
     if not config.logging.journal:
-        run = _Run(config, tasks, None, validation, Kept(), replace(parts, renderer=renderer))
+        run = _RolloutRun(config, tasks, None, validation, ReusableSamples(), replace(parts, renderer=renderer))
         with progress(run.tally, run.total):
             interrupted = run.roll_out()
-        return Result(run.summary(num_cut=cut), interrupted, None)
+        return RolloutResult(run.summary(num_cut=cut), interrupted, None)
     run_dir = Path(config.logging.directory("validation" if validation else "rollout"))
     if fresh:
         set_aside(run_dir)
     inputs = RunInputs.of(config.rollout, config.model, config.reward)
-    kept = find_kept(run_dir, config, inputs, tasks, validation=validation)
+    kept = find_reusable(run_dir, config, inputs, tasks, validation=validation)
     with _open_journal(config, run_dir, command) as journal:
         record_inputs(journal, inputs, validation=validation)
         brought = replace(parts, renderer=renderer, journal=journal, inputs=inputs)
-        run = _Run(config, tasks, journal, validation, kept, brought)
+        run = _RolloutRun(config, tasks, journal, validation, kept, brought)
         with progress(run.tally, run.total):
             interrupted = run.roll_out()
-    return Result(run.summary(num_cut=cut), interrupted, run_dir)
+    return RolloutResult(run.summary(num_cut=cut), interrupted, run_dir)
 
 
 @contextmanager
@@ -105,7 +104,7 @@ def _open_journal(config: Config, run_dir: Path, command: Sequence[str]) -> Iter
         log.info("ended")
 
 
-class _Run:
+class _RolloutRun:
     """One start of a run: what earlier starts finished, and what this one adds."""
 
     def __init__(
@@ -114,8 +113,8 @@ class _Run:
         tasks: Sequence[Task],
         journal: Journal | None,
         validation: bool,
-        kept: Kept,
-        parts: Parts,
+        kept: ReusableSamples,
+        parts: RolloutParts,
     ) -> None:
         rollout = config.rollout
         self._config = config
@@ -124,11 +123,11 @@ class _Run:
         self._validation = validation
         self._parts = parts
         self._n = rollout.val_kwargs.n if validation else rollout.n
-        self._finished: list[Finished] = [*kept.finished]
+        self._finished: list[FinishedTrajectory] = [*kept.finished]
         self._unscored = kept.unscored
         self._dropped: set[str] = set()
         self._began = time.monotonic()
-        self.tally = Tally()
+        self.tally = RolloutCounters()
         for headline in kept.finished:
             self.tally.recall(headline)
         if journal is not None:
@@ -145,7 +144,7 @@ class _Run:
         done = {(finished.uid, finished.sample) for finished in self._finished}
         if len(done) == self.total:
             return False
-        kind = Kind.VALIDATION if self._validation else Kind.TRAINING
+        kind = RolloutKind.VALIDATION if self._validation else RolloutKind.TRAINING
         parts = replace(self._parts, observers=(self.tally,))
         try:
             with AgentLoopManager.create_blocking(

@@ -1,7 +1,7 @@
-"""The rollout itself: engines, workers, scorer and dispatcher, started together and closed together.
+"""Rollout service: engines, router, workers, scorer and dispatcher, started together and closed together.
 
-Everything here lives on one event loop, the manager's. Owns the order of starting and closing; a part that cannot start
-takes down the ones before it.
+Runs on one event loop, the manager's. Owns the order of starting and closing; a part that cannot start closes the ones
+started before it.
 """
 
 import asyncio
@@ -13,40 +13,40 @@ from enum import StrEnum
 from functools import partial
 from typing import Protocol, Self
 
+from treadle.aio import BoundedBuffer
 from treadle.config import ModelConfig, RewardConfig, RolloutConfig
-from treadle.config.trainer import OnWeightUpdate
+from treadle.config.training import OnWeightUpdate
 from treadle.data.renderer import Renderer
 from treadle.engine.protocol import Engine, Gpu, WeightUpdate
-from treadle.engine.refusal import AnswerCheck
+from treadle.engine.requests import AnswerCheck
 from treadle.engine.router import Router
 from treadle.journal import Journal
 from treadle.model.tokenizer import read_vocabulary_size
-from treadle.observe import StallReport, StallWatch, Wait
+from treadle.observe import StallReport, StallWatchdog, Wait
+from treadle.reward.context import RewardContext
 from treadle.reward.scorer import Scorer
-from treadle.reward.surroundings import Surroundings
+from treadle.rollout.completion_log import CompletionLog, RecoveredTask
 from treadle.rollout.dispatch import (
+    AgentWorker,
     Dispatcher,
-    Observer,
-    Order,
-    Scoring,
-    Unscored,
-    Worker,
+    FindUnscored,
+    RolloutObserver,
+    RolloutRequest,
+    TrajectoryScorer,
     first_error,
     no_trajectory,
 )
 from treadle.rollout.engines import start_engines
-from treadle.rollout.feed import Feed
+from treadle.rollout.protocol import TokenGenerator
 from treadle.rollout.provenance import RunInputs
-from treadle.rollout.recall import Past, Recall
 from treadle.rollout.remote_worker import RemoteAgentWorker, num_processes
-from treadle.rollout.services import Generator
-from treadle.rollout.template_check import check_template
+from treadle.rollout.startup_checks import check_template
 from treadle.rollout.worker import AgentLoopWorker, Dropped
 from treadle.terminal import warn
 from treadle.types import NOTHING, Batch, Group, SamplingParams, Task, Trajectory
 
 
-class Kind(StrEnum):
+class RolloutKind(StrEnum):
     """What a call samples for."""
 
     TRAINING = "training"
@@ -62,7 +62,7 @@ def print_stall(report: StallReport) -> None:
     warn(report.text())
 
 
-class HiredWorker(Worker, Protocol):
+class ManagedWorker(AgentWorker, Protocol):
     """An agent worker that the rollout closes again."""
 
     def waits(self) -> Iterator[Wait]: ...
@@ -70,13 +70,13 @@ class HiredWorker(Worker, Protocol):
     async def close(self) -> None: ...
 
 
-class HiredScorer(Scoring, Protocol):
+class ManagedScorer(TrajectoryScorer, Protocol):
     """A scorer that the rollout closes again."""
 
     async def close(self) -> None: ...
 
 
-class Attendant(Protocol):
+class ReplicaMonitor(Protocol):
     """Whoever looks after replicas. `watch` raises when none is left."""
 
     async def watch(self) -> None: ...
@@ -84,24 +84,24 @@ class Attendant(Protocol):
     async def close(self) -> None: ...
 
 
-Note = Callable[[str, Mapping[str, object]], None]
+RecordEvent = Callable[[str, Mapping[str, object]], None]
 """Adds an event to the journal, if there is one: its kind and its fields."""
 
 
 @dataclass(frozen=True, slots=True)
-class Parts:
+class RolloutParts:
     """What a caller may bring instead of having it built from the config."""
 
     engines: Sequence[Engine] | Callable[[], Awaitable[Sequence[Engine]]] | None = None
     """Engines, or what starts them on the rollout's own loop."""
     renderer: Renderer | None = None
     journal: Journal | None = None
-    observers: Sequence[Observer] = ()
-    workers: Callable[[Generator], Awaitable[Sequence[HiredWorker]]] | None = None
+    observers: Sequence[RolloutObserver] = ()
+    workers: Callable[[TokenGenerator], Awaitable[Sequence[ManagedWorker]]] | None = None
     """Starts agent workers elsewhere, which generate through what they are given."""
-    scorer: Callable[[Surroundings], Awaitable[HiredScorer]] | None = None
+    scorer: Callable[[RewardContext], Awaitable[ManagedScorer]] | None = None
     """Starts a scorer elsewhere, with what it may use of this rollout."""
-    attend: Callable[[Router, Note], Awaitable[Attendant]] | None = None
+    attend: Callable[[Router, RecordEvent], Awaitable[ReplicaMonitor]] | None = None
     """Lets somebody look after the replicas behind the router, who may replace those that die, and notes it."""
     on_stall: Callable[[StallReport], None] = print_stall
     api_keys: Mapping[str, str] = NOTHING
@@ -120,10 +120,10 @@ class RolloutService:
         rollout: RolloutConfig,
         renderer: Renderer,
         router: Router,
-        recall: Recall,
+        recall: CompletionLog,
         dispatcher: Dispatcher,
-        watch: StallWatch,
-        attendant: Attendant | None,
+        watch: StallWatchdog,
+        attendant: ReplicaMonitor | None,
         journal: Journal | None,
         inputs: RunInputs | None,
         parts: AsyncExitStack,
@@ -139,11 +139,13 @@ class RolloutService:
         self._journal = journal
         self._parts = parts
         self._running: set[asyncio.Task[object]] = set()
-        self._guarded = False
+        self._is_watched = False
         """Whether somebody runs `watch`."""
 
     @classmethod
-    async def start(cls, rollout: RolloutConfig, model: ModelConfig, reward: RewardConfig | None, parts: Parts) -> Self:
+    async def start(
+        cls, rollout: RolloutConfig, model: ModelConfig, reward: RewardConfig | None, parts: RolloutParts
+    ) -> Self:
         """Start every part, or none."""
         async with AsyncExitStack() as started:
             renderer = parts.renderer
@@ -159,12 +161,12 @@ class RolloutService:
             if parts.attend is not None:
                 attendant = await parts.attend(router, partial(_note, parts.journal))
                 started.push_async_callback(attendant.close)
-            recall = Recall(router, parts.journal)
+            recall = CompletionLog(router, parts.journal)
             started.callback(recall.close)
             workers = await _start_workers(rollout, model, renderer, recall, parts, started)
             scorer = None
             if reward is not None:
-                surroundings = _surround(rollout, model, renderer, router, parts)
+                surroundings = _reward_context(rollout, model, renderer, router, parts)
                 elsewhere = parts.scorer if reward.weights() else None  # what sessions give is only added up
                 scorer = await (elsewhere or partial(Scorer.create, reward))(surroundings)
                 started.push_async_callback(scorer.close)
@@ -173,11 +175,11 @@ class RolloutService:
                 rollout, workers, scorer, parts.journal, parts.observers, forget, replicas=len(engines)
             )
             report = partial(_report_stall, parts)
-            watch = StallWatch(rollout.limits.stall_report_s, lambda: _waits(workers, router, dispatcher), report)
+            watch = StallWatchdog(rollout.limits.stall_report_s, lambda: _waits(workers, router, dispatcher), report)
             journal, closing = parts.journal, started.pop_all()
             return cls(rollout, renderer, router, recall, dispatcher, watch, attendant, journal, parts.inputs, closing)
 
-    async def generate(self, tasks: Sequence[Task], kind: Kind, seed: int | None = None) -> Batch:
+    async def generate(self, tasks: Sequence[Task], kind: RolloutKind, seed: int | None = None) -> Batch:
         """Sample every task."""
         async with self._watched():
             return await self._dispatcher.generate(tasks, self._order(kind, seed=seed))
@@ -185,17 +187,17 @@ class RolloutService:
     async def stream(
         self,
         tasks: Sequence[Task],
-        kind: Kind,
+        kind: RolloutKind,
         done: Container[tuple[str, int]],
-        feed: Feed[Trajectory | Dropped],
-        unscored: Unscored = no_trajectory,
+        feed: BoundedBuffer[Trajectory | Dropped],
+        unscored: FindUnscored = no_trajectory,
     ) -> None:
         """Sample every task into `feed`; those that `unscored` finds are scored, and not sampled again."""
         async with self._watched():
             order = replace(self._order(kind, done), unscored=unscored)
             await self._dispatcher.stream(tasks, order, feed)
 
-    async def group(self, task: Task, kind: Kind, past: Past) -> Group | Dropped:
+    async def group(self, task: Task, kind: RolloutKind, past: RecoveredTask) -> Group | Dropped:
         """Sample one task. Stalls are reported, and the journal's death noticed, by whoever runs `watch`."""
         order = self._order(kind)
         with self._counted():
@@ -206,7 +208,7 @@ class RolloutService:
 
     async def watch(self) -> None:
         """Report stalls; raise when the journal cannot be written any more, or no replica is left; until cancelled."""
-        self._guarded = True
+        self._is_watched = True
         try:
             with first_error():
                 async with asyncio.TaskGroup() as group:
@@ -216,7 +218,7 @@ class RolloutService:
                     if self._journal is not None:
                         group.create_task(self._journal.watch())
         finally:
-            self._guarded = False
+            self._is_watched = False
 
     async def update_weights(self, update: WeightUpdate, running: OnWeightUpdate) -> str:
         """Hand new weights to every engine; `running` says what becomes of sessions that are open."""
@@ -225,7 +227,7 @@ class RolloutService:
         if running == "recompute":
             async with self._paused():
                 return await self.router.update_weights(update)
-        async with self._dispatcher.emptied(restart=running == "drop"):
+        async with self._dispatcher.drained(restart=running == "drop"):
             return await self.router.update_weights(update)
 
     async def sleep(self) -> None:
@@ -260,7 +262,7 @@ class RolloutService:
         """Count a call as running; meanwhile `watch`, unless somebody does already."""
         with self._counted(), first_error():
             async with asyncio.TaskGroup() as group:
-                watcher = None if self._guarded else group.create_task(self.watch())
+                watcher = None if self._is_watched else group.create_task(self.watch())
                 yield
                 if watcher is not None:
                     watcher.cancel()
@@ -275,12 +277,14 @@ class RolloutService:
         finally:
             self._running.discard(task)
 
-    def _order(self, kind: Kind, done: Container[tuple[str, int]] = (), seed: int | None = None) -> Order:
+    def _order(
+        self, kind: RolloutKind, done: Container[tuple[str, int]] = (), seed: int | None = None
+    ) -> RolloutRequest:
         rollout = self._rollout
-        source = rollout.val_kwargs if kind is Kind.VALIDATION else rollout
+        source = rollout.val_kwargs if kind is RolloutKind.VALIDATION else rollout
         sampling = SamplingParams(
             max_tokens=rollout.response_length,
-            temperature=0.0 if kind is Kind.GREEDY else source.temperature,
+            temperature=0.0 if kind is RolloutKind.GREEDY else source.temperature,
             top_p=source.top_p,
             top_k=source.top_k,
             min_p=source.min_p,
@@ -291,36 +295,36 @@ class RolloutService:
             stop_token_ids=() if rollout.ignore_eos else self._renderer.stop_token_ids,
             seed=rollout.seed if seed is None else seed,
         )
-        n, inputs = 1 if kind is Kind.GREEDY else source.n, self._inputs
-        stamp = None if inputs is None else partial(inputs.stamp, validation=kind is Kind.VALIDATION)
-        return Order(sampling, n, done, stamp=stamp)
+        n, inputs = 1 if kind is RolloutKind.GREEDY else source.n, self._inputs
+        stamp = None if inputs is None else partial(inputs.stamp, validation=kind is RolloutKind.VALIDATION)
+        return RolloutRequest(sampling, n, done, stamp=stamp)
 
 
 async def _start_engines(
-    rollout: RolloutConfig, model: ModelConfig, renderer: Renderer, parts: Parts
+    rollout: RolloutConfig, model: ModelConfig, renderer: Renderer, parts: RolloutParts
 ) -> Sequence[Engine]:
     if parts.engines is None:
         return await start_engines(rollout, model, renderer, parts.api_keys.get(rollout.openai.api_key_env))
     return await parts.engines() if callable(parts.engines) else parts.engines
 
 
-def _surround(
-    rollout: RolloutConfig, model: ModelConfig, renderer: Renderer, router: Router, parts: Parts
-) -> Surroundings:
+def _reward_context(
+    rollout: RolloutConfig, model: ModelConfig, renderer: Renderer, router: Router, parts: RolloutParts
+) -> RewardContext:
     """What reward models may use of this rollout."""
-    return Surroundings(model, renderer, router, start_engines, parts.api_keys, parts.gpus)
+    return RewardContext(model, renderer, router, start_engines, parts.api_keys, parts.gpus)
 
 
 async def _start_workers(
     rollout: RolloutConfig,
     model: ModelConfig,
     renderer: Renderer,
-    engine: Generator,
-    parts: Parts,
+    engine: TokenGenerator,
+    parts: RolloutParts,
     started: AsyncExitStack,
-) -> Sequence[HiredWorker]:
+) -> Sequence[ManagedWorker]:
     """One worker here, some in processes of their own, or those that the caller hires."""
-    workers: list[HiredWorker] = []
+    workers: list[ManagedWorker] = []
     wanted = num_processes(rollout)
     if parts.workers is not None:
         workers += await parts.workers(engine)
@@ -337,7 +341,7 @@ async def _start_workers(
     return workers
 
 
-def _forget(router: Router, recall: Recall, session: str) -> None:
+def _forget(router: Router, recall: CompletionLog, session: str) -> None:
     """A session is over: nobody need remember anything for its next turn."""
     router.forget(session)
     recall.forget(session)
@@ -358,13 +362,13 @@ def _note(journal: Journal | None, kind: str, fields: Mapping[str, object]) -> N
         journal.add_event(kind, **fields)
 
 
-def _report_stall(parts: Parts, report: StallReport) -> None:
+def _report_stall(parts: RolloutParts, report: StallReport) -> None:
     parts.on_stall(report)
     if parts.journal is not None:
         parts.journal.add_event("stall", **report.fields())
 
 
-def _waits(workers: Sequence[HiredWorker], router: Router, dispatcher: Dispatcher) -> Iterator[Wait]:
+def _waits(workers: Sequence[ManagedWorker], router: Router, dispatcher: Dispatcher) -> Iterator[Wait]:
     """What each open session waits for; for those that generate, the router knows on which replica."""
     replicas = {flight.session: flight.replica for flight in router.flights()}
     for worker in workers:

@@ -1,10 +1,10 @@
-"""A session: one attempt at a task, and the only door from an agent loop to tokens.
+"""Session: one attempt at a task, and the only way from an agent loop to tokens.
 
 Owns the token rows of a trajectory and its budgets. An agent loop calls `generate`, `observe`, `call_tools` and `fork`;
 it never holds a token list, so what is trained is what was sampled, whatever the loop does.
-Invariant: rows only grow; mask is 1 exactly on sampled ids, each with its logprob and policy version; no row is longer
-than `rollout.response_length`, nor are all sampled ids together. Each row draws noise of its own, whoever else
-generates meanwhile.
+Invariant: rows only grow; the mask is 1 exactly on sampled ids, each with its logprob and policy version; no row is
+longer than `rollout.response_length`, nor are all sampled ids together. Each row draws noise of its own, whatever else
+is generated meanwhile.
 """
 
 import asyncio
@@ -15,11 +15,11 @@ from dataclasses import replace
 from typing import Any, TypeVar
 
 from treadle.config.rollout import SamplingConfig
-from treadle.engine.stop_strings import cut_text
+from treadle.engine.requests import trim_at_stop
 from treadle.errors import ConfigError, EngineFailure, MisuseError, PromptFailure, nearest
 from treadle.observe import Wait
-from treadle.rollout.growth import Ledger, OpenRow, OpenTurn
-from treadle.rollout.services import OpenTools, Services
+from treadle.rollout.protocol import Services, SessionToolCalls
+from treadle.rollout.trajectory_builder import RowBuilder, SessionState, TurnBuilder
 from treadle.types import (
     NOTHING,
     Completion,
@@ -45,7 +45,7 @@ class Session:
         task: Task,
         sample: int,
         services: Services,
-        tools: OpenTools,
+        tools: SessionToolCalls,
         schemas: Sequence[Mapping[str, Any]],
         sampling: SamplingParams,
         prompt_ids: tuple[int, ...],
@@ -60,21 +60,21 @@ class Session:
         self._tools = tools
         self._schemas = tuple(schemas)
         self._sampling = sampling
-        self._ledger: Ledger = parent._ledger if parent else Ledger()
-        self._rows: list[OpenRow] = parent._rows if parent else []
+        self._state: SessionState = parent._state if parent else SessionState()
+        self._rows: list[RowBuilder] = parent._rows if parent else []
         self._attempt = attempt
-        self._row = OpenRow(prompt_ids, len(self._rows))
+        self._row = RowBuilder(prompt_ids, len(self._rows))
         self._rows.append(self._row)
         self._messages: list[Message] = list(task.messages if messages is None else messages)
         self._clock = asyncio.get_running_loop().time
         if parent is None:
-            self._ledger.since = self._clock()
-            self._ledger.spoken = self._messages
+            self._state.since = self._clock()
+            self._state.spoken = self._messages
 
     @property
     def done(self) -> bool:
         """Whether a limit has ended this session; `generate` is refused from then on."""
-        return self._ledger.ended is not None
+        return self._state.ended is not None
 
     @property
     def messages(self) -> tuple[Message, ...]:
@@ -89,13 +89,13 @@ class Session:
     @property
     def num_turns(self) -> int:
         """Assistant turns so far, forks included."""
-        return self._ledger.assistant_turns
+        return self._state.assistant_turns
 
     @property
     def tokens_left(self) -> int:
         """How many more tokens this row may grow by; what forks are sampling right now is set aside for them."""
-        ledger = self._ledger
-        return min(self._room, self._services.rollout.response_length - ledger.sampled - ledger.reserved)
+        state = self._state
+        return min(self._room, self._services.rollout.response_length - state.sampled - state.reserved)
 
     @property
     def _room(self) -> int:
@@ -107,7 +107,7 @@ class Session:
     @property
     def extra(self) -> dict[str, Any]:
         """Notes a loop wants in the trajectory, for reward functions and people."""
-        return self._ledger.extra
+        return self._state.extra
 
     async def generate(self, *, max_tokens: int | None = None, **sampling: Any) -> Completion:
         """Sample one assistant turn. It goes on with the new weights when an update interrupts it.
@@ -119,9 +119,9 @@ class Session:
         params = _turn_sampling(self._sampling, max_tokens, sampling)
         if self.done:
             raise MisuseError(
-                f"session {self.task.uid}/{self.sample} is over ({self._ledger.ended}): check session.done"
+                f"session {self.task.uid}/{self.sample} is over ({self._state.ended}): check session.done"
             )
-        ledger, row = self._ledger, self._row
+        state, row = self._state, self._row
         if row.generating:
             raise MisuseError(
                 f"session {self.task.uid}/{self.sample} generates already: fork it for each draft that runs beside it"
@@ -131,29 +131,29 @@ class Session:
         try:
             part = await self._sample_part(params, start)
             while part.stop is StopReason.ABORT:
-                ledger.last_event = f"interrupted after {len(row.ids) - start} tokens"
+                state.last_event = f"interrupted after {len(row.ids) - start} tokens"
                 part = await self._sample_part(params, start)
         finally:
             row.generating = False
         took = self._clock() - began
-        ledger.generate_s += took
-        ledger.assistant_turns += 1
-        row.turns.append(OpenTurn(start, len(row.ids), part.stop, took, part.replica))
+        state.generate_s += took
+        state.assistant_turns += 1
+        row.turns.append(TurnBuilder(start, len(row.ids), part.stop, took, part.replica))
         completion = self._whole_turn(part, start, params.stop)
-        self._messages.append(_spoken(completion))
-        ledger.spoken = self._messages
+        self._messages.append(_assistant_message(completion))
+        state.spoken = self._messages
         if part.stop is StopReason.LENGTH and (max_tokens is None or len(row.ids) - start < max_tokens):
             self.end(StopReason.LENGTH)
-        self._enter("loop", f"turn {ledger.assistant_turns}: {len(row.ids) - start} tokens, {part.stop}")
+        self._enter("loop", f"turn {state.assistant_turns}: {len(row.ids) - start} tokens, {part.stop}")
         return completion
 
     async def _sample_part(self, params: SamplingParams, start: int) -> Completion:
         """One request: up to the end of the turn, to an interruption, or to the end of what was reserved for it."""
-        row, ledger = self._row, self._ledger
+        row, state = self._row, self._state
         wanted = min(self._room, params.max_tokens - (len(row.ids) - start))
         granted = 0
         if wanted > 0:
-            granted = await ledger.reserve(self._services.rollout.response_length, wanted, self._sharers())
+            granted = await state.reserve(self._services.rollout.response_length, wanted, self._sharers())
         if not granted:
             return Completion((), (), (), StopReason.LENGTH)
         count = 0
@@ -162,11 +162,11 @@ class Session:
             _check_lengths(part, granted)
             count = len(part.ids)
         finally:
-            ledger.settle(granted, count)
+            state.settle(granted, count)
         row.add_sampled(part)
-        ledger.preemptions += part.preemptions
-        ledger.queue_s += part.queue_s
-        ledger.server = part.replica
+        state.preemptions += part.preemptions
+        state.queue_s += part.queue_s
+        state.server = part.replica
         if part.stop is StopReason.LENGTH and count == granted < wanted:
             return replace(part, stop=StopReason.ABORT)  # there may be more to reserve by now
         return part
@@ -197,7 +197,7 @@ class Session:
         if len(last.ids) == len(row.ids) - start and (last.text or last.calls):
             return last
         ids = tuple(row.ids[start:])
-        text = cut_text(self._services.codec.decode(ids), stops)
+        text = trim_at_stop(self._services.codec.decode(ids), stops)
         logprobs, versions = tuple(row.logprobs[start:]), tuple(row.versions[start:])
         processed = tuple(row.processed_logprobs[start:]) if row.processed else ()
         return Completion(
@@ -209,17 +209,17 @@ class Session:
 
         Where no further turn can follow, because turns or tokens are spent, the session ends instead.
         """
-        said = [_message(item) for item in messages]
-        ledger, turns = self._ledger, self._services.rollout.multi_turn
+        said = [_as_message(item) for item in messages]
+        state, turns = self._state, self._services.rollout.multi_turn
         self.score_turn(reward)
-        if turns.max_assistant_turns is not None and ledger.assistant_turns >= turns.max_assistant_turns:
+        if turns.max_assistant_turns is not None and state.assistant_turns >= turns.max_assistant_turns:
             return self.end(StopReason.TURN_LIMIT)
         if any(message["role"] == "user" for message in said):
-            if turns.max_user_turns is not None and ledger.user_turns >= turns.max_user_turns:
+            if turns.max_user_turns is not None and state.user_turns >= turns.max_user_turns:
                 return self.end(StopReason.TURN_LIMIT)
-            ledger.user_turns += 1
+            state.user_turns += 1
         ids = self._close_turn() + self._services.codec.observation(said, self._schemas)
-        if len(ids) >= min(self._room, self._services.rollout.response_length - ledger.sampled):
+        if len(ids) >= min(self._room, self._services.rollout.response_length - state.sampled):
             return self.end(StopReason.LENGTH)
         self._row.add_observed(ids)
         self._messages += said
@@ -237,18 +237,18 @@ class Session:
 
     async def call_tools(self, calls: Sequence[ToolCall]) -> Sequence[ToolResult]:
         """Run the calls of a turn side by side, results in the order of the calls. Limits may end the session."""
-        ledger, turns, limits = self._ledger, self._services.rollout.multi_turn, self._services.rollout.limits
+        state, turns, limits = self._state, self._services.rollout.multi_turn, self._services.rollout.limits
         began = self._enter("tools", f"calling {', '.join(call.name for call in calls)}")
         results = await self._tools.call_many(calls, turns.max_parallel_calls)
         took = self._clock() - began
-        ledger.tool_s += took
+        state.tool_s += took
         turn = self._row.turns[-1]
         turn.calls, turn.results, turn.tool_s = tuple(calls), tuple(results), took
         for result in results:
-            ledger.invalid_streak = ledger.invalid_streak + 1 if result.status is ToolStatus.INVALID else 0
-        if ledger.invalid_streak >= turns.max_invalid_calls:
+            state.invalid_streak = state.invalid_streak + 1 if result.status is ToolStatus.INVALID else 0
+        if state.invalid_streak >= turns.max_invalid_calls:
             self.end(StopReason.INVALID_CALLS)
-        elif limits.session_tool_time_s is not None and ledger.tool_s > limits.session_tool_time_s:
+        elif limits.session_tool_time_s is not None and state.tool_s > limits.session_tool_time_s:
             self.end(StopReason.TOOL_TIME)
         self._enter("loop", "tools answered")
         return results
@@ -277,7 +277,7 @@ class Session:
         """Note what an environment gave for the last turn."""
         if reward is not None:
             self._row.turns[-1].reward = reward
-            self._ledger.turn_rewards.append(reward)
+            self._state.turn_rewards.append(reward)
 
     def finish(self) -> None:
         """End the session as complete."""
@@ -285,8 +285,8 @@ class Session:
 
     def end(self, reason: StopReason) -> None:
         """End the session; the first reason stays."""
-        if self._ledger.ended is None:
-            self._ledger.ended = reason
+        if self._state.ended is None:
+            self._state.ended = reason
 
     async def in_thread(self, function: Callable[[], T], timeout_s: float) -> T:
         """What blocking code returns, run beside the event loop; `Expired` when it takes longer, and is left alone."""
@@ -295,7 +295,7 @@ class Session:
 
     def add_cleanup(self, work: Callable[[], Coroutine[Any, Any, None]], what: str) -> None:
         """Run `work` when the loop has ended, however it did: within a deadline, and only logged where it breaks."""
-        self._ledger.cleanups.append((work, what))
+        self._state.cleanups.append((work, what))
 
     @contextmanager
     def at(self, stage: str, event: str) -> Iterator[None]:
@@ -303,17 +303,17 @@ class Session:
         began = self._enter(stage, event)
         yield
         if stage == "environment":
-            self._ledger.environment_s += self._clock() - began
+            self._state.environment_s += self._clock() - began
         self._enter("loop", f"{stage} answered")
 
     def _enter(self, stage: str, event: str | None = None) -> float:
-        ledger = self._ledger
-        ledger.stage, ledger.since = stage, self._clock()
+        state = self._state
+        state.stage, state.since = stage, self._clock()
         if event:
-            ledger.last_event = event
+            state.last_event = event
         if self._services.announce is not None and stage in ("tools", "environment"):
-            self._services.announce(Wait(self.task.uid, self.sample, stage, ledger.since, "", ledger.last_event))
-        return ledger.since
+            self._services.announce(Wait(self.task.uid, self.sample, stage, state.since, "", state.last_event))
+        return state.since
 
 
 class SessionRecord:
@@ -323,12 +323,12 @@ class SessionRecord:
         self._session = session
 
     @property
-    def ledger(self) -> Ledger:
-        return self._session._ledger
+    def state(self) -> SessionState:
+        return self._session._state
 
     @property
     def messages(self) -> tuple[Message, ...]:
-        return tuple(self.ledger.spoken)
+        return tuple(self.state.spoken)
 
     @property
     def generates(self) -> bool:
@@ -341,16 +341,16 @@ class SessionRecord:
         return tuple(row for at, row in enumerate(rows) if at == 0 or row.ids)
 
     def extra(self) -> Mapping[str, Any]:
-        ledger = self.ledger
-        notes = dict(ledger.extra)
-        if ledger.turn_rewards:
-            notes["turn_rewards"] = tuple(ledger.turn_rewards)
-        if ledger.preemptions:
-            notes["engine_preemptions"] = ledger.preemptions
+        state = self.state
+        notes = dict(state.extra)
+        if state.turn_rewards:
+            notes["turn_rewards"] = tuple(state.turn_rewards)
+        if state.preemptions:
+            notes["engine_preemptions"] = state.preemptions
         return notes or NOTHING
 
 
-def _spoken(completion: Completion) -> Message:
+def _assistant_message(completion: Completion) -> Message:
     """A turn as a message; calls that the engine parsed itself are told in OpenAI's shape."""
     said: dict[str, Any] = {"role": "assistant", "content": completion.text}
     if completion.calls:
@@ -399,5 +399,5 @@ def _check_lengths(part: Completion, most: int) -> None:
         raise EngineFailure(f"{part.replica or 'engine'} returned {lengths}")
 
 
-def _message(item: Message | str) -> Message:
+def _as_message(item: Message | str) -> Message:
     return {"role": "user", "content": item} if isinstance(item, str) else item

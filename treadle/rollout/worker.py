@@ -1,6 +1,6 @@
-"""An agent worker: runs sessions, one coroutine each, and turns whatever happens into a trajectory.
+"""Agent worker: runs sessions, one coroutine each, and turns whatever happens into a trajectory.
 
-Owns the life of a session: prompt, tools, loop, deadline, outcome. Knows nothing of rewards, groups or trainers.
+Owns a session from prompt to outcome: prompt, tools, loop, deadline. Knows nothing of rewards, groups or trainers.
 Invariant: `run` returns a trajectory (or says that the prompt was dropped) for everything but a bug or a cancellation.
 """
 
@@ -11,21 +11,20 @@ from dataclasses import dataclass, replace
 from typing import Literal, Self
 from zlib import crc32
 
-from treadle.aio import GIVE_UP_S, abandon, describe, end, place, where
+from treadle.aio import GIVE_UP_S, abandon, cancel_and_wait, describe_error, error_location, run_shielded, task_location
 from treadle.config import ModelConfig, RolloutConfig
 from treadle.data.renderer import Renderer, truncate
 from treadle.errors import EngineFailure, EnvironmentFailure, Failure, LoopFailure, PromptFailure, ToolFailure
 from treadle.observe import Wait
 from treadle.rollout.agent_loop import AgentLoopBase, LoopFactory
-from treadle.rollout.growth import Ledger
 from treadle.rollout.parsers import parser
-from treadle.rollout.services import Generator, Services
+from treadle.rollout.protocol import Services, TokenGenerator
 from treadle.rollout.session import Session, SessionRecord
 from treadle.rollout.tools import Toolbox
-from treadle.rollout.tools.release import see_through
+from treadle.rollout.trajectory_builder import SessionState
 from treadle.types import NOTHING, Outcome, SamplingParams, StopReason, Task, Timing, Trajectory
 
-CUT_SIDES: Mapping[str, Literal["left", "middle", "right"]] = {
+TRUNCATION_SIDES: Mapping[str, Literal["left", "middle", "right"]] = {
     "truncate_left": "left",
     "truncate_middle": "middle",
     "truncate_right": "right",
@@ -37,7 +36,7 @@ DRIFT_SHARE = 8
 CLEANUP_S = 20.0
 """How long an environment may take to close."""
 
-STAGES: Mapping[str, type[Failure]] = {"tools": ToolFailure, "environment": EnvironmentFailure}
+STAGE_FAILURES: Mapping[str, type[Failure]] = {"tools": ToolFailure, "environment": EnvironmentFailure}
 """Whose failure it is when a session breaks at a stage; else the loop's."""
 
 
@@ -69,7 +68,7 @@ class AgentLoopWorker:
         self._services = services
         self._toolbox = toolbox
         self._loops = loops
-        self._open: dict[int, Opened] = {}
+        self._open: dict[int, RunningJob] = {}
 
     @classmethod
     async def create(
@@ -77,7 +76,7 @@ class AgentLoopWorker:
         *,
         rollout: RolloutConfig,
         model: ModelConfig,
-        engine: Generator,
+        engine: TokenGenerator,
         renderer: Renderer | None = None,
         announce: Callable[[Wait], None] | None = None,
     ) -> Self:
@@ -92,7 +91,7 @@ class AgentLoopWorker:
         """Make one attempt."""
         started_at, clock = time.time(), asyncio.get_running_loop().time
         began = clock()
-        opened = Opened(job, began)
+        opened = RunningJob(job, began)
         self._open[id(job)] = opened
         attempt = asyncio.ensure_future(self._contained(opened))
         try:
@@ -106,7 +105,7 @@ class AgentLoopWorker:
             return self._with_drift(trajectory, opened)
         return trajectory
 
-    def _with_drift(self, trajectory: Trajectory, opened: "Opened") -> Trajectory:
+    def _with_drift(self, trajectory: Trajectory, opened: "RunningJob") -> Trajectory:
         """The trajectory with a note of whether its row is what the template makes of the whole conversation."""
         said = [at for at, message in enumerate(trajectory.messages) if message["role"] == "assistant"]
         if not trajectory.outcome.ok or len(trajectory.rows) != 1 or opened.cut or len(said) < 2:
@@ -120,7 +119,7 @@ class AgentLoopWorker:
         drift = float(whole != (*row.prompt_ids, *row.ids[: row.turns[-1].start]))
         return replace(trajectory, extra={**trajectory.extra, "drift": drift})
 
-    async def _settled(self, opened: "Opened", attempt: "asyncio.Task[Outcome | Dropped]") -> Outcome | Dropped:
+    async def _settled(self, opened: "RunningJob", attempt: "asyncio.Task[Outcome | Dropped]") -> Outcome | Dropped:
         """What an attempt came to. One that outlives its deadline, whatever it does about it, is abandoned."""
         limit = self._rollout.limits.session_timeout_s
         try:
@@ -129,7 +128,7 @@ class AgentLoopWorker:
                 await asyncio.wait({attempt})  # its tools are being released, which has deadlines of its own
         except asyncio.CancelledError:
             opened.withdrawn = True
-            if not await end(attempt) and opened.left:
+            if not await cancel_and_wait(attempt) and opened.left:
                 await asyncio.wait({attempt})
             raise
         if not attempt.done():
@@ -138,12 +137,12 @@ class AgentLoopWorker:
             late = (
                 f"did not end within {GIVE_UP_S:g} s of rollout.limits.session_timeout_s = {limit:g}, and was abandoned"
             )
-            return Outcome.failed(opened.failure(f"{late}{where(attempt)}"))
+            return Outcome.failed(opened.failure(f"{late}{task_location(attempt)}"))
         if attempt.cancelled():
             return Outcome.failed(opened.failure("cancelled its own task"))
         return attempt.result()
 
-    async def _contained(self, opened: "Opened") -> Outcome | Dropped:
+    async def _contained(self, opened: "RunningJob") -> Outcome | Dropped:
         """One attempt, whatever the user's code does: a task that ends with SystemExit would end the event loop."""
         try:
             prompt_ids = self._prompt(opened)
@@ -155,13 +154,13 @@ class AgentLoopWorker:
         except asyncio.CancelledError as error:
             if opened.withdrawn:
                 raise
-            return Outcome.failed(opened.failure(f"cancelled its own task{place(error)}"))
+            return Outcome.failed(opened.failure(f"cancelled its own task{error_location(error)}"))
         except GeneratorExit:
             raise
         except BaseException as error:  # noqa: BLE001  a loop is the user's code: whatever breaks in it is its own
-            return Outcome.failed(opened.failure(describe(error)))
+            return Outcome.failed(opened.failure(describe_error(error)))
 
-    async def _attempt(self, opened: "Opened", prompt_ids: tuple[int, ...]) -> Outcome:
+    async def _attempt(self, opened: "RunningJob", prompt_ids: tuple[int, ...]) -> Outcome:
         job = opened.job
         loop = self._loops.create(job.task.agent)
         async with self._toolbox.open(job.task) as tools:
@@ -174,11 +173,11 @@ class AgentLoopWorker:
                 await self._run_loop(loop, session, opened)
             finally:
                 opened.left = True
-                for work, what in reversed(opened.record.ledger.cleanups):
-                    await see_through(work(), CLEANUP_S, what)
-        return Outcome.ended(opened.record.ledger.ended or StopReason.STOP)
+                for work, what in reversed(opened.record.state.cleanups):
+                    await run_shielded(work(), CLEANUP_S, what)
+        return Outcome.ended(opened.record.state.ended or StopReason.STOP)
 
-    async def _run_loop(self, loop: AgentLoopBase, session: Session, opened: "Opened") -> None:
+    async def _run_loop(self, loop: AgentLoopBase, session: Session, opened: "RunningJob") -> None:
         """Until the loop has ended, or its deadline has ended it; a failure where the model has no part in that."""
         limit, at = self._rollout.limits.session_timeout_s, ""
         try:
@@ -187,12 +186,12 @@ class AgentLoopWorker:
         except TimeoutError as error:
             if not deadline.expired():
                 raise
-            at = place(error.__cause__ or error)
+            at = error_location(error.__cause__ or error)
         if deadline.expired():
             opened.blame_deadline(limit, at)
             session.end(StopReason.DEADLINE)
 
-    def _prompt(self, opened: "Opened") -> tuple[int, ...] | Dropped:
+    def _prompt(self, opened: "RunningJob") -> tuple[int, ...] | Dropped:
         """The prompt's ids, cut or refused as `rollout.overlong_prompts` says."""
         task, rollout = opened.job.task, self._rollout
         ids = self._services.codec.prompt(task.messages, self._toolbox.schemas(task.tools))
@@ -204,7 +203,7 @@ class AgentLoopWorker:
         if rollout.overlong_prompts == "drop":
             return Dropped(task.uid, detail)
         opened.cut = len(ids) - rollout.prompt_length
-        return truncate(ids, rollout.prompt_length, CUT_SIDES[rollout.overlong_prompts])
+        return truncate(ids, rollout.prompt_length, TRUNCATION_SIDES[rollout.overlong_prompts])
 
     def waits(self) -> Iterator[Wait]:
         """What every open session is waiting for, for stall reports."""
@@ -218,7 +217,7 @@ class AgentLoopWorker:
 
 
 @dataclass(slots=True)
-class Opened:
+class RunningJob:
     """A job that is running, and its session once it has one."""
 
     job: Job
@@ -233,35 +232,35 @@ class Opened:
 
     def failure(self, detail: str) -> Failure:
         """A failure of whatever the session is at."""
-        stage = self.record.ledger.stage if self.record else "start"
-        return STAGES.get(stage, LoopFailure)(detail)
+        stage = self.record.state.stage if self.record else "start"
+        return STAGE_FAILURES.get(stage, LoopFailure)(detail)
 
     def blame_deadline(self, limit_s: float, at: str) -> None:
         """Raise where the session's time went into something that the model has no part in; `at`: where it was."""
         assert self.record is not None
-        ledger = self.record.ledger
-        waited_s = asyncio.get_running_loop().time() - ledger.since
+        state = self.record.state
+        waited_s = asyncio.get_running_loop().time() - state.since
         limit = f"rollout.limits.session_timeout_s = {limit_s:g}"
-        own_s = limit_s - ledger.generate_s - ledger.tool_s - ledger.environment_s
-        if ledger.stage in ("start", "loop") and not self.record.generates and 2 * own_s > limit_s:
+        own_s = limit_s - state.generate_s - state.tool_s - state.environment_s
+        if state.stage in ("start", "loop") and not self.record.generates and 2 * own_s > limit_s:
             raise LoopFailure(f"the loop's own code took {own_s:.3g} s of {limit}{at}")
-        if not ledger.sampled:
+        if not state.sampled:
             raise EngineFailure(f"no token within {limit}")
-        if ledger.stage == "generate" and 2 * waited_s > limit_s:
-            turn = ledger.assistant_turns + 1
+        if state.stage == "generate" and 2 * waited_s > limit_s:
+            turn = state.assistant_turns + 1
             raise EngineFailure(f"turn {turn} had no answer for {waited_s:.3g} s, until {limit}")
-        if ledger.stage == "environment" and 2 * (ledger.environment_s + waited_s) > limit_s:
-            raise EnvironmentFailure(f"the environment took {ledger.environment_s + waited_s:.3g} s of {limit}")
+        if state.stage == "environment" and 2 * (state.environment_s + waited_s) > limit_s:
+            raise EnvironmentFailure(f"the environment took {state.environment_s + waited_s:.3g} s of {limit}")
 
     def wait(self) -> Wait:
-        ledger = self.record.ledger if self.record else Ledger(since=self.began)
+        state = self.record.state if self.record else SessionState(since=self.began)
         task = self.job.task
-        return Wait(task.uid, self.job.sample, ledger.stage, ledger.since, ledger.server, ledger.last_event)
+        return Wait(task.uid, self.job.sample, state.stage, state.since, state.server, state.last_event)
 
 
-def _trajectory(opened: Opened, outcome: Outcome, started_at: float, total_s: float) -> Trajectory:
+def _trajectory(opened: RunningJob, outcome: Outcome, started_at: float, total_s: float) -> Trajectory:
     job, record = opened.job, opened.record
-    ledger = record.ledger if record else Ledger()
+    state = record.state if record else SessionState()
     extra = record.extra() if record else NOTHING
     if opened.cut:
         extra = {**extra, "prompt_tokens_cut": opened.cut}
@@ -272,7 +271,7 @@ def _trajectory(opened: Opened, outcome: Outcome, started_at: float, total_s: fl
         outcome=outcome,
         messages=record.messages if record else job.task.messages,
         timing=Timing(
-            *(started_at, total_s, max(0.0, ledger.generate_s - ledger.queue_s), ledger.tool_s), queue_s=ledger.queue_s
+            *(started_at, total_s, max(0.0, state.generate_s - state.queue_s), state.tool_s), queue_s=state.queue_s
         ),
         attempt=job.attempt,
         data_source=job.task.data_source,

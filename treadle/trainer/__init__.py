@@ -1,1 +1,1 @@
-"""Training: one step, three schedules, one validation path."""
+"""Training: one step, one rollout buffer, three schedules, one validation path."""

@@ -1,12 +1,16 @@
-"""What a training run is put together from: its parts by protocol, wherever they live.
+"""Trainer parts: the objects that a runtime supplies and a trainer uses; and the request to stop.
 
-Owns the record that a runtime fills and a run uses. Knows no schedule, and starts nothing.
+Owns the record that a runtime fills. Knows no schedule, and starts nothing.
+Stop: a long wait ends where a stop is requested first (`unless`); work that may not be interrupted looks at `requested`
+afterwards. A stop is never taken back.
 """
 
 import asyncio
+import signal
+import threading
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 from treadle.algorithm.kl import KLControl
 from treadle.checkpoint.store import Checkpoints
@@ -15,15 +19,57 @@ from treadle.errors import Failure, RunError
 from treadle.journal import Journal
 from treadle.observe.trackers import Trackers
 from treadle.rollout.provenance import RunInputs
-from treadle.trainer.evaluate import Rollout
-from treadle.trainer.lineage import Lineage
+from treadle.terminal import warn
+from treadle.trainer.resume import RunHistory
 from treadle.trainer.step import StepParts, StepReport, train_step
+from treadle.trainer.validation import Rollout
 from treadle.types import Group, Task
-from treadle.weights.push import PushReport
+from treadle.weights.sync import PushReport
 
-Push = Callable[[int], Awaitable[PushReport]]
+T = TypeVar("T")
 
-Train = Callable[[Sequence[Group], int, KLControl | None, Sequence[float | None] | None], Awaitable[StepReport]]
+
+class RunInterrupted(Exception):
+    """Somebody asked the run to stop; everything that is done is saved."""
+
+
+class StopRequest:
+    """The wish to stop; never taken back."""
+
+    def __init__(self) -> None:
+        self._event = asyncio.Event()
+        self._requests = 0
+
+    def request(self) -> None:
+        """Stop when nothing is lost by it. After a second wish, one more Ctrl-C ends the process at once."""
+        self._event.set()
+        self._requests += 1
+        if self._requests == 2 and threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGINT, signal.SIG_DFL)
+            warn("asked to stop again: the run saves what it has; once more ends it at once")
+
+    @property
+    def requested(self) -> bool:
+        return self._event.is_set()
+
+    async def unless(self, work: Awaitable[T]) -> T:
+        """What `work` comes to; RunInterrupted, and `work` cancelled to its end, where the wish comes first."""
+        working, stopping = asyncio.ensure_future(work), asyncio.ensure_future(self._event.wait())
+        try:
+            await asyncio.wait({working, stopping}, return_when=asyncio.FIRST_COMPLETED)
+            if working.done():
+                return working.result()
+            raise RunInterrupted
+        finally:
+            stopping.cancel()
+            if not working.done():
+                working.cancel()
+                await asyncio.wait({working})
+
+
+PushWeights = Callable[[int], Awaitable[PushReport]]
+
+TrainStep = Callable[[Sequence[Group], int, KLControl | None, Sequence[float | None] | None], Awaitable[StepReport]]
 """Trains on groups, as a step, with the weight of KL and the baselines that the step needs."""
 
 
@@ -32,7 +78,7 @@ async def never() -> None:
     await asyncio.get_running_loop().create_future()
 
 
-class View(Protocol):
+class RunView(Protocol):
     """Whoever shows the run to a person."""
 
     def watch(self, phase: Callable[[], str]) -> None: ...
@@ -49,25 +95,25 @@ class Validator:
     """A rollout with weights of its own: validation keeps to one version there while training goes on."""
 
     rollout: Rollout
-    push: Push
+    push: PushWeights
 
 
 @dataclass(frozen=True, slots=True)
-class Parts:
+class TrainerParts:
     """What a run is put together from."""
 
     step: StepParts
     rollout: Rollout
-    push: Push
+    push: PushWeights
     tasks: TaskSource
     validation_tasks: Sequence[Task]
     checkpoints: Checkpoints
     journal: Journal
     trackers: Trackers
-    view: View
-    lineage: Lineage
+    view: RunView
+    lineage: RunHistory
     """What earlier starts of this run left."""
-    train: Train
+    train: TrainStep
     """One step; `train_in_thread` but where time is simulated."""
     inputs: RunInputs | None = None
     """What this start's trajectories are made from."""
@@ -75,7 +121,7 @@ class Parts:
     """None: validation shares the rollout's engines."""
     watch: Callable[[], Awaitable[None]] | None = None
     """Goes on until cancelled; raises when a part dies that nobody happens to call."""
-    weights_wanted: Callable[[], Awaitable[None]] = never
+    needs_push: Callable[[], Awaitable[None]] = never
     """Waits until an engine cannot go on without the next push."""
 
     @property
@@ -83,7 +129,7 @@ class Parts:
         """The policy's."""
         return self.step.policy.version
 
-    async def give(self, push: Push) -> PushReport:
+    async def give(self, push: PushWeights) -> PushReport:
         """Push the policy's weights. Engines that do not take them fail no trajectory: they end the run."""
         try:
             return await push(self.version)

@@ -1,4 +1,4 @@
-"""One training step: groups of trajectories in, new weights out. The same for every schedule.
+"""Training step: groups of trajectories in, new weights out. The same for every schedule.
 
 Owns the order: reference, old logprobs, values, advantages, critic, policy, reference sync. Touches no file:
 the networks are called through their protocols, and block; a schedule calls `train_step` through `asyncio.to_thread`.
@@ -12,18 +12,14 @@ from math import nan
 import torch
 from torch import Tensor
 
-from treadle.algorithm.advantage import AdvantageInputs, Advantages, rows_of
+from treadle.algorithm.advantage import AdvantageInputs, Advantages, has_signal, rows_of
 from treadle.algorithm.estimators import compute_advantages
-from treadle.algorithm.filtering import has_signal
 from treadle.algorithm.kl import KLControl, KLPenalty, penalise_kl
-from treadle.config.actor import ActorConfig
-from treadle.config.algorithm import AlgorithmConfig, FilterGroupsConfig
 from treadle.config.reward import RewardConfig
-from treadle.config.trainer import TrainerConfig
+from treadle.config.training import ActorConfig, AlgorithmConfig, FilterGroupsConfig, TrainerConfig
 from treadle.errors import MisuseError, RunError
-from treadle.observe.spans import Spans, add_up
-from treadle.policy.batch import TrainBatch, belongings
-from treadle.policy.protocol import Critic, Policy, Reference
+from treadle.observe.step_metrics import Spans, add_up
+from treadle.policy.protocol import Critic, Policy, Reference, TrainBatch, group_and_trajectory_ids
 from treadle.types import Group, Row, Score, StopReason
 
 
@@ -141,7 +137,7 @@ def _scores(group: Group) -> list[Score]:
 
 def _batch(groups: Sequence[Group], rows: tuple[Row, ...]) -> TrainBatch:
     """The batch of these rows, before anything is known of their tokens."""
-    group_S, trajectory_S = belongings(groups)
+    group_S, trajectory_S = group_and_trajectory_ids(groups)
     return TrainBatch(rows, group_S, trajectory_S, advantages_T=torch.zeros(sum(len(row.ids) for row in rows)))
 
 

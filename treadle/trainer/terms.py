@@ -19,7 +19,7 @@ def total_steps(config: TrainConfig, tasks: TaskSource) -> int:
     return trainer.total_training_steps or needed
 
 
-def lag_of(config: TrainConfig) -> int:
+def max_lag(config: TrainConfig) -> int:
     """How many policy versions a token may be behind the weights it trains."""
     return {"sync": 0, "one_step_off": 1, "fully_async": config.trainer.max_staleness}[config.trainer.mode]
 
@@ -32,7 +32,7 @@ def settings_digest(config: TrainConfig, inputs: RunInputs | None = None) -> str
 
 
 @dataclass(frozen=True, slots=True)
-class FlowLimits:
+class BufferLimits:
     """The bounds of a flow."""
 
     batch_size: int
@@ -45,11 +45,11 @@ class FlowLimits:
     """How long a step waits for any group to end."""
 
     @classmethod
-    def of(cls, config: TrainConfig) -> "FlowLimits":
+    def of(cls, config: TrainConfig) -> "BufferLimits":
         limits, failures, trainer = config.rollout.limits, config.rollout.failures, config.trainer
         return cls(
             batch_size=config.data.train_batch_size,
-            lag=lag_of(config),
+            lag=max_lag(config),
             drop_stale=trainer.mode == "fully_async" and trainer.stale_samples == "drop",
             patience_s=2 * (failures.session_retries + 1) * limits.session_timeout_s + limits.request_timeout_s,
         )

@@ -1,6 +1,5 @@
 """New weights on their way to the engines, and the proof that they arrived."""
 
-from treadle.weights.push import PushReport, send
-from treadle.weights.sender import PolicySender, Sender, Transport
+from treadle.weights.sync import PolicySender, PushReport, Transport, WeightSender, push_weights
 
-__all__ = ["PolicySender", "PushReport", "Sender", "Transport", "send"]
+__all__ = ["PolicySender", "PushReport", "Transport", "WeightSender", "push_weights"]

@@ -1,29 +1,122 @@
-"""Weights to processes on other machines: one broadcast of each bucket to all receivers at once.
+"""Collective transport: weights to processes on other machines, one broadcast of each bucket to all receivers at once.
 
-Owns the sender's side: for each version a store that receivers sign in at, and rounds. A round is a group (see
-`meeting`) of those who signed in at about the same time, and one broadcast of every bucket. Whoever comes late, or was
-in a round that broke, signs in again and is served by the next round; nobody is sent for. Memory is one bucket on each
-side.
+Owns the sender's side: for each version a store that receivers sign in at, and rounds. A round is a broadcast group of
+the receivers that signed in at about the same time (gloo on CPUs, NCCL on GPUs, apart from any group the process is in
+already), and one broadcast of every bucket. A receiver that comes late, or was in a round that broke, signs in again
+and is served by the next round. Memory is one bucket on each side.
+Invariant: a group lives as long as its block; leaving it ends the connections, which the others see.
 
-Who waits for whom: the sender waits for the first receiver of a round until the version is taken back, and for the
-others `JOIN_S` after the last one came. A receiver waits for its seat, then all wait for each other at each bucket, a
-quarter of `timeout_s` at most. So a receiver that dies or hangs breaks one round, and the others have the next.
+What waits for what: the sender waits for the first receiver of a round until the version is retired, and for the others
+`JOIN_S` after the last one came. A receiver waits for its rank, then all wait for each other at each bucket, a quarter
+of `timeout_s` at most. So a receiver that dies or hangs breaks one round, and the others have the next.
 """
 
 import logging
+import socket
 import threading
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from datetime import timedelta
 from secrets import token_hex
+from typing import Any, Self
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
-from torch.distributed import Store  # type: ignore[attr-defined]
+from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 
 from treadle.errors import EngineFailure
 from treadle.policy.rendezvous import RendezvousServer, join_store
-from treadle.weights.meeting import Circle, Seat, knock
-from treadle.weights.parcel import DEVICE_BUCKET_BYTES, Cast, Parcel, Spec
+from treadle.weights.transfer import DEVICE_BUCKET_BYTES, CastTensors, TensorSpec, WeightTransfer
+
+Group = Any
+"""A ProcessGroupGloo or a ProcessGroupNCCL; the second is not there in CPU builds of torch."""
+
+_GLOO: Any = getattr(dist, "ProcessGroupGloo", None)
+
+
+@dataclass(frozen=True, slots=True)
+class BroadcastRank:
+    """A member's place: which round, which rank, how many there are. The sender is rank 0."""
+
+    round: int
+    rank: int
+    size: int
+
+    def __str__(self) -> str:
+        return f"{self.round} {self.rank} {self.size}"
+
+    @classmethod
+    def parse(cls, text: bytes) -> Self:
+        return cls(*map(int, text.split()))
+
+
+class BroadcastGroup:
+    """Those who have met."""
+
+    def __init__(self, group: Group, device: torch.device, wait: timedelta) -> None:
+        self._group = group
+        self._device = device
+        self._wait = wait
+
+    @classmethod
+    @contextmanager
+    def enter(
+        cls, place: tuple[Store, BroadcastRank], address: tuple[str, int], device: torch.device, timeout_s: float
+    ) -> Iterator[Self]:
+        """Meet the others of a round; `address` is the sender's. No wait takes longer than `timeout_s`."""
+        store, seat = place
+        wait, inner = timedelta(seconds=timeout_s), PrefixStore(f"round/{seat.round}", store)
+        circle = cls(_join_group(inner, seat, address, device, wait), device, wait)
+        try:
+            yield circle
+        finally:
+            del circle._group  # whoever still waits for this process learns that it has gone
+
+    def broadcast(self, memory: Tensor) -> None:
+        """From the sender to all; return when it is done here."""
+        options = dist.BroadcastOptions()
+        options.rootRank = 0
+        self._group.broadcast([memory], options).wait(self._wait)
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+
+
+def _join_group(
+    store: Store, seat: BroadcastRank, address: tuple[str, int], device: torch.device, wait: timedelta
+) -> Group:
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+        nccl = dist.ProcessGroupNCCL.Options()
+        nccl._timeout = 4 * wait  # its watchdog ends the process: the deadline of a broadcast comes first
+        return dist.ProcessGroupNCCL(store, seat.rank, seat.size, nccl)
+    options = _GLOO._Options()
+    options._timeout = wait
+    options._devices = [_GLOO.create_device(hostname=own_address(seat, address))]
+    return _GLOO(store, seat.rank, seat.size, options)
+
+
+def own_address(seat: BroadcastRank, address: tuple[str, int]) -> str:
+    """Where the others reach this process: the sender as they did already, others by the interface that leads there.
+
+    Left to itself, gloo looks its host's name up, which on many machines is the loopback.
+    """
+    if seat.rank == 0:
+        return address[0]
+    family = socket.getaddrinfo(*address, type=socket.SOCK_DGRAM)[0][0]
+    with socket.socket(family, socket.SOCK_DGRAM) as probe:
+        probe.connect(address)  # sends nothing
+        return str(probe.getsockname()[0])
+
+
+def check_reachable(host: str, port: int, timeout_s: float) -> None:
+    """Refuse an address where nobody listens any more. torch would go on trying."""
+    try:
+        socket.create_connection((host, port), timeout=timeout_s).close()
+    except OSError as error:
+        raise EngineFailure(f"the sender of the weights at {host}:{port} has gone: {error}") from error
+
 
 log = logging.getLogger(__name__)
 
@@ -57,17 +150,19 @@ class CollectiveTransport:
         self._timeout_s = timeout_s
         default = DEVICE_BUCKET_BYTES if self._device.type == "cuda" else HOST_BUCKET_BYTES
         self._bucket_bytes = bucket_bytes or default
-        self._offers: dict[int, _Offer] = {}
+        self._offers: dict[int, _BroadcastRounds] = {}
 
-    def offer(self, version: int, tensors: Cast) -> Parcel:
+    def offer(self, version: int, tensors: CastTensors) -> WeightTransfer:
         """A parcel of these tensors, to be opened by any number of processes that reach `host`."""
         patience = timedelta(seconds=self._timeout_s)
         key = token_hex(16)
         server = RendezvousServer(self._host, key, patience)
         address = self._host, server.port
-        parcel = CollectiveParcel(tensors.specs(), self._bucket_bytes, address, key, self._timeout_s, self._device.type)
-        self._offers[version] = _Offer(server, parcel, tensors, self._device, self._receivers)
-        return parcel
+        transfer = CollectiveTransfer(
+            tensors.specs(), self._bucket_bytes, address, key, self._timeout_s, self._device.type
+        )
+        self._offers[version] = _BroadcastRounds(server, transfer, tensors, self._device, self._receivers)
+        return transfer
 
     def retire(self, version: int) -> None:
         offer = self._offers.pop(version, None)
@@ -79,11 +174,17 @@ class CollectiveTransport:
             self.retire(version)
 
 
-class CollectiveParcel(Parcel):
+class CollectiveTransfer(WeightTransfer):
     """Opened by signing in with the sender."""
 
     def __init__(
-        self, specs: Sequence[Spec], bucket_bytes: int, address: tuple[str, int], key: str, timeout_s: float, kind: str
+        self,
+        specs: Sequence[TensorSpec],
+        bucket_bytes: int,
+        address: tuple[str, int],
+        key: str,
+        timeout_s: float,
+        kind: str,
     ) -> None:
         super().__init__(specs, bucket_bytes)
         self.address = address
@@ -99,10 +200,10 @@ class CollectiveParcel(Parcel):
     def batches(self) -> Iterator[Sequence[tuple[str, Tensor]]]:
         """A round begins with the first bucket; those that were in an earlier round are passed over."""
         device = torch.device(self._kind, torch.cuda.current_device()) if self._kind == "cuda" else torch.device("cpu")
-        done, memory = 0, make_room(self, device)
+        done, memory = 0, bucket_memory(self, device)
         for attempt in range(1, ATTEMPTS + 1):
             try:
-                with Circle.enter(self._sign_in(), self.address, device, self.stall_s) as circle:
+                with BroadcastGroup.enter(self._sign_in(), self.address, device, self.stall_s) as circle:
                     for number, bucket in enumerate(self.buckets):
                         circle.broadcast(memory[: bucket.num_bytes])
                         if number == done:
@@ -113,36 +214,41 @@ class CollectiveParcel(Parcel):
                 if attempt == ATTEMPTS:
                     raise EngineFailure(f"the broadcast of the weights broke {attempt} times: {error}") from error
 
-    def _sign_in(self) -> tuple[Store, Seat]:
+    def _sign_in(self) -> tuple[Store, BroadcastRank]:
         """A seat in the next round."""
         host, port = self.address
-        knock(host, port, self.timeout_s)
+        check_reachable(host, port, self.timeout_s)
         wait = timedelta(seconds=self.timeout_s)
         try:
             store = join_store(host, port, self.key, wait)
             number = store.add(_SIGNED, 1)
             store.set(f"{_SIGNED}/{number}", "")
             store.wait([f"{_SEAT}/{number}"], wait)
-            return store, Seat.parse(store.get(f"{_SEAT}/{number}"))
+            return store, BroadcastRank.parse(store.get(f"{_SEAT}/{number}"))
         except RuntimeError as error:
             waited = f"no seat in a broadcast of the weights from {host}:{port} within {self.timeout_s:g} s"
             raise EngineFailure(f"{waited}: {error}") from error
 
 
-def make_room(parcel: Parcel, device: torch.device) -> Tensor:
+def bucket_memory(transfer: WeightTransfer, device: torch.device) -> Tensor:
     """Memory for the largest bucket."""
-    return torch.empty(parcel.largest, dtype=torch.uint8, device=device)
+    return torch.empty(transfer.largest, dtype=torch.uint8, device=device)
 
 
-class _Offer:
+class _BroadcastRounds:
     """One version on offer: rounds in a thread, until it is taken back."""
 
     def __init__(
-        self, server: RendezvousServer, parcel: CollectiveParcel, tensors: Cast, device: torch.device, receivers: int
+        self,
+        server: RendezvousServer,
+        transfer: CollectiveTransfer,
+        tensors: CastTensors,
+        device: torch.device,
+        receivers: int,
     ) -> None:
         self._server = server
         self._store = server.store
-        self._parcel = parcel
+        self._parcel = transfer
         self._tensors = tensors
         self._device = device
         self._missing = receivers
@@ -181,11 +287,14 @@ class _Offer:
     def _broadcast(self, numbers: range) -> None:
         size = len(numbers) + 1
         for rank, number in enumerate(numbers, 1):
-            self._store.set(f"{_SEAT}/{number}", str(Seat(numbers.start, rank, size)))
-        parcel, mine = self._parcel, Seat(numbers.start, 0, size)
-        memory = make_room(parcel, self._device)
-        with Circle.enter((self._store, mine), parcel.address, self._device, parcel.stall_s) as circle, torch.no_grad():
-            for bucket in parcel.buckets:
+            self._store.set(f"{_SEAT}/{number}", str(BroadcastRank(numbers.start, rank, size)))
+        transfer, mine = self._parcel, BroadcastRank(numbers.start, 0, size)
+        memory = bucket_memory(transfer, self._device)
+        with (
+            BroadcastGroup.enter((self._store, mine), transfer.address, self._device, transfer.stall_s) as circle,
+            torch.no_grad(),
+        ):
+            for bucket in transfer.buckets:
                 bucket.fill(memory, self._tensors.sources)
                 if torch.cuda.is_available():
                     torch.cuda.synchronize()

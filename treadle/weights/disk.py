@@ -1,8 +1,8 @@
-"""Weights through files: the way that needs nothing but a directory both sides can see.
+"""Disk transport: weights through safetensors files, for any processes that see one directory.
 
-Owns one folder for each version: a safetensors file for each bucket, written whole before anybody hears of it. What a
-killed run left in the directory goes when the next one starts. Slower than memory, and the fallback where there is no
-other way.
+Owns one folder for each version: a safetensors file for each bucket, written whole before any receiver is told. What a
+killed run left in the directory is removed when the next one starts. Slower than memory, and the fallback where there
+is no other way. The shortest transport: copy this file to write another.
 """
 
 import shutil
@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from treadle.errors import EngineFailure, RunError
-from treadle.weights.parcel import Cast, Parcel, Spec
+from treadle.weights.transfer import CastTensors, TensorSpec, WeightTransfer
 
 FILE_BYTES = 32 << 20
 
@@ -27,42 +27,42 @@ class DiskTransport:
     def __init__(self, directory: Path, *, bucket_bytes: int | None = None) -> None:
         self._directory = directory
         self._bucket_bytes = bucket_bytes or FILE_BYTES
-        sweep(directory)
+        remove_leftovers(directory)
 
-    def offer(self, version: int, tensors: Cast) -> Parcel:
+    def offer(self, version: int, tensors: CastTensors) -> WeightTransfer:
         """Write everything; a parcel that reads it."""
         folder = self._folder(version)
-        parcel = DiskParcel(tensors.specs(), self._bucket_bytes, folder)
+        transfer = DiskTransfer(tensors.specs(), self._bucket_bytes, folder)
         try:
             shutil.rmtree(folder, ignore_errors=True)
             folder.mkdir(parents=True)
-            for number, bucket in enumerate(parcel.buckets):
+            for number, bucket in enumerate(transfer.buckets):
                 contents = {spec.name: tensors[spec.name].cpu().contiguous() for spec in bucket.specs}
-                save_file(contents, parcel.file(number))
+                save_file(contents, transfer.file(number))
         except (OSError, SafetensorError) as error:
             raise RunError(f"weights of version {version} could not be written to {folder}: {error}") from error
-        return parcel
+        return transfer
 
     def retire(self, version: int) -> None:
         shutil.rmtree(self._folder(version), ignore_errors=True)
 
     def close(self) -> None:
-        sweep(self._directory)
+        remove_leftovers(self._directory)
 
     def _folder(self, version: int) -> Path:
         return self._directory / f"{_PREFIX}{version}"
 
 
-def sweep(directory: Path) -> None:
+def remove_leftovers(directory: Path) -> None:
     """Remove every version that was not taken back."""
     for left in directory.glob(f"{_PREFIX}*"):
         shutil.rmtree(left, ignore_errors=True)
 
 
-class DiskParcel(Parcel):
+class DiskTransfer(WeightTransfer):
     """Opened by reading the files."""
 
-    def __init__(self, specs: Sequence[Spec], bucket_bytes: int, folder: Path) -> None:
+    def __init__(self, specs: Sequence[TensorSpec], bucket_bytes: int, folder: Path) -> None:
         super().__init__(specs, bucket_bytes)
         self._folder = folder
 

@@ -1,14 +1,14 @@
 """The networks of a training run, on ranks of a cluster: sharded where several ranks train, and else on one device."""
 
-from treadle.cluster.networks import sharded_spec
 from treadle.cluster.ray.placement import Reservation
 from treadle.cluster.ray.ranks import RemoteRanks
 from treadle.cluster.ray.solo import SoloSpec
+from treadle.cluster.runtime import sharded_spec
 from treadle.config import TrainConfig
 from treadle.data.tasks import TaskSource
-from treadle.policy.learner import Sampling
+from treadle.policy.policy import Sampling
 from treadle.policy.rank import NetworksSpec
-from treadle.policy.ranks import Ranks
+from treadle.policy.rank_group import RankGroup
 from treadle.policy.sharded import ShardedCritic, ShardedPolicy, ShardedReference
 from treadle.trainer.step import StepParts
 from treadle.trainer.terms import total_steps
@@ -25,7 +25,7 @@ def start_ranks(config: TrainConfig, tasks: TaskSource, reservation: Reservation
     )
 
 
-def make_step(config: TrainConfig, ranks: Ranks) -> StepParts:
+def make_step(config: TrainConfig, ranks: RankGroup) -> StepParts:
     """What a training step works with, on these ranks."""
     _, ref, critic = config.used_networks()
     return StepParts(

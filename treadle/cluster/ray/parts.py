@@ -19,11 +19,11 @@ from treadle.cluster.runtime import Runtime, push_timeout_s
 from treadle.config import TrainConfig
 from treadle.data.tasks import TaskSource
 from treadle.engine.native.engine import choose_dtype
-from treadle.policy.ranks import Ranks
+from treadle.policy.rank_group import RankGroup
 from treadle.process.supervisor import print_recovery
-from treadle.rollout import Parts as RolloutParts
-from treadle.weights.push import PushReport, Receiver, send
-from treadle.weights.route import Route
+from treadle.rollout import RolloutParts
+from treadle.weights.sync import PushReport, WeightReceiver, push_weights
+from treadle.weights.transports import TransportSpec
 
 _SPARE_TIMEOUT_S = 10.0
 """How long Ray may take to give GPUs that nobody seems to use."""
@@ -34,7 +34,7 @@ async def started(config: TrainConfig, tasks: TaskSource, *, report: Report = pr
     """Everything that the plan of this config places, started; closed again in the opposite order."""
     async with AsyncExitStack() as parts:
         reservation = await parts.enter_async_context(reserved(config))
-        route = Route.of(config, replicas=len(reservation.replica_seats()), device="cuda:0")
+        route = TransportSpec.of(config, replicas=len(reservation.replica_seats()), device="cuda:0")
         parts.callback(route.clear)
         handles = await asyncio.to_thread(start_ranks, config, tasks, reservation)
         parts.callback(handles.close)
@@ -52,16 +52,16 @@ def _runtime(
     config: TrainConfig,
     reservation: Reservation,
     handles: RemoteRanks,
-    route: Route,
+    route: TransportSpec,
     report: Report,
     validation: RolloutParts | None,
 ) -> Runtime:
-    ranks = Ranks(handles, config.trainer.rank_timeout_s)
+    ranks = RankGroup(handles, config.trainer.rank_timeout_s)
     device = torch.device("cuda" if reservation.replica_seats()[0].gpus else "cpu")
     sender = RankSender(ranks, choose_dtype(config.rollout, device), route)
 
-    async def give(receiver: Receiver, version: int) -> PushReport:
-        return await send(sender, receiver, version, timeout_s=push_timeout_s(config))
+    async def give(receiver: WeightReceiver, version: int) -> PushReport:
+        return await push_weights(sender, receiver, version, timeout_s=push_timeout_s(config))
 
     async def watch() -> None:
         raise await asyncio.wrap_future(handles.gone)

@@ -19,8 +19,7 @@ from treadle.cluster.ray.annex import Annexes, crowded
 from treadle.cluster.ray.connection import Node
 from treadle.cluster.ray.seat import Seat, ask_gpus, pin
 from treadle.config import Plan
-from treadle.config.machines import Placement
-from treadle.config.reward_places import REWARD
+from treadle.config.placement import REWARD, Placement
 from treadle.engine.protocol import Gpu
 from treadle.errors import ConfigError, DeadlineError, Mistake, RunError
 from treadle.types import NOTHING

@@ -46,7 +46,7 @@ class RankActor:
     def run(self, call: tuple[Callable[..., Any], tuple[Any, ...]]) -> Any:
         """The answer to one call."""
         from treadle.policy.local_ranks import Answer
-        from treadle.policy.ranks import portable
+        from treadle.policy.rank_group import portable_error
 
         function, args = call
         try:
@@ -54,7 +54,7 @@ class RankActor:
                 raise self._trouble
             return Answer(self._rank.run(function, *args))
         except Exception as error:  # noqa: BLE001  whatever it is, the driver must hear it
-            return Answer(error=portable(error, self._name))
+            return Answer(error=portable_error(error, self._name))
 
 
 def _end_with(visitor: socket.socket) -> None:

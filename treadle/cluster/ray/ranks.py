@@ -2,8 +2,8 @@
 
 Owns the actors and how a call reaches them: it is written to Ray's store once, and every rank reads it there. What a
 rank is, and what is made of its errors, is `policy`'s.
-Waits: `start` for every rank, until a deadline; calls return futures, and `Ranks` has the deadline. One thread for each
-rank waits for its end, so that a death is known also while nobody calls.
+Waits: `start` for every rank, until a deadline; calls return futures, and `RankGroup` has the deadline. One thread for
+each rank waits for its end, so that a death is known also while nobody calls.
 """
 
 import os
@@ -25,8 +25,8 @@ from treadle.cluster.ray.seat import Seat as Place
 from treadle.cluster.ray.solo import SoloRank, SoloSpec
 from treadle.errors import DeadlineError, RunError
 from treadle.policy.local_ranks import Answer, answer_ready
-from treadle.policy.rank import FSDPRank, NetworksSpec, Seat, Store
-from treadle.policy.ranks import LAUNCH_KEY, RankDied, Ranks
+from treadle.policy.rank import FSDPRank, NetworksSpec, RankSpec, RendezvousStore
+from treadle.policy.rank_group import LAUNCH_KEY, RankDied, RankGroup
 
 _VERDICT_S = 5.0
 """How long Ray may take to say why a rank is gone."""
@@ -35,7 +35,7 @@ _VERDICT_S = 5.0
 class RemoteRanks:
     """`RankHandles` to ranks on the cluster. Built whole by `start`."""
 
-    def __init__(self, actors: Sequence[Any], names: Sequence[str], store: Store) -> None:
+    def __init__(self, actors: Sequence[Any], names: Sequence[str], store: RendezvousStore) -> None:
         self.names = names
         self._actors = actors
         self._store = store  # ranks meet through it, so it lives as long as they do
@@ -49,7 +49,7 @@ class RemoteRanks:
         cls, spec: NetworksSpec | SoloSpec, places: Sequence[Place], *, launch_timeout_s: float, timeout_s: float
     ) -> "RemoteRanks":
         """A rank for each place, all of which have loaded their part; or an error within the deadline. Blocks."""
-        store = Store(ray.util.get_node_ip_address())
+        store = RendezvousStore(ray.util.get_node_ip_address())
         actors: list[Any] = [
             ray.remote(RankActor).options(**place.options()).remote(ActorEnvironment.here(place.gpus))
             for place in places
@@ -64,7 +64,7 @@ class RemoteRanks:
             for at, seat in enumerate(_seats(places, store, timeout_s)):
                 actors[at].load.remote(_starter(seat, spec), names[at], launch_timeout_s)
                 ranks._watch(at, addresses[at])
-            Ranks(ranks, launch_timeout_s, LAUNCH_KEY).run("its start", answer_ready)
+            RankGroup(ranks, launch_timeout_s, LAUNCH_KEY).run("its start", answer_ready)
             return ranks
         except BaseException:
             for actor in actors:
@@ -105,7 +105,7 @@ def _name(at: int, place: Place, address: Address) -> str:
     return f"policy rank {at} on {place} (pid {address.pid})"
 
 
-def _starter(seat: Seat, spec: NetworksSpec | SoloSpec) -> Callable[[], object]:
+def _starter(seat: RankSpec, spec: NetworksSpec | SoloSpec) -> Callable[[], object]:
     """What makes the rank in its process."""
     return partial(SoloRank, seat, spec) if isinstance(spec, SoloSpec) else partial(FSDPRank.create, seat, spec)
 
@@ -123,12 +123,12 @@ def _addresses(actors: Sequence[Any], places: Sequence[Place], timeout_s: float)
         raise RunError(f"a rank of the policy died while it started: {explain(error)}") from error
 
 
-def _seats(places: Sequence[Place], store: Store, timeout_s: float) -> list[Seat]:
+def _seats(places: Sequence[Place], store: RendezvousStore, timeout_s: float) -> list[RankSpec]:
     """Each process sees its own GPU and no other, under the number 0. Cores are shared out, unless somebody has."""
     cores = os.cpu_count() or 1
     free = "OMP_NUM_THREADS" not in os.environ
     return [
-        Seat(
+        RankSpec(
             rank,
             len(places),
             store.host,

@@ -29,10 +29,10 @@ from treadle.cluster.ray.tensors import InStore, Packed, StoredTensors, pack
 from treadle.config import ModelConfig, RolloutConfig
 from treadle.data.renderer import Renderer
 from treadle.engine.gpus import visible_gpus
-from treadle.engine.partial import SAVE_S
 from treadle.engine.protocol import Engine, EngineGone, WeightUpdate
 from treadle.engine.remote import EngineCall, RemoteEngine
 from treadle.engine.replica_supervisor import ReplicaSupervisor
+from treadle.engine.requests import SAVE_S
 from treadle.errors import EngineFailure, TreadleError
 from treadle.process.rpc import Handler
 from treadle.process.supervisor import DEFAULT_POLICY, Recovery, RestartFailed, RestartPolicy, print_recovery
@@ -145,12 +145,12 @@ async def _take_stored(
 
     if not elsewhere:
         return await update(tensors)
-    from treadle.weights.local import LocalTransport
-    from treadle.weights.parcel import Cast
+    from treadle.weights.shared_memory import SharedMemoryTransport
+    from treadle.weights.transfer import CastTensors
 
-    transport = LocalTransport()
+    transport = SharedMemoryTransport()
     try:
-        return await update(transport.offer(version, Cast(tensors, None)))
+        return await update(transport.offer(version, CastTensors(tensors, None)))
     finally:
         await asyncio.to_thread(transport.close)
 

@@ -14,26 +14,26 @@ from treadle.cluster.ray.replicas import RayReplicas
 from treadle.cluster.ray.scorer import RemoteScorer, ScorerSetup
 from treadle.cluster.ray.seat import Seat
 from treadle.config import Config, make_plan
-from treadle.config.reward_places import wishes
+from treadle.config.placement import reward_gpu_requests
 from treadle.process.supervisor import Recovery, print_recovery
-from treadle.reward.surroundings import Surroundings
+from treadle.reward.context import RewardContext
+from treadle.rollout.protocol import TokenGenerator
 from treadle.rollout.remote_worker import RemoteAgentWorker
-from treadle.rollout.service import Parts
-from treadle.rollout.services import Generator
+from treadle.rollout.service import RolloutParts
 
 Report = Callable[[Recovery], None]
 """Told of every replica that died, and what became of it."""
 
 
 @asynccontextmanager
-async def started_rollout(config: Config, *, report: Report = print_recovery) -> AsyncIterator[Parts]:
+async def started_rollout(config: Config, *, report: Report = print_recovery) -> AsyncIterator[RolloutParts]:
     """The places of a rollout that stands alone; parts are started there as it calls for them."""
     async with reserved(config) as reservation:
         yield supply_rollout(config, reservation, report)
 
 
 @contextmanager
-def started_rollout_blocking(config: Config, *, report: Report = print_recovery) -> Iterator[Parts]:
+def started_rollout_blocking(config: Config, *, report: Report = print_recovery) -> Iterator[RolloutParts]:
     """The same, for code that does not await."""
     with connected(config.cluster) as nodes:
         plan, limit = make_plan(config, machines_of(nodes)), config.rollout.limits.launch_timeout_s
@@ -58,7 +58,7 @@ async def reserved(config: Config) -> AsyncIterator[Reservation]:
 
 def supply_rollout(
     config: Config, reservation: Reservation, report: Report, *, seats: Sequence[Seat] = (), name: str | None = None
-) -> Parts:
+) -> RolloutParts:
     """What this config needs of these places; with replicas in `seats`, or where the plan has them."""
     rollout, reward = config.rollout, config.reward
     move = reservation.move if reservation.can_move else None
@@ -66,10 +66,10 @@ def supply_rollout(
     replicas = RayReplicas(rollout, config.model, places, name=name, move=move, report=report)
     workers, scorer = None, None
 
-    async def start_workers(engine: Generator) -> Sequence[RemoteAgentWorker]:
+    async def start_workers(engine: TokenGenerator) -> Sequence[RemoteAgentWorker]:
         return await _start_workers(config, engine, reservation)
 
-    async def start_scorer(lent: Surroundings) -> RemoteScorer:
+    async def start_scorer(lent: RewardContext) -> RemoteScorer:
         setup = ScorerSetup(reward, config.model, lent.api_keys, reservation.reward_gpus())
         seat = partial(reservation.scorer_seat, rollout.agent.num_workers or 1)
         return await RemoteScorer.create(setup, seat, rollout.limits, lent.policy)
@@ -77,12 +77,12 @@ def supply_rollout(
     if rollout.agent.num_workers:
         workers = start_workers
     only_functions = set(reward.weights()) == set(reward.functions)
-    if any(wishes(config)) or (reward.functions and reward.num_workers and only_functions):
+    if any(reward_gpu_requests(config)) or (reward.functions and reward.num_workers and only_functions):
         scorer = start_scorer  # models without GPUs stay with the manager
-    return Parts(engines=replicas.start, attend=replicas.supervisor.attend, workers=workers, scorer=scorer)
+    return RolloutParts(engines=replicas.start, attend=replicas.supervisor.attend, workers=workers, scorer=scorer)
 
 
-async def _start_workers(config: Config, engine: Generator, reservation: Reservation) -> list[RemoteAgentWorker]:
+async def _start_workers(config: Config, engine: TokenGenerator, reservation: Reservation) -> list[RemoteAgentWorker]:
     """`rollout.agent.num_workers` actors, spread over the rollout's nodes; or none, and an error."""
     rollout = config.rollout
     async with AsyncExitStack() as started:
@@ -95,7 +95,9 @@ async def _start_workers(config: Config, engine: Generator, reservation: Reserva
         return workers
 
 
-async def start_worker(config: Config, engine: Generator, seat: Callable[[], Seat], name: str) -> RemoteAgentWorker:
+async def start_worker(
+    config: Config, engine: TokenGenerator, seat: Callable[[], Seat], name: str
+) -> RemoteAgentWorker:
     """An agent worker in an actor. `seat` says where, whenever one is started."""
     return await RemoteAgentWorker.create(
         rollout=config.rollout,

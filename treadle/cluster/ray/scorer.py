@@ -23,11 +23,11 @@ from treadle.process.codec import RecordCodec
 from treadle.process.launcher import ProcessSpec, RemoteProcess
 from treadle.process.main import ParentConnection
 from treadle.process.supervisor import RestartPolicy, Supervisor
+from treadle.reward.context import RewardContext
 from treadle.reward.scorer import Scorer
-from treadle.reward.surroundings import Surroundings
 from treadle.rollout.engines import start_engines
+from treadle.rollout.protocol import TokenGenerator
 from treadle.rollout.remote_worker import UpstreamEngine
-from treadle.rollout.services import Generator
 from treadle.types import NOTHING, Request, Score, Task, Trajectory
 
 RESTART = RestartPolicy(attempts=3, first_wait_s=0.5)
@@ -93,9 +93,9 @@ async def serve_scorer(parent: ParentConnection, setup: ScorerSetup) -> None:
 async def _start_scorer(setup: ScorerSetup, policy: UpstreamEngine) -> Scorer:
     reward, model = setup.reward, setup.model
     if not reward.judges or model is None:
-        return await Scorer.create(reward, Surroundings(api_keys=setup.api_keys, gpus=setup.gpus))
+        return await Scorer.create(reward, RewardContext(api_keys=setup.api_keys, gpus=setup.gpus))
     renderer = await asyncio.to_thread(Renderer.create, model)
-    surroundings = Surroundings(model, renderer, policy, start_engines, setup.api_keys, setup.gpus)
+    surroundings = RewardContext(model, renderer, policy, start_engines, setup.api_keys, setup.gpus)
     return await Scorer.create(reward, surroundings)
 
 
@@ -103,7 +103,7 @@ class RemoteScorer:
     """A `Scoring`. Built by `create`, on the loop that uses it."""
 
     def __init__(
-        self, setup: ScorerSetup, seat: Callable[[], Seat], limits: LimitsConfig, policy: Generator | None
+        self, setup: ScorerSetup, seat: Callable[[], Seat], limits: LimitsConfig, policy: TokenGenerator | None
     ) -> None:
         self._setup = setup
         self._seat = seat
@@ -113,7 +113,7 @@ class RemoteScorer:
 
     @classmethod
     async def create(
-        cls, setup: ScorerSetup, seat: Callable[[], Seat], limits: LimitsConfig, policy: Generator | None = None
+        cls, setup: ScorerSetup, seat: Callable[[], Seat], limits: LimitsConfig, policy: TokenGenerator | None = None
     ) -> "RemoteScorer":
         """A scorer whose functions and models are loaded, or an error. `seat` says where, whenever it is started.
 

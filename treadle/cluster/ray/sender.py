@@ -18,17 +18,17 @@ from torch import Tensor
 
 from treadle.cluster.ray.tensors import InStore, Packed, StoredTensors, pack
 from treadle.engine.protocol import WeightUpdate
-from treadle.model.checksum import Tally
-from treadle.policy.ranks import Ranks
-from treadle.weights.parcel import Cast, Parcel, Spec, describe
-from treadle.weights.route import Route
-from treadle.weights.sender import Transport
+from treadle.model.checksum import RunningChecksum
+from treadle.policy.rank_group import RankGroup
+from treadle.weights.sync import Transport
+from treadle.weights.transfer import CastTensors, TensorSpec, WeightTransfer, tensor_specs
+from treadle.weights.transports import TransportSpec
 
 
-class StoredParcel(Parcel, InStore):
+class StoredParcel(WeightTransfer, InStore):
     """Weights in the store. Readable in every process of the cluster that Ray runs."""
 
-    def __init__(self, specs: Sequence[Spec], reference: Any) -> None:
+    def __init__(self, specs: Sequence[TensorSpec], reference: Any) -> None:
         super().__init__(specs, bucket_bytes=sum(spec.num_bytes for spec in specs))
         self.reference = reference
 
@@ -40,7 +40,7 @@ class StoredParcel(Parcel, InStore):
 class RankSender:
     """A `Sender` for ranks on the cluster."""
 
-    def __init__(self, ranks: Ranks, dtype: torch.dtype, route: Route) -> None:
+    def __init__(self, ranks: RankGroup, dtype: torch.dtype, route: TransportSpec) -> None:
         self._ranks = ranks
         self._dtype = dtype
         self._route = route
@@ -48,7 +48,7 @@ class RankSender:
     async def publish(self, version: int) -> WeightUpdate:
         order = publish, version, self._dtype, self._route
         published, *_ = await asyncio.to_thread(self._ranks.run, "publishing weights", *order)
-        return WeightUpdate(version, published.checksum, published.parcel)
+        return WeightUpdate(version, published.checksum, published.transfer)
 
     async def retire(self, version: int) -> None:
         """Nothing: see the module."""
@@ -59,7 +59,7 @@ class Published:
     """What the first rank has on offer."""
 
     checksum: str
-    parcel: Parcel
+    transfer: WeightTransfer
 
 
 class Outbox:
@@ -74,23 +74,23 @@ class Outbox:
         """Take the last version back, and put these in its place: in the same memory, which is faster than new."""
         if self._version is not None:
             self._transport.retire(self._version)
-        tally, held = Tally(), self._held
+        tally, held = RunningChecksum(), self._held
         for name, tensor in tensors:
             if name not in held:
                 held[name] = torch.empty_like(tensor, device="cpu")
             held[name].copy_(tensor)
             tally.add(name, tensor)
         self._version = version
-        parcel = self._transport.offer(version, Cast(held, None))
-        assert isinstance(parcel, Parcel), "it goes to other processes"
-        return Published(tally.word(), parcel)
+        transfer = self._transport.offer(version, CastTensors(held, None))
+        assert isinstance(transfer, WeightTransfer), "it goes to other processes"
+        return Published(tally.word(), transfer)
 
 
 _outboxes: WeakKeyDictionary[Any, Outbox] = WeakKeyDictionary()
 """By rank: a process has one, which lives as long as the process."""
 
 
-def publish(rank: Any, version: int, dtype: torch.dtype, route: Route) -> Published | None:
+def publish(rank: Any, version: int, dtype: torch.dtype, route: TransportSpec) -> Published | None:
     """In a rank: gather all weights; the first rank keeps them. Collective."""
     tensors = rank.policy.full_tensors(dtype)
     if rank.seat.rank:
@@ -106,10 +106,10 @@ def publish(rank: Any, version: int, dtype: torch.dtype, route: Route) -> Publis
 
 def _store(tensors: Iterator[tuple[str, Tensor]]) -> Published:
     """Write everything into Ray's store, once."""
-    tally, specs = Tally(), list[Spec]()
+    tally, specs = RunningChecksum(), list[TensorSpec]()
     packed: dict[str, Packed] = {}
     for name, tensor in tensors:
         tally.add(name, tensor)
-        specs += describe({name: tensor})
+        specs += tensor_specs({name: tensor})
         packed |= pack({name: tensor})
     return Published(tally.word(), StoredParcel(specs, ray.put(packed)))

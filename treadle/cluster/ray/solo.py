@@ -10,14 +10,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from treadle.config.actor import ActorConfig, CriticConfig, RefConfig
-from treadle.config.algorithm import RolloutCorrectionConfig
-from treadle.config.model import ModelConfig
+from treadle.config.rollout import ModelConfig
+from treadle.config.training import ActorConfig, CriticConfig, RefConfig, RolloutCorrectionConfig
 from treadle.policy.critic import SingleCritic
-from treadle.policy.learner import Sampling
-from treadle.policy.rank import Seat
+from treadle.policy.policy import Sampling, SinglePolicy
+from treadle.policy.rank import RankSpec
 from treadle.policy.reference import SingleReference
-from treadle.policy.single import SinglePolicy
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +48,7 @@ class SoloRank:
     reference: SingleReference | None
     critic: SingleCritic | None
 
-    def __init__(self, seat: Seat, spec: SoloSpec) -> None:
+    def __init__(self, seat: RankSpec, spec: SoloSpec) -> None:
         self.seat = seat
         if seat.num_threads is not None:
             torch.set_num_threads(seat.num_threads)

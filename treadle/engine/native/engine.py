@@ -1,12 +1,13 @@
-"""The embedded engine: a Hugging Face decoder in this process, sampling many sequences at once.
+"""Native engine: a Hugging Face decoder in this process, with continuous batching over a paged KV cache.
 
-Owns the Engine protocol in front of a worker thread. Knows nothing of text beyond a decoder function it may be given.
+Owns the Engine protocol in front of the engine thread (`engine_thread`), which runs the scheduler. Knows nothing of
+text beyond a decode function it may be given.
 
 What holds: the same session making the same requests gets the same tokens and logprobs, alone and in any batch. On CPU
-in float32 bit for bit, as long as what it parked was not forgotten for lack of memory. In bfloat16 and on CUDA up to
-rounding: a token changes only where its draw falls within rounding of a border between two tokens.
-Memory is bounded: pages for the sequences that run, and host memory for what is parked. Requests beyond them wait, and
-rows that outgrow them are preempted: they wait as well, and go on later with the same tokens.
+in float32 bit for bit, as long as what was swapped out was not dropped for lack of memory. In bfloat16 and on CUDA up
+to rounding: a token changes only where its draw falls within rounding of a border between two tokens.
+Memory is bounded: pages for the sequences that run, and host memory as swap space. Requests beyond them wait, and
+sequences that outgrow them are preempted: they wait as well, and go on later with the same tokens.
 """
 
 import asyncio
@@ -19,21 +20,19 @@ from typing import TYPE_CHECKING, Self
 import torch
 from torch import Tensor
 
-from treadle.config.model import ModelConfig
-from treadle.config.rollout import RolloutConfig
-from treadle.engine.gate import Gate
-from treadle.engine.native.cache import PageCache
-from treadle.engine.native.decoder import Decoder, find_row_step
-from treadle.engine.native.parking import Parking
+from treadle.config.rollout import ModelConfig, RolloutConfig
+from treadle.engine.in_flight import PauseGate
+from treadle.engine.native.engine_thread import EngineThread, OnResult
+from treadle.engine.native.input_batch import MAX_STOPS
+from treadle.engine.native.kv_cache import PagedKVCache
+from treadle.engine.native.model_runner import ModelRunner, find_row_step
+from treadle.engine.native.prefix_cache import SwapSpace
 from treadle.engine.native.proof import require_engine
-from treadle.engine.native.rows import MAX_STOPS
 from treadle.engine.native.scheduler import Scheduler
-from treadle.engine.native.worker import Answered, Worker
 from treadle.engine.protocol import Decode, WeightUpdate, batches_of
-from treadle.engine.refusal import refuse_unfit
-from treadle.engine.stop_strings import StopFinder, cut_text
+from treadle.engine.requests import StopStringFinder, trim_at_stop, validate_request
 from treadle.errors import MisuseError, RequestRefused
-from treadle.model.causal import output_weight, prepare_module
+from treadle.model.causal_lm import output_weight, prepare_module
 from treadle.model.checksum import checksum as checksum_of
 from treadle.model.load import load_causal_model
 from treadle.types import Completion, Request, StopReason
@@ -54,7 +53,7 @@ class NativeEngine:
         self,
         rollout: RolloutConfig,
         module: "PreTrainedModel",
-        worker: Worker,
+        worker: EngineThread,
         *,
         name: str,
         version: int,
@@ -68,7 +67,7 @@ class NativeEngine:
         self._worker = worker
         self._decode = decode
         self._checksum = checksum
-        self._gate = Gate()
+        self._gate = PauseGate()
         self._words = output_weight(module).shape[0]
 
     @classmethod
@@ -101,13 +100,13 @@ class NativeEngine:
             module = prepare_module(model, longest)
         if prove:
             await asyncio.to_thread(require_engine, module.config, longest)
-        worker = Worker(name, rollout.sequence_length())
+        worker = EngineThread(name, rollout.sequence_length())
         await worker.start(partial(_build, rollout, module, place, name, version))
         return cls(rollout, module, worker, name=name, version=version, decode=decode, checksum=checksum)
 
     async def generate(self, request: Request) -> Completion:
         room = self._rollout.sequence_length()
-        refuse_unfit(request, self.name, room=room, num_words=self._words, max_stops=MAX_STOPS)
+        validate_request(request, self.name, room=room, num_words=self._words, max_stops=MAX_STOPS)
         if self._gate.shut and not await self._gate.admit(request.session):
             return Completion((), (), (), StopReason.ABORT, replica=self.name)
         answer = await self._worker.generate(request, self._finder(request))
@@ -119,9 +118,9 @@ class NativeEngine:
         assert self._decode is not None
         ids = completion.ids
         spoken = ids[:-1] if ids and ids[-1] in request.sampling.stop_token_ids else ids
-        return replace(completion, text=cut_text(self._decode(spoken), request.sampling.stop))
+        return replace(completion, text=trim_at_stop(self._decode(spoken), request.sampling.stop))
 
-    def _finder(self, request: Request) -> StopFinder | None:
+    def _finder(self, request: Request) -> StopStringFinder | None:
         stops = request.sampling.stop
         if not stops:
             return None
@@ -129,7 +128,7 @@ class NativeEngine:
             raise RequestRefused(
                 f"{self.name}: session {request.session}: stop strings need an engine with a tokenizer"
             )
-        return StopFinder(stops, self._decode, request.ids[len(request.ids) - request.said :])
+        return StopStringFinder(stops, self._decode, request.ids[len(request.ids) - request.said :])
 
     async def abort(self, session: str | None = None) -> None:
         self._gate.abort(session)
@@ -212,23 +211,27 @@ def _build(
     device: torch.device,
     name: str,
     version: int,
-    answered: Answered,
+    answered: OnResult,
 ) -> Scheduler:
     """Everything that computes, made in the thread that will use it."""
     if device.type == "cuda":
         torch.cuda.set_device(device.index or 0)
     row_step = find_row_step(module, rollout.max_num_seqs, device)
-    cache = PageCache.create(rollout, module, device, row_step)
+    cache = PagedKVCache.create(rollout, module, device, row_step)
     host_bytes = int(_PARKED_SHARE * os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
-    parking = Parking(host_bytes)
+    parking = SwapSpace(host_bytes)
     decoder = _build_decoder(rollout, module, cache, row_step)
     return Scheduler(rollout, decoder, parking, answered, name=name, version=version)
 
 
-def _build_decoder(rollout: RolloutConfig, module: "PreTrainedModel", cache: PageCache, row_step: int) -> Decoder:
+def _build_decoder(
+    rollout: RolloutConfig, module: "PreTrainedModel", cache: PagedKVCache, row_step: int
+) -> ModelRunner:
     """With graphs and kernels of our own on a GPU; with plain torch elsewhere."""
     if cache.kv.device.type != "cuda":
-        return Decoder(module, cache, row_step)
-    from treadle.engine.native.graphs import GraphDecoder  # triton comes with it, which CPU machines do not have
+        return ModelRunner(module, cache, row_step)
+    from treadle.engine.native.cuda_graphs import (
+        CudaGraphRunner,  # triton comes with it, which CPU machines do not have
+    )
 
-    return GraphDecoder(module, cache, row_step, eager=rollout.enforce_eager)
+    return CudaGraphRunner(module, cache, row_step, eager=rollout.enforce_eager)

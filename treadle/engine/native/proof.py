@@ -1,4 +1,4 @@
-"""Proof that the embedded engine computes a model as its authors wrote it: prefill in pieces, then token by token.
+"""Parity proof of the native engine: chunked prefill and decode against the model's own forward.
 
 Owns the engine's half of the proof; the rows, what is expected of them and the policy's half are `model.proof`'s.
 `prove` is both halves, for a command that checks a config and for a table of all families.
@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 
 from treadle.config.rollout import RolloutConfig
-from treadle.engine.native.cache import SPAN_STEP, PageCache, round_up
-from treadle.engine.native.plans import DecodePlan, Piece, PrefillPlan
+from treadle.engine.native.attention_metadata import DecodeMetadata, PrefillChunk, PrefillMetadata
+from treadle.engine.native.kv_cache import SPAN_STEP, PagedKVCache, round_up
 from treadle.errors import ConfigError, Mistake
-from treadle.model.causal import compute_logits, hidden_states
-from treadle.model.proof import LOGPROB_TOLERANCE, Finding, Probe, prove_policy, remembered, try_out
+from treadle.model.causal_lm import compute_logits, hidden_states
+from treadle.model.proof import LOGPROB_TOLERANCE, Finding, Probe, cached_finding, prove_policy, try_out
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
@@ -59,7 +59,7 @@ def require_engine(config: "PreTrainedConfig", longest: int) -> None:
 
 def prove_engine(config: "PreTrainedConfig", longest: int | None = None) -> Finding:
     """Whether prefill and decode steps give the logprobs of the module's own forward."""
-    return remembered("engine", config, longest, lambda: try_out(config, longest, _prove_engine))
+    return cached_finding("engine", config, longest, lambda: try_out(config, longest, _prove_engine))
 
 
 @torch.no_grad()
@@ -68,7 +68,7 @@ def _prove_engine(probe: Probe) -> Finding:
     rollout = RolloutConfig(prompt_length=probe.longest, response_length=1, max_num_seqs=len(probe.rows) + 1)
     difference = 0.0
     for page in (None, 2 * SPAN_STEP):  # one page for each row, and several
-        cache = PageCache.create(rollout, module, torch.device("cpu"), _ROW_STEP, page=page)
+        cache = PagedKVCache.create(rollout, module, torch.device("cpu"), _ROW_STEP, page=page)
         found = _decode(probe, module, cache)
         difference = max(difference, probe.differ([torch.cat(parts) for parts in found], range(len(found))))
     problem = None
@@ -77,7 +77,7 @@ def _prove_engine(probe: Probe) -> Finding:
     return Finding(difference, problem=problem)
 
 
-def _decode(probe: Probe, module: "PreTrainedModel", cache: PageCache) -> list[list[Tensor]]:
+def _decode(probe: Probe, module: "PreTrainedModel", cache: PagedKVCache) -> list[list[Tensor]]:
     """The logprobs of all rows: of the first third from prefill, in two pieces, then of one token of each at a time."""
     for row in range(len(probe.rows)):
         cache.assign(row, 0, range(row * cache.per_row, (row + 1) * cache.per_row))
@@ -92,7 +92,7 @@ def _decode(probe: Probe, module: "PreTrainedModel", cache: PageCache) -> list[l
         members = active.nonzero().flatten().tolist()
         ids = torch.zeros_like(positions)
         ids[members] = torch.stack([probe.rows[at][positions[at]] for at in members])
-        plan = DecodePlan(cache, active, positions, round_up(int(positions.max()) + 1, SPAN_STEP))
+        plan = DecodeMetadata(cache, active, positions, round_up(int(positions.max()) + 1, SPAN_STEP))
         logprobs = _logprobs(module, ids, positions, plan)
         for at in members:
             found[at].append(logprobs[at : at + 1])
@@ -101,14 +101,16 @@ def _decode(probe: Probe, module: "PreTrainedModel", cache: PageCache) -> list[l
 
 
 def _prefill(
-    probe: Probe, module: "PreTrainedModel", cache: PageCache, spans: list[tuple[int, int]]
+    probe: Probe, module: "PreTrainedModel", cache: PagedKVCache, spans: list[tuple[int, int]]
 ) -> tuple[Tensor, ...]:
     """The logprobs of a piece of each row."""
-    pieces = [Piece(row, begin, probe.rows[row][begin:end].tolist()) for row, (begin, end) in enumerate(spans)]
+    pieces = [PrefillChunk(row, begin, probe.rows[row][begin:end].tolist()) for row, (begin, end) in enumerate(spans)]
     lengths = [len(piece.ids) for piece in pieces]
-    plan = PrefillPlan(cache, pieces, round_up(sum(lengths), _ROW_STEP))
+    plan = PrefillMetadata(cache, pieces, round_up(sum(lengths), _ROW_STEP))
     return torch.split(_logprobs(module, plan.ids_T, plan.positions_T, plan)[: sum(lengths)], lengths)
 
 
-def _logprobs(module: "PreTrainedModel", ids: Tensor, positions: Tensor, plan: PrefillPlan | DecodePlan) -> Tensor:
+def _logprobs(
+    module: "PreTrainedModel", ids: Tensor, positions: Tensor, plan: PrefillMetadata | DecodeMetadata
+) -> Tensor:
     return compute_logits(module, hidden_states(module, ids, positions, plan)).float().log_softmax(-1)

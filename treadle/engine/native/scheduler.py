@@ -1,10 +1,11 @@
-"""Who gets a row when: the queue, prefill, running rows, and who gives way when pages run out.
+"""Scheduler: continuous batching with chunked prefill and preemption.
 
-Owns every ticket from `add` to its answer. Runs in one thread, which calls `turn` as long as there is work; knows
-nothing of threads and event loops. Tickets are admitted in order, between two steps, as rows and pages come free. A row
-that needs a page where there is none takes it from what is kept for later, and then from the ticket that was admitted
-last, which goes back to the front of the queue with what it has and goes on from there, with the same tokens.
-Invariant: a ticket waits, is in prefill or runs, never two of these; a request's tokens depend on its own session only.
+Owns every sequence from `add` to its result: the waiting queue, prefill, and the running batch. Runs in one thread,
+which calls `turn` as long as there is work; knows nothing of threads and event loops. Sequences are admitted in order,
+between two decode steps, as rows and pages come free. A row that needs a page where there is none takes it from the
+prefix cache, and then from the sequence that was admitted last, which is preempted: it goes back to the front of the
+queue with what it has and goes on from there, with the same tokens.
+Invariant: a sequence waits, is in prefill or runs, never two of these; a request's tokens depend on its session only.
 """
 
 import logging
@@ -12,14 +13,13 @@ from collections import deque
 from collections.abc import Callable, Iterable
 
 from treadle.config.rollout import RolloutConfig
-from treadle.engine.native.cache import round_up
-from treadle.engine.native.decoder import Decoder
-from treadle.engine.native.growth import STRIDE, Growth
-from treadle.engine.native.parking import Parking
-from treadle.engine.native.prefills import Prefills
-from treadle.engine.native.rows import Response
-from treadle.engine.native.seating import SPARSE, Seating
-from treadle.engine.native.ticket import Answer, Ticket
+from treadle.engine.native.chunked_prefill import PrefillQueue
+from treadle.engine.native.input_batch import RowOutput
+from treadle.engine.native.kv_cache import round_up
+from treadle.engine.native.kv_cache_manager import COMPACT_BELOW, LOOKAHEAD_STEPS, KVCacheManager, PageSchedule
+from treadle.engine.native.model_runner import ModelRunner
+from treadle.engine.native.prefix_cache import SwapSpace
+from treadle.engine.native.sequence import SequenceResult, SequenceState
 from treadle.errors import EngineFailure
 from treadle.types import Completion, StopReason
 
@@ -32,9 +32,9 @@ class Scheduler:
     def __init__(
         self,
         rollout: RolloutConfig,
-        decoder: Decoder,
-        parking: Parking,
-        answer: Callable[[Ticket, Answer], None],
+        decoder: ModelRunner,
+        parking: SwapSpace,
+        answer: Callable[[SequenceState, SequenceResult], None],
         *,
         name: str,
         version: int,
@@ -46,17 +46,17 @@ class Scheduler:
         self._decoder = decoder
         self._cache = decoder.cache
         caching = rollout.enable_prefix_caching
-        self._seating = Seating(decoder.cache, parking, rollout.max_num_seqs, caching=caching)
+        self._kv_manager = KVCacheManager(decoder.cache, parking, rollout.max_num_seqs, caching=caching)
         self._answer = answer
         self._name = name
-        self._waiting: deque[Ticket] = deque()
-        self._seated: dict[Ticket, None] = {}
+        self._waiting: deque[SequenceState] = deque()
+        self._seated: dict[SequenceState, None] = {}
         """Those with a row, in the order of their admission: in prefill, ready or running."""
-        self._prefills = Prefills()
-        self._ready: list[Ticket] = []
-        self._running: dict[int, Ticket] = {}
-        self._growth = Growth()
-        self._blocked: tuple[Ticket, int] | None = None
+        self._prefills = PrefillQueue()
+        self._ready: list[SequenceState] = []
+        self._running: dict[int, SequenceState] = {}
+        self._page_schedule = PageSchedule()
+        self._blocked: tuple[SequenceState, int] | None = None
         """Who found no room: no use in looking again before something has changed."""
         self._steps = 0
         self._top = 0
@@ -69,7 +69,7 @@ class Scheduler:
     def busy(self) -> bool:
         return bool(self._waiting or self._prefills or self._ready or self._running)
 
-    def add(self, ticket: Ticket) -> None:
+    def add(self, ticket: SequenceState) -> None:
         self._waiting.append(ticket)
 
     def turn(self) -> None:
@@ -82,7 +82,7 @@ class Scheduler:
             self._prefill()
         if self._ready:
             self._start()
-        self._provide()
+        self._allocate_lookahead()
         if self._running:
             self._cache.upload()
             ended = self._decoder.step(
@@ -94,19 +94,19 @@ class Scheduler:
             if self._stoppable:
                 self._stop_at_strings()
 
-    def abort(self, chosen: Callable[[Ticket], bool]) -> None:
+    def abort(self, chosen: Callable[[SequenceState], bool]) -> None:
         """End tickets where they are; those that have sampled keep their tokens."""
         for ticket in [ticket for ticket in self._waiting if chosen(ticket)]:
             self._waiting.remove(ticket)
             ticket.leave_queue()
-            self._seating.drop_parked(ticket, for_session=not ticket.stale)
+            self._kv_manager.drop_swapped(ticket, for_session=not ticket.stale)
             self._close(ticket, ticket.said)
         for ticket in [ticket for prefill in self._prefills for ticket in prefill.tickets if chosen(ticket)]:
             tokens = self._prefills.leave(ticket)
             del self._seated[ticket]
-            self._seating.stay(ticket, ticket.prefix[:tokens])
+            self._kv_manager.stay(ticket, ticket.prefix[:tokens])
             self._close(ticket, ticket.said)
-        self._catch_up()
+        self._finish_late_rows()
         rows = [row for row, ticket in self._running.items() if chosen(ticket)]
         if rows:
             self._decoder.rows.stop(rows)
@@ -119,28 +119,28 @@ class Scheduler:
         """
         counts = self._decoder.rows.count.tolist() if self._running else []
         for row, ticket in self._running.items():
-            ticket.leave_version(len(ticket.said.ids) + counts[row], self.version)
+            ticket.end_version(len(ticket.said.ids) + counts[row], self.version)
             ticket.stale = True
-        self._unseat_prefills()
+        self._requeue_prefills()
         for ticket in self._waiting:
             if ticket.said.ids:
-                ticket.leave_version(len(ticket.said.ids), self.version)
-                ticket.stale |= ticket.parked is not None
+                ticket.end_version(len(ticket.said.ids), self.version)
+                ticket.stale |= ticket.swapped is not None
             else:
-                self._seating.drop_parked(ticket, for_session=False)
-        self._seating.residents.clear()
+                self._kv_manager.drop_swapped(ticket, for_session=False)
+        self._kv_manager.prefix_cache.clear()
         confirmed = load()
         self._decoder.refresh()
         self.version = version
         return confirmed
 
-    def _unseat_prefills(self) -> None:
+    def _requeue_prefills(self) -> None:
         """Send those in prefill back: their pages may be shared with rows that run on with old keys and values."""
         back = [ticket for ticket in self._seated if ticket.row not in self._running]
         for ticket in back:
             self._prefills.leave(ticket)
             del self._seated[ticket]
-            self._seating.leave(ticket)
+            self._kv_manager.leave(ticket)
             ticket.wait()
         self._waiting.extendleft(reversed(back))
 
@@ -149,30 +149,30 @@ class Scheduler:
         if self.busy:
             return False
         self._decoder.settle()
-        self._seating.residents.clear()
+        self._kv_manager.prefix_cache.clear()
         self._cache.release()
         return True
 
     def close(self) -> None:
         """The last call."""
         self.abort(lambda ticket: True)
-        self._seating.residents.clear()
+        self._kv_manager.prefix_cache.clear()
         self._decoder.close()
 
     def forget(self, session: str) -> None:
         """Free what is kept for a session that is over."""
-        self._seating.residents.forget(session)
+        self._kv_manager.prefix_cache.forget(session)
 
     def _admit(self) -> None:
         """Seat tickets that wait, until prefill has enough to do or there is no room."""
         room = self._rollout.max_num_batched_tokens - self._prefills.num_tokens
-        while self._waiting and room > 0 and self._seating.free_rows:
+        while self._waiting and room > 0 and self._kv_manager.free_rows:
             ticket = self._waiting[0]
-            if self._blocked == (ticket, self._seating.changes):
+            if self._blocked == (ticket, self._kv_manager.changes):
                 break
-            start = self._seating.seat(ticket, self._prefills.sibling(ticket))
+            start = self._kv_manager.seat(ticket, self._prefills.sibling(ticket))
             if start is None:
-                self._blocked = (ticket, self._seating.changes)
+                self._blocked = (ticket, self._kv_manager.changes)
                 break
             self._waiting.popleft()
             ticket.leave_queue()
@@ -181,7 +181,7 @@ class Scheduler:
                 self._ready.append(ticket)
             elif self._prefills.join(ticket, start):
                 room -= len(ticket.prefix) - start
-        self._seating.copy()
+        self._kv_manager.copy()
 
     def _prefill(self) -> None:
         """One forward over as many pieces as the token budget takes. Prompts that are done are shared."""
@@ -194,60 +194,60 @@ class Scheduler:
             if prefill.done:
                 self._prefills.drop(prefill)
                 first, *others = prefill.tickets
-                self._seating.share(first, others, len(prefill.ids))
+                self._kv_manager.share(first, others, len(prefill.ids))
                 if prefill.fresh:
-                    self._seating.residents.offer(prefill.ids, first.pages)
+                    self._kv_manager.prefix_cache.offer(prefill.ids, first.pages)
                 self._ready += prefill.tickets
-        self._seating.copy()
+        self._kv_manager.copy()
 
     def _start(self) -> None:
         self._decoder.start([ticket.start_row() for ticket in self._ready])
         for ticket in self._ready:
             ticket.born = self._steps
             self._running[ticket.row] = ticket
-            self._plan_growth(ticket)
+            self._schedule_page(ticket)
         self._ready.clear()
-        self._look_around()
+        self._update_step_inputs()
 
-    def _plan_growth(self, ticket: Ticket) -> None:
-        places = self._seating.places_of(ticket)
+    def _schedule_page(self, ticket: SequenceState) -> None:
+        places = self._kv_manager.places_of(ticket)
         if places is not None:
-            self._growth.plan(ticket, ticket.born + places - len(ticket.prefix))
+            self._page_schedule.plan(ticket, ticket.born + places - len(ticket.prefix))
 
-    def _provide(self) -> None:
+    def _allocate_lookahead(self) -> None:
         """Give rows the pages that the next steps may need."""
-        for ticket in self._growth.next(self._steps):
-            places = self._places_of(ticket) + 2 * STRIDE
+        for ticket in self._page_schedule.next(self._steps):
+            places = self._places_of(ticket) + 2 * LOOKAHEAD_STEPS
             if ticket in self._seated and self._make_room(ticket, places):
-                self._seating.grow(ticket, self._seating.lacks(ticket, places))
-                self._plan_growth(ticket)
+                self._kv_manager.grow(ticket, self._kv_manager.lacks(ticket, places))
+                self._schedule_page(ticket)
 
-    def _make_room(self, ticket: Ticket, places: int) -> bool:
+    def _make_room(self, ticket: SequenceState, places: int) -> bool:
         """Have the pages free that a ticket lacks; False if the ticket itself has left meanwhile."""
-        while self._seating.lacks(ticket, places) > len(self._seating.pages.free):
-            if self._seating.evict():
+        while self._kv_manager.lacks(ticket, places) > len(self._kv_manager.pages.free):
+            if self._kv_manager.evict():
                 continue
-            if not self._catch_up():
+            if not self._finish_late_rows():
                 self._preempt(next(reversed(self._seated)))
             if ticket not in self._seated:
                 return False
         return True
 
-    def _preempt(self, ticket: Ticket) -> None:
+    def _preempt(self, ticket: SequenceState) -> None:
         """Take a ticket's row and pages. Everything that its row has sampled is known."""
         if self._running.get(ticket.row) is ticket:
             self._decoder.rows.stop([ticket.row])
             ticket.hear(self._decoder.read([ticket.row])[0])
             del self._running[ticket.row]
-            self._growth.drop(ticket)
+            self._page_schedule.drop(ticket)
             tokens = len(ticket.prefix)
         else:
             tokens = self._prefills.leave(ticket)
         del self._seated[ticket]
-        self._seating.park(ticket, tokens)
+        self._kv_manager.swap_out(ticket, tokens)
         self._waiting.appendleft(ticket)
         ticket.wait()
-        self._look_around()
+        self._update_step_inputs()
         ticket.preemptions += 1
         self.preemptions += 1
         if self.preemptions == 1:
@@ -268,7 +268,7 @@ class Scheduler:
             self._decoder.rows.stop(rows)
             self._finish(rows)
 
-    def _wrote_stop(self, row: int, ticket: Ticket) -> bool:
+    def _wrote_stop(self, row: int, ticket: SequenceState) -> bool:
         assert ticket.finder is not None
         ticket.look(self._decoder.tail(row, ticket.finder.seen - len(ticket.said.ids)))
         return ticket.stopped_at is not None
@@ -278,32 +278,32 @@ class Scheduler:
             ticket = self._running.pop(row)
             if ticket.finder is not None:
                 response = ticket.cut(response)
-            self._growth.drop(ticket)
+            self._page_schedule.drop(ticket)
             del self._seated[ticket]
             self._keep(ticket, response)
             self._close(ticket, ticket.said.then(response))
         self._gather()
-        self._look_around()
+        self._update_step_inputs()
 
-    def _catch_up(self) -> bool:
+    def _finish_late_rows(self) -> bool:
         """Finish rows that ended without our knowing, if there are any: only then may rows change hands."""
         ended = [row for row in self._decoder.settle() if row in self._running]
         if ended:
             self._finish(ended)
         return bool(ended)
 
-    def _keep(self, ticket: Ticket, response: Response) -> None:
+    def _keep(self, ticket: SequenceState, response: RowOutput) -> None:
         """Leave what the pages hold to the session: everything but the last token, which no step has read yet."""
         if response.is_broken:
-            self._seating.residents.forget(ticket.request.ids[:-1])
+            self._kv_manager.prefix_cache.forget(ticket.request.ids[:-1])
             self._cache.clear(ticket.pages)
-            self._seating.leave(ticket)
+            self._kv_manager.leave(ticket)
         elif ticket.stale:
-            self._seating.leave(ticket)
+            self._kv_manager.leave(ticket)
         else:
-            self._seating.stay(ticket, (*ticket.request.ids, *ticket.said.ids, *response.ids)[:-1])
+            self._kv_manager.stay(ticket, (*ticket.request.ids, *ticket.said.ids, *response.ids)[:-1])
 
-    def _close(self, ticket: Ticket, response: Response) -> None:
+    def _close(self, ticket: SequenceState, response: RowOutput) -> None:
         ids = response.ids
         if response.is_broken:
             where = f"session {ticket.request.session}, token {ticket.request.position + len(ids) - 1}"
@@ -331,25 +331,25 @@ class Scheduler:
             return
         step = self._decoder.row_step
         needed = round_up(len(self._running), step)
-        if needed > SPARSE * round_up(max(self._running) + 1, step):
+        if needed > COMPACT_BELOW * round_up(max(self._running) + 1, step):
             return
-        if self._catch_up():
+        if self._finish_late_rows():
             return  # others ended, and the rest was moved together
-        holes = self._seating.free_rows.below(needed)
+        holes = self._kv_manager.free_rows.below(needed)
         movers = sorted((row for row in self._running if row >= needed), reverse=True)
         moves = dict(zip(movers, holes, strict=False))
         self._decoder.move(list(moves), list(moves.values()))
         for source, target in moves.items():
             ticket = self._running[target] = self._running.pop(source)
-            self._seating.move(ticket, target, self._places_of(ticket))
+            self._kv_manager.move(ticket, target, self._places_of(ticket))
 
-    def _places_of(self, ticket: Ticket) -> int:
+    def _places_of(self, ticket: SequenceState) -> int:
         """How many places of a running row may be in use."""
         return min(len(ticket.prefix) + self._steps - ticket.born, self._cache.length)
 
-    def _look_around(self) -> None:
+    def _update_step_inputs(self) -> None:
         """What all steps need to know until rows start or end again."""
-        running: Iterable[Ticket] = self._running.values()
+        running: Iterable[SequenceState] = self._running.values()
         self._top = max(self._running, default=-1) + 1
         self._lead = max((len(ticket.prefix) - ticket.born for ticket in running), default=0)
         self._filtered = any(ticket.request.sampling.is_filtered for ticket in running)

@@ -7,8 +7,7 @@ import os
 from collections.abc import Collection, Mapping
 from typing import Any
 
-from treadle.config.model import ModelConfig
-from treadle.config.rollout import RolloutConfig
+from treadle.config.rollout import ModelConfig, RolloutConfig
 from treadle.errors import ConfigError, Mistake, nearest
 
 _OURS = (
@@ -19,7 +18,7 @@ _OURS = (
     "logprobs_mode",
     "max_logprobs",
 )
-_EXTENSION = "treadle.engine.vllm.receiver.WorkerExtension"
+_EXTENSION = "treadle.engine.vllm.weight_transfer.WorkerExtension"
 _CPU_SHARE = 0.25
 """The most of a machine's memory that the KV cache takes on a CPU, where the processes beside it need some too."""
 

@@ -1,8 +1,8 @@
-"""vLLM as an engine: a replica in processes of its own, spoken to over a local socket.
+"""vLLM engine: a replica in processes of its own, reached over a local socket.
 
-Owns the Engine protocol in front of a server process: who waits at the gate, which requests are open, and what becomes
-of them when the server dies. Imports neither vLLM nor torch. Invariant: every open request gets an answer, an abort or
-an EngineFailure that says how the server ended, in its own words.
+Owns the Engine protocol in front of a server process: the pause gate, the open requests, and what becomes of them when
+the server dies. Imports neither vLLM nor torch. Invariant: every open request gets an answer, an abort or an
+EngineFailure that says how the server ended, with its last output.
 
 Requests in flight during an update go on with the new weights, their keys and values computed anew. The same session
 making the same requests draws the same noise, also after an abort; its tokens agree up to rounding, as the batch around
@@ -17,16 +17,20 @@ from dataclasses import replace
 from importlib.util import find_spec
 from typing import Any, Self
 
-from treadle.config.model import ModelConfig
-from treadle.config.rollout import RolloutConfig
-from treadle.engine.gate import Gate
-from treadle.engine.noise import stream_of
-from treadle.engine.partial import join_parts, rest_of
+from treadle.config.rollout import ModelConfig, RolloutConfig
+from treadle.engine.in_flight import PauseGate
 from treadle.engine.protocol import Decode, EngineGone, WeightUpdate
-from treadle.engine.refusal import refuse_unfit
-from treadle.engine.stop_strings import StopFinder, cut_text
+from treadle.engine.requests import StopStringFinder, continuation_of, join_completions, trim_at_stop, validate_request
+from treadle.engine.rng import stream_of
 from treadle.engine.vllm.process import ServerProcess
-from treadle.engine.vllm.wire import Answer, Hello, Kind, Link, LinkClosed, Order
+from treadle.engine.vllm.protocol import (
+    FrameKind,
+    ReplicaSocket,
+    ReplicaSocketClosed,
+    SampleRequest,
+    SampleResult,
+    ServerHello,
+)
 from treadle.errors import ConfigError, EngineFailure, Mistake, MisuseError, RequestRefused
 from treadle.types import NOTHING, Completion, Request, StopReason
 
@@ -62,8 +66,8 @@ class VLLMEngine:
         self,
         rollout: RolloutConfig,
         server: ServerProcess,
-        link: Link,
-        hello: Hello,
+        link: ReplicaSocket,
+        hello: ServerHello,
         *,
         name: str,
         decode: Decode | None,
@@ -77,7 +81,7 @@ class VLLMEngine:
         self._words = hello.vocabulary
         self._decode = decode
         self._owner = owner
-        self._gate = Gate()
+        self._gate = PauseGate()
         self._numbers = itertools.count(1)
         self._open: dict[int, asyncio.Future[Any]] = {}
         self._sessions: dict[int, str] = {}
@@ -130,7 +134,7 @@ class VLLMEngine:
         return engine
 
     async def generate(self, request: Request) -> Completion:
-        refuse_unfit(request, self.name, room=self._rollout.sequence_length(), num_words=self._words)
+        validate_request(request, self.name, room=self._rollout.sequence_length(), num_words=self._words)
         if self._gate.shut and not await self._gate.admit(request.session):
             return Completion((), (), (), StopReason.ABORT, replica=self.name)
         return await (self._until_string(request) if request.sampling.stop else self._sample(request))
@@ -142,7 +146,7 @@ class VLLMEngine:
             raise RequestRefused(
                 f"{self.name}: session {request.session}: stop strings need an engine with a tokenizer"
             )
-        finder = StopFinder(stops, self._decode, request.ids[len(request.ids) - request.said :])
+        finder = StopStringFinder(stops, self._decode, request.ids[len(request.ids) - request.said :])
         parts: list[Completion] = []
         rest = request
         while True:
@@ -152,14 +156,14 @@ class VLLMEngine:
             if end is not None:
                 part = _cut(part, end - before)
             if part.stop is not StopReason.LENGTH or len(part.ids) >= most or not part.ids:
-                whole = join_parts(parts, part, self.name)
-                return replace(whole, text=cut_text(self._text(whole.ids, request), stops))
+                whole = join_completions(parts, part, self.name)
+                return replace(whole, text=trim_at_stop(self._text(whole.ids, request), stops))
             parts.append(part)
-            rest = rest_of(rest, part)
+            rest = continuation_of(rest, part)
 
     async def _sample(self, request: Request) -> Completion:
         number, sampling = next(self._numbers), request.sampling
-        order = Order(
+        order = SampleRequest(
             request.ids,
             sampling.max_tokens,
             sampling.own_temperature,
@@ -174,7 +178,7 @@ class VLLMEngine:
         )
         self._sessions[number] = request.session
         try:
-            answer: Answer = await self._ask(Kind.ORDER, number, order.pack())
+            answer: SampleResult = await self._ask(FrameKind.ORDER, number, order.pack())
         finally:
             del self._sessions[number]
         text = self._text(answer.ids, request) if self._decode else ""
@@ -211,10 +215,10 @@ class VLLMEngine:
         """
         if isinstance(update.tensors, dict) and update.tensors:
             raise MisuseError(f"{self.name} is another process: give it weights that can travel (treadle.weights)")
-        parcel = pickle.dumps(update.tensors, pickle.HIGHEST_PROTOCOL) if update.tensors else None
-        confirmed: str = await self._call("update", update.version, parcel, update.checksum)
+        transfer = pickle.dumps(update.tensors, pickle.HIGHEST_PROTOCOL) if update.tensors else None
+        confirmed: str = await self._call("update", update.version, transfer, update.checksum)
         self.version = update.version
-        self._rouse(parcel is not None)
+        self._rouse(transfer is not None)
         return confirmed
 
     async def sleep(self, level: int = 1) -> None:
@@ -268,9 +272,9 @@ class VLLMEngine:
 
     async def _call(self, name: str, *arguments: Any) -> Any:
         body = pickle.dumps((name, *arguments), pickle.HIGHEST_PROTOCOL)
-        return await self._ask(Kind.CALL, next(self._numbers), body)
+        return await self._ask(FrameKind.CALL, next(self._numbers), body)
 
-    async def _ask(self, kind: Kind, number: int, body: bytes) -> Any:
+    async def _ask(self, kind: FrameKind, number: int, body: bytes) -> Any:
         """Send a frame and wait for what comes back; the caller's deadline applies. Cancelling withdraws it."""
         if self._death:
             raise self._ended()
@@ -278,7 +282,7 @@ class VLLMEngine:
         try:
             self._link.send(kind, number, body)
             return await future
-        except LinkClosed:
+        except ReplicaSocketClosed:
             await asyncio.shield(self._reading)
             raise self._ended() from None
         except asyncio.CancelledError:
@@ -289,8 +293,8 @@ class VLLMEngine:
 
     def _withdraw(self, number: int) -> None:
         try:
-            self._link.send(Kind.WITHDRAW, number)
-        except LinkClosed:
+            self._link.send(FrameKind.WITHDRAW, number)
+        except ReplicaSocketClosed:
             return  # then the request has gone with the server
 
     async def _read(self) -> None:
@@ -298,7 +302,7 @@ class VLLMEngine:
         try:
             while True:
                 self._settle(*await self._link.receive())
-        except LinkClosed:
+        except ReplicaSocketClosed:
             closed = f"engine {self.name} is closed"
             self._death = closed if self._closed else await self._server.obituary()
         for future in self._open.values():
@@ -310,13 +314,13 @@ class VLLMEngine:
         assert self._death is not None
         return EngineFailure(self._death) if self._closed else EngineGone(self._death)
 
-    def _settle(self, kind: Kind, number: int, body: bytes) -> None:
+    def _settle(self, kind: FrameKind, number: int, body: bytes) -> None:
         future = self._open.get(number)
         if future is None or future.done():
             return
-        if kind is Kind.ANSWER:
-            future.set_result(Answer.unpack(body))
-        elif kind is Kind.FAILURE:
+        if kind is FrameKind.ANSWER:
+            future.set_result(SampleResult.unpack(body))
+        elif kind is FrameKind.FAILURE:
             future.set_exception(pickle.loads(body))
         else:
             future.set_result(pickle.loads(body))

@@ -17,9 +17,8 @@ from collections import deque
 from collections.abc import Mapping
 from pathlib import Path
 
-from treadle.config.model import ModelConfig
-from treadle.config.rollout import RolloutConfig
-from treadle.engine.vllm.wire import Hello, Kind, Link, LinkClosed, Setup
+from treadle.config.rollout import ModelConfig, RolloutConfig
+from treadle.engine.vllm.protocol import FrameKind, ReplicaSocket, ReplicaSocketClosed, ServerHello, VLLMServerSetup
 from treadle.errors import DeadlineError, EngineFailure
 from treadle.exit_status import describe_exit
 from treadle.model.tokenizer import resolve_model_path
@@ -76,12 +75,12 @@ class ServerProcess:
             )
         server = cls(name, process, folder, rollout.limits.launch_timeout_s)
         assert process.stdin is not None
-        process.stdin.write(pickle.dumps(Setup(rollout, model, str(directory), tuple(sys.path))))
+        process.stdin.write(pickle.dumps(VLLMServerSetup(rollout, model, str(directory), tuple(sys.path))))
         return server
 
-    async def connect(self) -> tuple[Link, Hello]:
+    async def connect(self) -> tuple[ReplicaSocket, ServerHello]:
         """A client's end, and the server's greeting once it is up. Within the launch deadline, or an error."""
-        link = await Link.connect(str(self._folder / "socket"))
+        link = await ReplicaSocket.connect(str(self._folder / "socket"))
         try:
             return link, await self._greeting(link)
         except BaseException:
@@ -89,19 +88,19 @@ class ServerProcess:
             await link.wait_closed()
             raise
 
-    async def _greeting(self, link: Link) -> Hello:
+    async def _greeting(self, link: ReplicaSocket) -> ServerHello:
         try:
             async with asyncio.timeout(self._launch_s):
                 kind, _, body = await link.receive()
         except TimeoutError:
             limit = f"rollout.limits.launch_timeout_s = {self._launch_s:g}"
             raise DeadlineError(f"{self.name} did not start within {limit}{self.last_words()}") from None
-        except LinkClosed:
+        except ReplicaSocketClosed:
             raise EngineFailure(await self.obituary("while it started")) from None
         greeting = pickle.loads(body)
-        if kind is Kind.FAILURE:
+        if kind is FrameKind.FAILURE:
             raise greeting
-        assert isinstance(greeting, Hello), "the first frame is a greeting, or the reason why there is none"
+        assert isinstance(greeting, ServerHello), "the first frame is a greeting, or the reason why there is none"
         return greeting
 
     async def obituary(self, when: str = "") -> str:

@@ -15,15 +15,22 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-from treadle.engine.vllm.serving import Serving
-from treadle.engine.vllm.wire import Hello, Kind, Link, LinkClosed, Order, Setup
+from treadle.engine.vllm.protocol import (
+    FrameKind,
+    ReplicaSocket,
+    ReplicaSocketClosed,
+    SampleRequest,
+    ServerHello,
+    VLLMServerSetup,
+)
+from treadle.engine.vllm.request_tracker import RequestTracker
 from treadle.errors import TreadleError
 
 
 class Session:
     """One client."""
 
-    def __init__(self, link: Link, number: int, serving: Serving[Any], dead: asyncio.Event) -> None:
+    def __init__(self, link: ReplicaSocket, number: int, serving: RequestTracker[Any], dead: asyncio.Event) -> None:
         self._link = link
         self._dead = dead
         self._number = number
@@ -36,25 +43,25 @@ class Session:
             async with asyncio.TaskGroup() as group:
                 while True:
                     self._handle(*await self._link.receive(), group)
-        except* LinkClosed:
+        except* ReplicaSocketClosed:
             self._link.close()
 
-    def _handle(self, kind: Kind, number: int, body: bytes, group: asyncio.TaskGroup) -> None:
-        if kind is Kind.WITHDRAW:
+    def _handle(self, kind: FrameKind, number: int, body: bytes, group: asyncio.TaskGroup) -> None:
+        if kind is FrameKind.WITHDRAW:
             if task := self._working.get(number):
                 task.cancel()
             return
-        work = self._answer(number, body) if kind is Kind.ORDER else self._call(number, body)
+        work = self._answer(number, body) if kind is FrameKind.ORDER else self._call(number, body)
         task = self._working[number] = group.create_task(work)
         task.add_done_callback(lambda _: self._working.pop(number))
 
     async def _answer(self, number: int, body: bytes) -> None:
         try:
-            answer = await self._serving.generate((self._number, number), Order.unpack(body))
+            answer = await self._serving.generate((self._number, number), SampleRequest.unpack(body))
         except TreadleError as error:
             await self._fail(number, error)
         else:
-            self._link.send(Kind.ANSWER, number, answer.pack())
+            self._link.send(FrameKind.ANSWER, number, answer.pack())
 
     async def _call(self, number: int, body: bytes) -> None:
         name, *arguments = pickle.loads(body)
@@ -63,19 +70,19 @@ class Session:
         except TreadleError as error:
             await self._fail(number, error)
         else:
-            self._link.send_object(Kind.RESULT, number, result)
+            self._link.send_object(FrameKind.RESULT, number, result)
 
     async def _fail(self, number: int, error: TreadleError) -> None:
         if await self._serving.is_dead():
             self._dead.set()
         else:
-            self._link.send_object(Kind.FAILURE, number, error)
+            self._link.send_object(FrameKind.FAILURE, number, error)
 
     async def _call_abort(self, numbers: tuple[int, ...]) -> None:
         await self._serving.abort([(self._number, number) for number in numbers])
 
-    async def _call_update(self, version: int, parcel: bytes | None, expected: str = "") -> str:
-        return await self._serving.update(version, parcel, expected)
+    async def _call_update(self, version: int, transfer: bytes | None, expected: str = "") -> str:
+        return await self._serving.update(version, transfer, expected)
 
     async def _call_sleep(self, level: int) -> None:
         await self._serving.sleep(level)
@@ -90,16 +97,16 @@ class Session:
         await self._serving.health()
 
 
-async def serve(listener: socket.socket, setup: Setup) -> int:
+async def serve(listener: socket.socket, setup: VLLMServerSetup) -> int:
     """Start vLLM, tell the first client how that went, and serve until nobody wants the server. The exit status."""
     try:
-        from treadle.engine.vllm.adapter import VLLMSampler  # takes seconds; the socket listens meanwhile
+        from treadle.engine.vllm.async_llm import AsyncLLMSampler  # takes seconds; the socket listens meanwhile
 
-        sampler = await VLLMSampler.start(setup.rollout, setup.model, setup.directory)
+        sampler = await AsyncLLMSampler.start(setup.rollout, setup.model, setup.directory)
     except TreadleError as error:
         return await _decline(listener, error)
     limits = setup.rollout.limits
-    serving = Serving(sampler, timeout_s=limits.request_timeout_s)
+    serving = RequestTracker(sampler, timeout_s=limits.request_timeout_s)
     dead = asyncio.Event()
     try:
         await _welcome(listener, serving, sampler.vocabulary, dead)
@@ -108,13 +115,13 @@ async def serve(listener: socket.socket, setup: Setup) -> int:
     return int(dead.is_set())
 
 
-async def _welcome(listener: socket.socket, serving: Serving[Any], vocabulary: int, dead: asyncio.Event) -> None:
+async def _welcome(listener: socket.socket, serving: RequestTracker[Any], vocabulary: int, dead: asyncio.Event) -> None:
     numbers = itertools.count()
-    hello = Hello(vocabulary, os.getpid())
+    hello = ServerHello(vocabulary, os.getpid())
 
     async def meet(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        link = Link(reader, writer)
-        link.send_object(Kind.RESULT, 0, hello)
+        link = ReplicaSocket(reader, writer)
+        link.send_object(FrameKind.RESULT, 0, hello)
         await Session(link, next(numbers), serving, dead).run()
 
     await _accept(listener, meet, dead)
@@ -131,7 +138,7 @@ async def _accept(listener: socket.socket, meet: Callable[..., Any], dead: async
 
 async def _decline(listener: socket.socket, error: TreadleError) -> int:
     async def meet(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        Link(reader, writer).send_object(Kind.FAILURE, 0, error)
+        ReplicaSocket(reader, writer).send_object(FrameKind.FAILURE, 0, error)
 
     await _accept(listener, meet, asyncio.Event())
     return 1
@@ -147,7 +154,7 @@ async def _until_unwanted() -> None:
 
 
 def main() -> int:
-    setup: Setup = pickle.load(sys.stdin.buffer)
+    setup: VLLMServerSetup = pickle.load(sys.stdin.buffer)
     sys.path[:] = setup.path
     listener = socket.socket(fileno=int(sys.argv[1]))
     return asyncio.run(serve(listener, setup))

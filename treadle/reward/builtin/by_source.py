@@ -21,7 +21,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from treadle.reward.builtin import code_tests, number_match
-from treadle.reward.builtin.tag import read_tag
+from treadle.reward.builtin.exact_match import read_tag
 
 TAIL = 4096
 """Letters at the end of a response in which an answer is looked for."""

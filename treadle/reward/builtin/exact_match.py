@@ -1,14 +1,19 @@
-"""1.0 where the answer is the ground truth, letter for letter.
+"""Exact match: 1.0 where the answer is the ground truth, letter for letter.
 
     correct: {path: exact_match, kwargs: {tag: answer, ignore_case: true}}
 
-A ground truth that is a list holds every accepted answer. With `tag`, only the text inside the last such tag counts,
-and a response without it is wrong.
+A ground truth that is a list holds every accepted answer. With `tag`, only the text inside the last such tag counts
+(`read_tag`, linear in the length of the text), and a response without it is wrong.
 """
 
 from typing import Any
 
-from treadle.reward.builtin.tag import read_tag
+
+def read_tag(text: str, tag: str) -> str | None:
+    """The text inside the last complete pair of tags, stripped; None where there is no pair."""
+    end = text.rfind(f"</{tag}>")
+    start = text.rfind(f"<{tag}>", 0, max(end, 0))
+    return None if end < 0 or start < 0 else text[start + len(tag) + 2 : end].strip()
 
 
 def prepare(ignore_case: bool = False, tag: str | None = None) -> None:

@@ -37,21 +37,21 @@ class ExpressionError(ValueError):
 
 
 @dataclass(frozen=True, slots=True)
-class Node:
+class ExpressionNode:
     """One operation: `+` and `*` of any number of operands, `-` and `/` (the reciprocal) of one, `^` of two; or a
     number, a symbol or a call, by its name."""
 
     kind: str
-    args: tuple["Node", ...] = ()
+    args: tuple["ExpressionNode", ...] = ()
     number: Fraction = Fraction(0)
     name: str = ""
 
 
-def parse(text: str) -> Node:
+def parse(text: str) -> ExpressionNode:
     """The expression in `text`; ExpressionError where it is none."""
     if len(text) > MAX_CHARS:
         raise ExpressionError(f"longer than {MAX_CHARS} characters")
-    parser = _Parser(_split(text.strip()))
+    parser = _ExpressionParser(_split(text.strip()))
     tree = parser.read_sum(0)
     if parser.at < len(parser.tokens):
         raise ExpressionError(f"{parser.tokens[parser.at][1]!r} does not belong there")
@@ -70,7 +70,7 @@ def _split(text: str) -> list[tuple[str, str]]:
     return tokens
 
 
-class _Parser:
+class _ExpressionParser:
     """Recursive descent over tokens, of bounded depth."""
 
     def __init__(self, tokens: list[tuple[str, str]]) -> None:
@@ -83,34 +83,34 @@ class _Parser:
             return self.tokens[self.at - 1][1]
         return None
 
-    def read_sum(self, depth: int) -> Node:
+    def read_sum(self, depth: int) -> ExpressionNode:
         if depth > MAX_DEPTH:
             raise ExpressionError(f"nested deeper than {MAX_DEPTH}")
-        terms, sign = list[Node](), self.take("+", "-") or "+"
+        terms, sign = list[ExpressionNode](), self.take("+", "-") or "+"
         while sign:
             term = self.read_product(depth)
-            terms.append(Node("-", (term,)) if sign == "-" else term)
+            terms.append(ExpressionNode("-", (term,)) if sign == "-" else term)
             sign = self.take("+", "-") or ""
-        return terms[0] if len(terms) == 1 else Node("+", tuple(terms))
+        return terms[0] if len(terms) == 1 else ExpressionNode("+", tuple(terms))
 
-    def read_product(self, depth: int) -> Node:
+    def read_product(self, depth: int) -> ExpressionNode:
         factors, sign = [self.read_power(depth)], self.take("*", "/")
         while sign:
             factor = self.read_power(depth)
-            factors.append(Node("/", (factor,)) if sign == "/" else factor)
+            factors.append(ExpressionNode("/", (factor,)) if sign == "/" else factor)
             sign = self.take("*", "/")
-        return factors[0] if len(factors) == 1 else Node("*", tuple(factors))
+        return factors[0] if len(factors) == 1 else ExpressionNode("*", tuple(factors))
 
-    def read_power(self, depth: int) -> Node:
+    def read_power(self, depth: int) -> ExpressionNode:
         if depth > MAX_DEPTH:
             raise ExpressionError(f"nested deeper than {MAX_DEPTH}")
         if sign := self.take("+", "-"):  # as in 2*-3
             operand = self.read_power(depth + 1)
-            return Node("-", (operand,)) if sign == "-" else operand
+            return ExpressionNode("-", (operand,)) if sign == "-" else operand
         base = self.read_atom(depth)
-        return Node("^", (base, self.read_power(depth + 1))) if self.take("^", "**") else base
+        return ExpressionNode("^", (base, self.read_power(depth + 1))) if self.take("^", "**") else base
 
-    def read_atom(self, depth: int) -> Node:
+    def read_atom(self, depth: int) -> ExpressionNode:
         if self.take("("):
             return self.read_closed(depth)
         if self.at >= len(self.tokens):
@@ -120,19 +120,23 @@ class _Parser:
         if kind == "number":
             if len(text) > MAX_DIGITS:
                 raise ExpressionError(f"a number of more than {MAX_DIGITS} digits")
-            return Node("number", number=Fraction(text))
+            return ExpressionNode("number", number=Fraction(text))
         if kind == "name":
-            return Node("call", (self.read_closed(depth),), name=text) if self.take("(") else Node("symbol", name=text)
+            return (
+                ExpressionNode("call", (self.read_closed(depth),), name=text)
+                if self.take("(")
+                else ExpressionNode("symbol", name=text)
+            )
         raise ExpressionError(f"{text!r} does not belong there")
 
-    def read_closed(self, depth: int) -> Node:
+    def read_closed(self, depth: int) -> ExpressionNode:
         inside = self.read_sum(depth + 1)
         if not self.take(")"):
             raise ExpressionError("a parenthesis is not closed")
         return inside
 
 
-def evaluate(node: Node) -> Fraction:
+def evaluate(node: ExpressionNode) -> Fraction:
     """The exact value of an expression of numbers."""
     match node.kind:
         case "number":
@@ -182,7 +186,7 @@ Polynomial = dict[tuple[tuple[str, int], ...], Fraction]
 """The coefficient of each monomial: its symbols with their exponents, in order."""
 
 
-def expand(node: Node) -> Polynomial:
+def expand(node: ExpressionNode) -> Polynomial:
     """A polynomial that is written out: sums of monomials, where only numbers may stand before a parenthesis."""
     match node.kind:
         case "number":
@@ -254,7 +258,7 @@ def _raise(base: Polynomial, exponent: Fraction) -> Polynomial:
     }
 
 
-def is_antiderivative(answer: Node, integrand: Node, variable: str) -> bool:
+def is_antiderivative(answer: ExpressionNode, integrand: ExpressionNode, variable: str) -> bool:
     """Whether the derivative of `answer` is `integrand`: compared at complex points that nobody can foresee.
 
     The points follow from a digest of both, so the same answer has the same score. A point where the integrand is
@@ -281,7 +285,7 @@ def is_antiderivative(answer: Node, integrand: Node, variable: str) -> bool:
     raise ExpressionError("an integrand that is undefined nearly everywhere")
 
 
-def _symbols(node: Node) -> set[str]:
+def _symbols(node: ExpressionNode) -> set[str]:
     return ({node.name} if node.kind == "symbol" else set()).union(*map(_symbols, node.args))
 
 
@@ -312,7 +316,9 @@ _FUNCTIONS: Mapping[str, tuple[_Curve, _Curve]] = {
 """Each function with its derivative."""
 
 
-def _derive(node: Node, variable: str, at: complex, constants: Mapping[str, complex]) -> tuple[complex, complex]:
+def _derive(
+    node: ExpressionNode, variable: str, at: complex, constants: Mapping[str, complex]
+) -> tuple[complex, complex]:
     """Value and derivative at a point."""
     match node.kind:
         case "number":

@@ -21,8 +21,8 @@ from functools import cache
 from importlib import import_module
 from typing import Any
 
+from treadle.reward.builtin.exact_match import read_tag
 from treadle.reward.builtin.expression import ExpressionError, evaluate, expand, is_antiderivative, parse
-from treadle.reward.builtin.tag import read_tag
 from treadle.types import Task
 
 EXTRA = "reasoning-gym"

@@ -1,7 +1,7 @@
-"""Discriminative reward models: a decoder with a head that gives a text one number.
+"""Classifiers: discriminative reward models, a decoder with a head that gives a text one number.
 
-    conversation ──► transcript ──► ids ──► batches ──► network, in a thread here or in a process of its own
-                                        └─► endpoint, a server that answers /classify
+    conversation ──► ClassifierInput ──► ids ──► BatchingThread ──► ClassifierModel, in a thread here or in a process
+                                            └─► ClassifierEndpoint, a server that answers /classify (vLLM)
 
-Only `network` imports torch, so a run whose classifiers live in processes or behind servers does not.
+Only `model` imports torch, so a run whose classifiers live in processes or behind servers does not.
 """

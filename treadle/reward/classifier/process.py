@@ -20,10 +20,9 @@ from typing import IO, Any
 from treadle.config.reward import ClassifierConfig
 from treadle.errors import ConfigError, Mistake
 from treadle.exit_status import describe_exit
-from treadle.reward.failure import Fault, ScoreFailure
+from treadle.reward.result import MAX_RESULT_BYTES, Fault, ScoreFailure
 from treadle.reward.sandbox.limits import kill_tree
 from treadle.reward.sandbox.protocol import HEADER
-from treadle.reward.verdict import MAX_RESULT_BYTES
 
 BOOT = (
     "import json, sys; sys.path[:] = json.loads(sys.argv[1]); "

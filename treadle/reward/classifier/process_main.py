@@ -14,13 +14,12 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from treadle.errors import ConfigError
-from treadle.reward.failure import Fault, ScoreFailure, blame_function
+from treadle.reward.result import Fault, ScoreFailure, blame_function, encode_failure
 from treadle.reward.sandbox.limits import die_with_parent
 from treadle.reward.sandbox.protocol import read_frame, write_frame
-from treadle.reward.verdict import encode_failure
 
 if TYPE_CHECKING:
-    from treadle.reward.classifier.network import Network
+    from treadle.reward.classifier.model import ClassifierModel
 
 
 def main() -> None:
@@ -29,7 +28,7 @@ def main() -> None:
     for descriptor in (channel, lifeline):
         os.set_inheritable(descriptor, False)
     die_with_parent(lifeline)
-    network: list[Network] = []
+    network: list[ClassifierModel] = []
     while (message := read_frame(channel)) is not None:
         act = partial(_score, network[0]) if network else partial(_load, network)
         write_frame(channel, _answer(act, json.loads(message)))
@@ -46,22 +45,22 @@ def _answer(act: Callable[[Any], Any], message: Any) -> bytes:
         return encode_failure(failure)
 
 
-def _score(network: "Network", message: Any) -> dict[str, Any]:
+def _score(network: "ClassifierModel", message: Any) -> dict[str, Any]:
     return {"scores": network.score(message["texts"])}
 
 
-def _load(network: "list[Network]", setup: Any) -> dict[str, Any]:
+def _load(network: "list[ClassifierModel]", setup: Any) -> dict[str, Any]:
     """Put the model into `network`, or say what is wrong with its section."""
     import torch
 
-    from treadle.reward.classifier.network import Network
+    from treadle.reward.classifier.model import ClassifierModel
 
     device: str = setup["device"]
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     if device == "cpu":
         most = setup["memory_mb"] << 20
         resource.setrlimit(resource.RLIMIT_DATA, (most, most))
-    loading = Network(setup["path"], device=device, dtype=setup["dtype"])
+    loading = ClassifierModel(setup["path"], device=device, dtype=setup["dtype"])
     index = torch.device(device).index or 0
     if device != "cpu" and index < torch.cuda.device_count():  # one that is not there is refused by `load`
         torch.cuda.set_per_process_memory_fraction(setup["gpu_memory_utilization"], index)

@@ -19,8 +19,7 @@ from typing import cast
 
 from treadle.config.reward import RewardConfig
 from treadle.errors import ConfigError, Mistake
-from treadle.reward.failure import Fault, ScoreFailure, name_function
-from treadle.reward.printed import PrintedLines
+from treadle.reward.result import Fault, RewardResult, ScoreFailure, decode, name_function
 from treadle.reward.sandbox.limits import Usage, kill_group, kill_tree, measure
 from treadle.reward.sandbox.protocol import (
     BOOT,
@@ -34,7 +33,7 @@ from treadle.reward.sandbox.protocol import (
     read_stamped,
     stamp,
 )
-from treadle.reward.verdict import Answer, decode
+from treadle.reward.worker_output import PrintedLines
 
 START_TIMEOUT_S = 60.0
 """How long a worker may take to import its functions."""
@@ -154,10 +153,10 @@ class WorkerProcess(asyncio.SubprocessProtocol):
             raise ConfigError(mistakes)
         return report
 
-    async def ask(self, payload: bytes, names: tuple[str, ...]) -> dict[str, Answer]:
+    async def ask(self, payload: bytes, names: tuple[str, ...]) -> dict[str, RewardResult]:
         """What each of these functions says. A worker that is late, dies, is cancelled or garbles its answer is
         killed."""
-        scores: dict[str, Answer] = {}
+        scores: dict[str, RewardResult] = {}
         deadline_s = asyncio.get_running_loop().time() + self._reward.timeout_s
         token = secrets.token_bytes(16)
         self._before = self._measure()
@@ -180,7 +179,7 @@ class WorkerProcess(asyncio.SubprocessProtocol):
         if not self._stream.quiet:
             self.kill()
 
-    async def _hear(self, deadline_s: float, token: bytes) -> Answer | ScoreFailure:
+    async def _hear(self, deadline_s: float, token: bytes) -> RewardResult | ScoreFailure:
         try:
             number, given, message = read_stamped(await self._wait(deadline_s))
             if (number, given) != (self._number, token):

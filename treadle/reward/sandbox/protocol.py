@@ -23,9 +23,8 @@ from typing import Any, cast
 
 from treadle.errors import Mistake
 from treadle.exit_status import describe_exit
-from treadle.reward.failure import Fault, ScoreFailure
-from treadle.reward.function import Function
-from treadle.reward.verdict import MAX_RESULT_BYTES
+from treadle.reward.function import RewardFunction
+from treadle.reward.result import MAX_RESULT_BYTES, Fault, ScoreFailure
 
 BOOT = "import json, sys; sys.path[:] = json.loads(sys.argv[1]); from treadle.reward.sandbox.worker import main; main()"
 """The program text of a worker. Arguments: the parent's import path, the channel, the lifeline."""
@@ -56,7 +55,7 @@ class WorkerReport:
 
 
 def write_report(
-    functions: Sequence[Function], mistakes: Mapping[str, Sequence[Mistake]], missing: Sequence[str]
+    functions: Sequence[RewardFunction], mistakes: Mapping[str, Sequence[Mistake]], missing: Sequence[str]
 ) -> bytes:
     """A report as JSON."""
     needs = sorted({need for function in functions for need in function.needs})
@@ -115,7 +114,7 @@ def _unfreeze(mapping: Mapping[str, Any]) -> tuple[type[dict[str, Any]], tuple[d
 
 def pack(value: Any) -> bytes:
     """A value as bytes for one of our own workers, as a pickle that holds plain dicts."""
-    from treadle.config.value import FrozenDict  # only the parent packs, and has the config already
+    from treadle.config.validate import FrozenDict  # only the parent packs, and has the config already
 
     # Read-only maps become dicts: one kind cannot be pickled, the other would bring the config along.
     table: ChainMap[Any, Any] = ChainMap(

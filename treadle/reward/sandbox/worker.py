@@ -25,11 +25,18 @@ from collections.abc import Iterator
 from contextvars import copy_context
 from typing import Any, NoReturn
 
-from treadle.context import restore
+from treadle.context_vars import restore
 from treadle.errors import ConfigError, Mistake
-from treadle.reward.failure import Fault, ScoreFailure, blame_function, name_function
-from treadle.reward.function import Function, load_function
-from treadle.reward.printed import LabelledOutput
+from treadle.reward.function import RewardFunction, load_function
+from treadle.reward.result import (
+    MAX_RESULT_BYTES,
+    Fault,
+    ScoreFailure,
+    blame_function,
+    encode,
+    encode_failure,
+    name_function,
+)
 from treadle.reward.sandbox.confine import die_with_starter, hide, leave_network, put_up
 from treadle.reward.sandbox.limits import (
     bound_memory,
@@ -50,7 +57,7 @@ from treadle.reward.sandbox.protocol import (
     write_frame,
     write_report,
 )
-from treadle.reward.verdict import MAX_RESULT_BYTES, encode, encode_failure
+from treadle.reward.worker_output import LabelledOutput
 
 
 def main() -> None:
@@ -83,9 +90,9 @@ _OUTPUT = LabelledOutput(1)
 """What functions print."""
 
 
-def _load(setup: WorkerSetup) -> tuple[list[Function], dict[str, tuple[Mistake, ...]]]:
+def _load(setup: WorkerSetup) -> tuple[list[RewardFunction], dict[str, tuple[Mistake, ...]]]:
     """Every function that can be used, and every mistake; with mistakes the parent hangs up after the report."""
-    functions: list[Function] = []
+    functions: list[RewardFunction] = []
     mistakes: dict[str, tuple[Mistake, ...]] = {}
     for name, path, kwargs, scope in setup.functions:
         _OUTPUT.label = name
@@ -97,7 +104,7 @@ def _load(setup: WorkerSetup) -> tuple[list[Function], dict[str, tuple[Mistake, 
 
 
 def _score_all(
-    functions: list[Function], payload: bytes, setup: WorkerSetup, runner: asyncio.Runner, kept: set[int]
+    functions: list[RewardFunction], payload: bytes, setup: WorkerSetup, runner: asyncio.Runner, kept: set[int]
 ) -> Iterator[bytes]:
     """A reply from each function, up to the first that fails: the parent reads no further."""
     try:
@@ -114,7 +121,7 @@ def _score_all(
         yield encode_failure(failure)
 
 
-def _score(function: Function, payload: bytes, runner: asyncio.Runner) -> bytes:
+def _score(function: RewardFunction, payload: bytes, runner: asyncio.Runner) -> bytes:
     """One function's score as JSON. Each unpacks its own arguments, so none sees what another did to them."""
     with blame_function(function.name):
         values, variables = pickle.loads(payload)
@@ -130,7 +137,7 @@ async def _wait_for(result: Any) -> Any:
     return await result
 
 
-def _score_in_child(function: Function, payload: bytes, setup: WorkerSetup, kept: set[int]) -> bytes:
+def _score_in_child(function: RewardFunction, payload: bytes, setup: WorkerSetup, kept: set[int]) -> bytes:
     """One function's reply, from a child that does nothing else and is gone afterwards with all it started."""
     ours, theirs = os.pipe()
     child = os.fork()
@@ -156,7 +163,7 @@ def _score_in_child(function: Function, payload: bytes, setup: WorkerSetup, kept
         os.close(ours)
 
 
-def _run_child(function: Function, payload: bytes, setup: WorkerSetup, result: int) -> NoReturn:
+def _run_child(function: RewardFunction, payload: bytes, setup: WorkerSetup, result: int) -> NoReturn:
     """The child: close every descriptor but output and the result's, put up the fences, score, end."""
     try:
         die_with_starter()

@@ -1,4 +1,4 @@
-"""Which tool-call formats exist, by name, and custom ones by import path.
+"""Tool-call parser registry: formats by name, and custom parsers by import path.
 
 A new format that fits one of the shapes is a line in this table.
 """
@@ -10,12 +10,16 @@ from typing import Any
 
 from treadle.config.plugin import load_object
 from treadle.errors import ConfigError, Mistake, nearest
-from treadle.rollout.parsers.harmony import Harmony
-from treadle.rollout.parsers.llama import BareJson
-from treadle.rollout.parsers.parameters import PairedArguments, TaggedParameters
-from treadle.rollout.parsers.payload import Malformed
-from treadle.rollout.parsers.protocol import Parsed, ToolParser
-from treadle.rollout.parsers.tagged import TaggedJson, name_and_call_id, numbered_function
+from treadle.rollout.parsers.base import MalformedCall, Parsed, ToolParser
+from treadle.rollout.parsers.formats import (
+    BareJson,
+    Harmony,
+    PairedArguments,
+    TaggedJson,
+    TaggedParameters,
+    name_and_call_id,
+    numbered_function,
+)
 
 KEY = "rollout.multi_turn.format"
 
@@ -73,7 +77,7 @@ class CustomParser:
             return self.function(text)
         except Exception as error:  # noqa: BLE001  a turn that a parser cannot read is a malformed call
             problem = f"the parser {self.path} could not read this turn: {type(error).__name__}: {error}"
-            return Parsed(text, (Malformed(problem).call(),))
+            return Parsed(text, (MalformedCall(problem).call(),))
 
 
 def parser(name: str) -> ToolParser:

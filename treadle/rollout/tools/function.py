@@ -1,22 +1,32 @@
-"""Tools from plain typed functions, and from methods of stateful classes.
+"""Function tools: typed functions and stateful classes as tools, and how a config names them.
 
-Owns the `tool` mark, and how a function is run: awaited if it is async, else in a thread, so that a busy tool never
-stalls the event loop; or inline, for cheap pure functions that say so. An inline function cannot be interrupted: its
-deadline is its author's promise.
+Owns the `tool` mark, how a function is run, and the errors of import paths and duplicate names. An async function is
+awaited, any other runs in a thread, so that a busy tool never stalls the event loop; or inline, for cheap pure
+functions that say so (an inline function cannot be interrupted: its deadline is its author's promise).
+
+A class offers the methods that carry the `tool` mark, or its `__call__` under the class's name in snake case. Each
+session has one instance, built at its first call: `__init__` on the event loop, with `task.tool_kwargs[class name]`,
+then `open()` if there is one. `close()` is called when the session ends, however it ends. `open` and `close` may be
+async; if not, they run in a thread. A class that cannot be built or opened is an infrastructure fault.
+Invariant: whatever was built is closed, also after a failed `open` and under cancellation; closing has a deadline.
 """
 
+import asyncio
 import inspect
-from collections.abc import Callable, Mapping
+import re
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from functools import partial
 from typing import Any, TypeVar, overload
 
-from treadle.errors import ToolFailure
-from treadle.rollout.tools.docstring import read_docstring
-from treadle.rollout.tools.schema import compile_check
-from treadle.rollout.tools.signature import Convert, Signature, read_signature
-from treadle.rollout.tools.spec import Invoke, Scope, ToolSpec, within
+from treadle.aio import describe_error, is_external_stop, run_shielded
+from treadle.config.plugin import load_object
+from treadle.errors import ConfigError, Mistake, ToolFailure, TreadleError
+from treadle.rollout.tools.base import Expired, Invoke, Scope, Tool, ToolSpec, within
+from treadle.rollout.tools.signature import Convert, Signature, read_docstring, read_signature
+from treadle.rollout.tools.thread_pool import DaemonThreadPool
+from treadle.rollout.tools.validators import compile_validator
 from treadle.types import Task
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -24,7 +34,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 _MARK = "__treadle_tool__"
 
 
-class Mode(StrEnum):
+class ToolMode(StrEnum):
     """Where a function runs."""
 
     AWAITED = "awaited"
@@ -82,7 +92,7 @@ class FunctionTool:
 
     spec: ToolSpec
     function: Callable[..., Any]
-    mode: Mode
+    mode: ToolMode
     converts: tuple[tuple[str, Convert], ...] = ()
     injected: Mapping[str, bool] | None = None
     owner: type | None = None
@@ -108,7 +118,7 @@ class FunctionTool:
         cls, function: Callable[..., Any], name: str, origin: str, signature: Signature, owner: type | None
     ) -> "FunctionTool":
         mark = mark_of(function) or ToolMark()
-        check = compile_check(signature.parameters, closed=True)
+        check = compile_validator(signature.parameters, closed=True)
         needs_task = any(signature.injected.values())
         spec = ToolSpec(
             mark.name or name,
@@ -151,9 +161,9 @@ class FunctionTool:
             for name, convert in self.converts:
                 if name in arguments:
                     arguments[name] = convert(arguments[name])
-        if self.mode is Mode.AWAITED:
+        if self.mode is ToolMode.AWAITED:
             return await within(timeout_s, function(**arguments))
-        if self.mode is Mode.INLINE:
+        if self.mode is ToolMode.INLINE:
             return function(**arguments)
         return await scope.run_in_thread(partial(function, **arguments), timeout_s)
 
@@ -169,7 +179,137 @@ class FunctionTool:
         return await self._invoke(scope, method, injected, arguments, timeout_s)
 
 
-def _mode(function: Callable[..., Any], mark: ToolMark) -> Mode:
+def _mode(function: Callable[..., Any], mark: ToolMark) -> ToolMode:
     if inspect.iscoroutinefunction(function):
-        return Mode.AWAITED
-    return Mode.INLINE if mark.inline else Mode.THREAD
+        return ToolMode.AWAITED
+    return ToolMode.INLINE if mark.inline else ToolMode.THREAD
+
+
+CLOSE_S = 10.0
+"""How long one `close()` may take."""
+
+_HUMP = re.compile(r"(?<=[a-z0-9])(?=[A-Z])")
+
+
+def tools_of_class(cls: type, origin: str) -> tuple[FunctionTool, ...]:
+    """The tools of a stateful class, in the order they are written; a ValueError if it has none."""
+    names = {name: None for base in reversed(cls.__mro__) for name in vars(base) if mark_of(getattr(cls, name, None))}
+    if names:
+        return tuple(FunctionTool.of_method(cls, name, origin) for name in names)
+    if any("__call__" in vars(base) for base in cls.__mro__):
+        return (FunctionTool.of_method(cls, "__call__", origin, called=_HUMP.sub("_", cls.__name__).lower()),)
+    raise ValueError(f"{origin}: the class {cls.__name__} has no method marked with @tool, and no __call__")
+
+
+class ToolInstance:
+    """A session's one instance of a stateful class: built when first asked for, closed once."""
+
+    def __init__(self, cls: type, task: Task, threads: DaemonThreadPool) -> None:
+        self._cls = cls
+        self._kwargs = task.tool_kwargs.get(cls.__name__, {})
+        self._threads = threads
+        self._lock = asyncio.Lock()
+        self._made: Any = None
+        self._ready = False
+
+    async def get(self, timeout_s: float) -> Any:
+        """The instance; a ToolFailure if it cannot be built and opened within `timeout_s`."""
+        if not self._ready:
+            async with self._lock:
+                if not self._ready:
+                    await self._build(timeout_s)
+        return self._made
+
+    async def _build(self, timeout_s: float) -> None:
+        try:
+            self._made = self._cls(**self._kwargs)
+            await self._run("open", timeout_s)
+        except TreadleError:
+            await self.close()
+            raise
+        except Expired:
+            await self.close()
+            raise ToolFailure(f"{self._cls.__name__}.open() took longer than {timeout_s:g} s") from None
+        except BaseException as error:
+            await self.close()
+            if is_external_stop(error):
+                raise
+            raise ToolFailure(f"{self._cls.__name__} could not be set up: {describe_error(error)}") from error
+        self._ready = True
+
+    async def close(self) -> None:
+        """Release what was built, once. A `close()` that breaks is logged: the session's result stands without it."""
+        self._ready = False
+        if self._made is not None:
+            await run_shielded(self._run("close", CLOSE_S), 2 * CLOSE_S, f"{self._cls.__name__}.close()")
+            self._made = None
+
+    async def _run(self, name: str, timeout_s: float) -> None:
+        method = getattr(self._made, name, None)
+        if method is None:
+            return
+        if inspect.iscoroutinefunction(method):
+            await within(timeout_s, method())
+        else:
+            await self._threads.run(method, timeout_s)
+
+
+async def close_instances(instances: Iterable[ToolInstance]) -> None:
+    """Close instances side by side; each sees its own closing through."""
+    await run_shielded(_close_all(tuple(instances)), 3 * CLOSE_S, "releasing a session's tools")
+
+
+async def _close_all(instances: tuple[ToolInstance, ...]) -> None:
+    async with asyncio.TaskGroup() as group:
+        for instance in instances:
+            group.create_task(instance.close())
+
+
+KEY = "rollout.multi_turn.tools"
+
+
+def load_tools(paths: Iterable[str]) -> list[Tool]:
+    """The tools that import paths name; a ConfigError carries what is wrong with every path."""
+    tools: list[Tool] = []
+    mistakes: list[Mistake] = []
+    for path in paths:
+        try:
+            tools += _tools_from(load_object(path, KEY), path)
+        except ConfigError as error:
+            mistakes += [replace(mistake, problem=f"{path!r}: {mistake.problem}") for mistake in error.mistakes]
+        except ValueError as error:
+            mistakes.append(Mistake(KEY, str(error), value=path))
+    if mistakes:
+        raise ConfigError(mistakes)
+    return tools
+
+
+def _tools_from(found: Any, path: str) -> tuple[Tool, ...]:
+    if isinstance(found, FunctionTool):
+        return (found,)
+    if isinstance(found, type):
+        return tools_of_class(found, path)
+    if inspect.isroutine(found):
+        return (FunctionTool.of(found, path),)
+    raise ValueError(
+        f"{path!r} is a {type(found).__name__}; a tool is a function, or a class with one instance a session"
+    )
+
+
+def unique_by_name(tools: Iterable[Tool]) -> Mapping[str, Tool]:
+    """The tools by name; a ConfigError names both origins where two share one."""
+    named: dict[str, Tool] = {}
+    mistakes: list[Mistake] = []
+    for tool in tools:
+        spec = tool.spec
+        if spec.name in named:
+            problem = (
+                f"two tools are called {spec.name!r}: one from {named[spec.name].spec.origin}, one from {spec.origin}"
+            )
+            mistakes.append(
+                Mistake(KEY, problem, value=spec.origin, fix="rename one with @tool(name=...), or leave it out")
+            )
+        named[spec.name] = tool
+    if mistakes:
+        raise ConfigError(mistakes)
+    return named

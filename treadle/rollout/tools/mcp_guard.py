@@ -38,7 +38,7 @@ def guard(command: list[str]) -> int:
         try:
             subprocess.call(command)
         except OSError as error:
-            print(f"{command[0]}: {error.strerror}", file=sys.stderr, flush=True)
+            sys.stderr.write(f"{command[0]}: {error.strerror}\n")
             return 127
     _end_group()
     return 0

@@ -1,29 +1,251 @@
-"""The tools of an MCP server, shared by all sessions.
+"""MCP tools: the tools of an MCP server, shared by all sessions, over a connection that is opened again when it breaks.
 
-Owns the translation between MCP's results and ours, and the current connection: a server that died is started again
-when the next call comes. Knows nothing about retries; what it raises as ToolFailure, the caller tries again.
+Owns the connection, the end of the server's standard error, and the translation between MCP's results and ours. The
+SDK's contexts must be left by the task that entered them; so a connection lives in a task of its own, which enters
+them, hands out the client, waits for the order to stop, and leaves them. Calls may come from any other task. Knows
+nothing about retries: what is raised as ToolFailure, the caller tries again.
 The border: an answer of the server, also one marked as an error, is for the model to read, and so is its refusal of
 the arguments. A connection that broke, an error of the protocol or an answer that breaks the server's own schema is
 an infrastructure fault.
+Waits: `open` for the server's first answers, at most `startup_timeout_s`; `close` for the owning task, at most
+`CLOSE_S`.
 """
 
 import asyncio
 import json
-from collections.abc import Iterable
+import logging
+import os
+import sys
+from collections.abc import Iterable, Iterator
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from shutil import which
+from typing import TYPE_CHECKING, Any, TextIO
 
+from treadle.aio import run_shielded
 from treadle.config.rollout import MCPServerConfig
-from treadle.errors import ConfigError, Mistake, RunError, ToolFailure, nearest
-from treadle.rollout.tools.mcp_link import KEY, Link, describe
-from treadle.rollout.tools.schema import compile_check
-from treadle.rollout.tools.spec import Expired, Invoke, Scope, ToolSpec, within
+from treadle.errors import ConfigError, DeadlineError, Mistake, RunError, ToolFailure, nearest
+from treadle.rollout.tools.base import Expired, Invoke, Scope, ToolSpec, within
+from treadle.rollout.tools.validators import compile_validator
 from treadle.types import ToolResult, ToolStatus
 
 if TYPE_CHECKING:
+    from mcp import Client
     from mcp.types import CallToolResult, ContentBlock
     from mcp.types import Tool as RemoteTool
+
+log = logging.getLogger(__name__)
+
+KEY = "rollout.multi_turn.mcp_servers"
+
+CLOSE_S = 15.0
+"""How long a connection may take to close; the SDK gives a server about 5 s before it kills it."""
+
+CONNECT_S = 30.0
+MAX_PAGES = 100
+GUARD = Path(__file__).with_name("mcp_guard.py")
+_TAIL_BYTES = 4096
+
+
+class MCPConnection:
+    """A live connection to a server that has listed its tools."""
+
+    def __init__(self, client: "Client", tools: tuple["RemoteTool", ...], tail: "StderrTail") -> None:
+        self.client = client
+        self.tools = tools
+        self.tail = tail
+        self._retired = False
+        self._num_calls = 0
+        self._stop = asyncio.Event()
+        self._owner = asyncio.current_task()
+
+    @classmethod
+    async def open(cls, name: str, server: MCPServerConfig) -> "MCPConnection":
+        """Start the server or reach it; RunError says why that failed, with the server's last words."""
+        _require_sdk()
+        ready: asyncio.Future[MCPConnection] = asyncio.get_running_loop().create_future()
+        owner = asyncio.create_task(_run_connection(name, server, ready), name=f"MCP server {name}")
+        owner.add_done_callback(_report)
+        try:
+            return await ready
+        except asyncio.CancelledError:
+            owner.cancel()
+            await run_shielded(_join(owner), CLOSE_S, f"stopping MCP server {name!r}")
+            raise
+
+    @property
+    def usable(self) -> bool:
+        """Whether new calls may take this connection."""
+        return not self._retired and not self.ended
+
+    @property
+    def ended(self) -> bool:
+        """Whether nothing of this connection is left."""
+        return self._owner is None or self._owner.done()
+
+    @contextmanager
+    def in_use(self) -> Iterator["Client"]:
+        """The client, for one call. A retired connection closes after its last call."""
+        self._num_calls += 1
+        try:
+            yield self.client
+        finally:
+            self._num_calls -= 1
+            self._stop_if_unused()
+
+    def retire(self) -> None:
+        """Take no new calls; those under way may finish."""
+        self._retired = True
+        self._stop_if_unused()
+
+    def _stop_if_unused(self) -> None:
+        if self._retired and not self._num_calls:
+            self._stop.set()
+
+    async def serve(self) -> None:
+        """Keep the owner until the order to stop."""
+        await self._stop.wait()
+
+    async def close(self) -> None:
+        """Stop the server and wait until it is gone."""
+        assert self._owner is not None
+        self._retired = True
+        self._stop.set()
+        await run_shielded(_join(self._owner), CLOSE_S, f"closing {self._owner.get_name()}")
+
+
+class StderrTail:
+    """The last words of a server: reads its standard error as it comes, and keeps the end."""
+
+    def __init__(self, read_end: int) -> None:
+        self._read_end = read_end
+        self._kept = b""
+
+    @classmethod
+    @contextmanager
+    def opened(cls) -> Iterator[tuple["StderrTail", TextIO]]:
+        """A tail, and the file to give to the server."""
+        read_end, write_end = os.pipe()
+        os.set_blocking(read_end, False)
+        tail, loop = cls(read_end), asyncio.get_running_loop()
+        with os.fdopen(write_end, "w") as errors:
+            loop.add_reader(read_end, tail._read)
+            try:
+                yield tail, errors
+            finally:
+                loop.remove_reader(read_end)
+                tail._read()
+                os.close(read_end)
+                tail._read_end = -1
+
+    def _read(self) -> None:
+        try:
+            self._kept = (self._kept + os.read(self._read_end, 65536))[-_TAIL_BYTES:]
+        except BlockingIOError:
+            return
+
+    def words(self) -> str:
+        """What the server said last, as the end of an error message; nothing if it said nothing."""
+        if self._read_end >= 0:
+            self._read()
+        text = self._kept.decode(errors="replace").strip()
+        return f"\nits standard error ends:\n{text}" if text else ""
+
+
+async def _run_connection(name: str, server: MCPServerConfig, ready: asyncio.Future[MCPConnection]) -> None:
+    """The whole life of one connection."""
+    with StderrTail.opened() as (tail, errors):
+        limit = asyncio.timeout(server.startup_timeout_s)
+        try:
+            async with AsyncExitStack() as stack:
+                async with limit:
+                    client = await _connect(stack, server, errors)
+                    tools = await _list_tools(client)
+                link = MCPConnection(client, tools, tail)
+                ready.set_result(link)
+                await link.serve()
+        except Exception as error:
+            if ready.done():
+                raise
+            ready.set_exception(_startup_error(name, server, error, tail, limit.expired()))
+
+
+async def _connect(stack: AsyncExitStack, server: MCPServerConfig, errors: TextIO) -> "Client":
+    from mcp import Client
+
+    transport = await _http(stack, server.url) if server.url else _stdio(server, errors)
+    return await stack.enter_async_context(Client(transport))
+
+
+async def _http(stack: AsyncExitStack, url: str) -> AbstractAsyncContextManager[Any]:
+    """A transport whose reads have no limit of their own: each call brings its deadline."""
+    from httpx2 import AsyncClient, Timeout
+    from mcp.client.streamable_http import streamable_http_client
+
+    http = await stack.enter_async_context(AsyncClient(timeout=Timeout(CONNECT_S, read=None)))
+    return streamable_http_client(url, http_client=http)
+
+
+def _stdio(server: MCPServerConfig, errors: TextIO) -> AbstractAsyncContextManager[Any]:
+    from mcp import StdioServerParameters, stdio_client
+
+    program, *arguments = server.command
+    if program in ("python", "python3"):
+        program = sys.executable  # the one that has treadle and, most likely, what the server imports
+    if which(program, path=server.env.get("PATH")) is None:
+        raise FileNotFoundError(f"no program {program!r} on this machine")
+    guarded = ["-I", "-S", str(GUARD), program, *arguments]
+    parameters = StdioServerParameters(command=sys.executable, args=guarded, env=dict(server.env))
+    return stdio_client(parameters, errlog=errors)
+
+
+async def _list_tools(client: "Client") -> tuple["RemoteTool", ...]:
+    page = await client.list_tools()
+    tools = list(page.tools)
+    for _ in range(MAX_PAGES):
+        if not page.next_cursor:
+            break
+        page = await client.list_tools(cursor=page.next_cursor)
+        tools += page.tools
+    return tuple(tools)
+
+
+def _require_sdk() -> None:
+    try:
+        from mcp import Client as _  # noqa: F401  only to see whether it is there
+    except ImportError as error:
+        problem = f"needs the MCP SDK, version 2 or later: {error}"
+        raise ConfigError(
+            [Mistake(KEY, problem, "mcp", fix="pip install 'treadle[mcp]'", missing="package")]
+        ) from error
+
+
+def _startup_error(name: str, server: MCPServerConfig, error: Exception, tail: StderrTail, late: bool) -> RunError:
+    where = server.url or " ".join(server.command)
+    if late:
+        limit = f"{KEY}.{name}.startup_timeout_s"
+        problem = f"did not answer within {server.startup_timeout_s:g} s ({limit})"
+        return DeadlineError(f"MCP server {name!r} ({where}) {problem}{tail.words()}")
+    return RunError(f"MCP server {name!r} ({where}) could not start: {describe(error)}{tail.words()}")
+
+
+def describe(error: BaseException) -> str:
+    """An error in words; of a group of errors, the first one that is not a group."""
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+
+
+async def _join(owner: asyncio.Task[None]) -> None:
+    """Until the owner has ended; how it ended is reported by itself."""
+    await asyncio.wait({owner})
+
+
+def _report(owner: asyncio.Task[None]) -> None:
+    if not owner.cancelled() and (error := owner.exception()) is not None:
+        log.warning("%s: its connection ended badly: %s", owner.get_name(), describe(error))
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,14 +264,14 @@ class MCPTool:
 class MCPTools:
     """One MCP server, started once and used by every session."""
 
-    def __init__(self, name: str, server: MCPServerConfig, link: Link) -> None:
+    def __init__(self, name: str, server: MCPServerConfig, link: MCPConnection) -> None:
         self._name = name
         self._server = server
         self._link = link
         self._links = [link]
         self._lock = asyncio.Lock()
         self._closed = False
-        self.tools = tuple(MCPTool(_spec(remote, name), self) for remote in _offered(link.tools, name, server))
+        self.tools = tuple(MCPTool(_spec(remote, name), self) for remote in _configured_tools(link.tools, name, server))
 
     @classmethod
     async def connect(cls, name: str, server: MCPServerConfig) -> "MCPTools":
@@ -57,7 +279,7 @@ class MCPTools:
         if bool(server.command) == bool(server.url):
             given = "both a command and a url" if server.url else "neither a command nor a url"
             raise ConfigError([Mistake(f"{KEY}.{name}", f"has {given}", fix="give one of the two")])
-        link = await Link.open(name, server)
+        link = await MCPConnection.open(name, server)
         try:
             return cls(name, server, link)
         except ConfigError:
@@ -82,7 +304,7 @@ class MCPTools:
                 raise ToolFailure(f"MCP server {self._name!r}: {describe(error)}{link.tail.words()}") from error
         return _result(answer)
 
-    async def _current_link(self) -> Link:
+    async def _current_link(self) -> MCPConnection:
         """The connection for a new call; callers who find it broken wait for one of them to open the next."""
         if self._link.usable:
             return self._link
@@ -92,7 +314,7 @@ class MCPTools:
             if not self._link.usable:
                 self._links = [link for link in self._links if not link.ended]
                 try:
-                    self._link = await Link.open(self._name, self._server)
+                    self._link = await MCPConnection.open(self._name, self._server)
                 except RunError as error:
                     raise ToolFailure(str(error)) from error
                 self._links.append(self._link)
@@ -106,7 +328,7 @@ class MCPTools:
                 group.create_task(link.close())
 
 
-def _offered(tools: Iterable["RemoteTool"], name: str, server: MCPServerConfig) -> list["RemoteTool"]:
+def _configured_tools(tools: Iterable["RemoteTool"], name: str, server: MCPServerConfig) -> list["RemoteTool"]:
     """The tools that the config asks for."""
     known = {tool.name: tool for tool in tools}
     unknown = [wanted for wanted in server.tools if wanted not in known]
@@ -124,7 +346,7 @@ def _hint(wanted: str, known: Iterable[str]) -> str:
 
 def _spec(remote: "RemoteTool", server: str) -> ToolSpec:
     schema = remote.input_schema
-    return ToolSpec(remote.name, remote.description or "", schema, f"MCP server {server!r}", compile_check(schema))
+    return ToolSpec(remote.name, remote.description or "", schema, f"MCP server {server!r}", compile_validator(schema))
 
 
 def _refuses_arguments(error: Any) -> bool:

@@ -1,28 +1,98 @@
-"""What a typed function takes: a JSON schema for the model, and how JSON values become the types it asked for.
+"""Tool signatures: a typed function's parameters as a JSON schema, and JSON values converted to the annotated types.
 
-Owns the annotations a tool may use. Refuses the rest by name: a parameter that cannot be described cannot be called.
+Owns the annotations a tool may use, and what a docstring says of parameters: Google style (`Args:`) and plain
+`:param name:`. Refuses other annotations by name: a parameter that cannot be described cannot be called.
 """
 
 import enum
 import inspect
+import re
 import types
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import MISSING, dataclass, fields, is_dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import MISSING, dataclass, field, fields, is_dataclass
 from functools import partial
+from inspect import cleandoc
 from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints, is_typeddict
 
-from treadle.rollout.tools.docstring import Docs, read_docstring
-from treadle.rollout.tools.fit import Misfit
-from treadle.rollout.tools.schema import compile_check
+from treadle.rollout.tools.validators import InvalidArgument, compile_validator
+
+_SECTION = re.compile(
+    r"(args|arguments|parameters|params|returns?|yields?|raises|examples?|notes?|keyword args|attributes):\s*$",
+    re.IGNORECASE,
+)
+_ARGUMENT_SECTIONS = ("args", "arguments", "parameters", "params", "keyword args")
+_GOOGLE = re.compile(r"\*{0,2}(\w+)\s*(?:\([^)]*\))?\s*:\s*(.*)")
+_FIELD = re.compile(r":(\w+)(?:\s+([^:]*?))?:\s*(.*)")
+
+
+@dataclass(frozen=True, slots=True)
+class ParsedDocstring:
+    """The description of a function, and those of its parameters by name."""
+
+    description: str = ""
+    parameters: dict[str, str] = field(default_factory=dict)
+
+
+def read_docstring(text: str | None) -> ParsedDocstring:
+    """The parts of a docstring; lines of one part are joined."""
+    reader = _DocstringReader()
+    for line in cleandoc(text or "").splitlines():
+        reader.take(line)
+    described = {name: _joined(lines) for name, lines in reader.parameters.items()}
+    return ParsedDocstring(_joined(reader.description), {name: words for name, words in described.items() if words})
+
+
+class _DocstringReader:
+    """Walks over the lines, and knows which part the next one belongs to."""
+
+    def __init__(self) -> None:
+        self.description: list[str] = []
+        self.parameters: dict[str, list[str]] = {}
+        self._part: list[str] = self.description
+        self._in_arguments = False
+        self._indent: int | None = None
+
+    def take(self, line: str) -> None:
+        indent = len(line) - len(line.lstrip())
+        if indent == 0 and (section := _SECTION.match(line)):
+            self._in_arguments = section[1].lower() in _ARGUMENT_SECTIONS
+            self._part, self._indent = [], None
+        elif indent == 0 and (found := _FIELD.match(line)):
+            self._start_field(found[1], found[2] or "", found[3])
+        elif self._in_arguments and line.strip():
+            self._take_argument(line.strip(), indent)
+        else:
+            self._part.append(line)
+
+    def _start_field(self, kind: str, subject: str, words: str) -> None:
+        """A `:param int name: words` line, or another field, which describes no parameter."""
+        self._in_arguments = False
+        self._part = [words]
+        if kind in ("param", "parameter", "arg", "argument") and subject:
+            self.parameters[subject.split()[-1]] = self._part
+
+    def _take_argument(self, words: str, indent: int) -> None:
+        """A line of an `Args:` section: a new parameter, or more about the last one where it is indented further."""
+        self._indent = indent if self._indent is None else self._indent
+        if indent <= self._indent and (found := _GOOGLE.match(words)):
+            self._part = [found[2]]
+            self.parameters[found[1]] = self._part
+        else:
+            self._part.append(words)
+
+
+def _joined(lines: Iterable[str]) -> str:
+    return " ".join(" ".join(lines).split())
+
 
 T = TypeVar("T")
 
 
-class Hidden:
+class InjectedMarker:
     """Marks a parameter that the task fills in and the model never sees."""
 
 
-Injected = Annotated[T, Hidden()]
+Injected = Annotated[T, InjectedMarker()]
 """`secret: Injected[str]`: filled from `task.tool_kwargs[tool]["secret"]`, and left out of the schema."""
 
 Convert = Callable[[Any], Any]
@@ -35,7 +105,7 @@ _SCALARS: Mapping[Any, str] = {str: "string", int: "integer", float: "number", b
 
 
 @dataclass(frozen=True, slots=True)
-class Shape:
+class TypeSchema:
     """A type as JSON schema, and what turns a fitting JSON value into it; None where that is the value itself."""
 
     schema: dict[str, Any]
@@ -67,7 +137,7 @@ def read_signature(function: Callable[..., Any], where: str, skip_first: bool = 
         if _is_hidden(hint):
             injected[name] = needed
             continue
-        shape = shape_of(hint, f"{where}: parameter {name!r}")
+        shape = type_schema(hint, f"{where}: parameter {name!r}")
         properties[name] = _described(shape.schema, name, docs, parameter.default)
         required += [name] if needed else []
         converts += [(name, shape.convert)] if shape.convert else []
@@ -93,10 +163,10 @@ def _checked_hint(parameter: inspect.Parameter, hints: Mapping[str, Any], where:
 
 
 def _is_hidden(hint: Any) -> bool:
-    return any(isinstance(extra, Hidden) for extra in getattr(hint, "__metadata__", ()))
+    return any(isinstance(extra, InjectedMarker) for extra in getattr(hint, "__metadata__", ()))
 
 
-def _described(schema: dict[str, Any], name: str, docs: Docs, default: Any) -> dict[str, Any]:
+def _described(schema: dict[str, Any], name: str, docs: ParsedDocstring, default: Any) -> dict[str, Any]:
     """The schema of one parameter with its description, and its default where JSON has a word for it."""
     found = dict(schema)
     if name in docs.parameters:
@@ -106,78 +176,78 @@ def _described(schema: dict[str, Any], name: str, docs: Docs, default: Any) -> d
     return found
 
 
-def shape_of(hint: Any, where: str, seen: tuple[Any, ...] = ()) -> Shape:
+def type_schema(hint: Any, where: str, seen: tuple[Any, ...] = ()) -> TypeSchema:
     """The shape of an annotation."""
     origin, arguments = get_origin(hint), get_args(hint)
     if origin is Annotated:
         words = next((extra for extra in arguments[1:] if isinstance(extra, str)), None)
-        inner = shape_of(arguments[0], where, seen)
-        return Shape({**inner.schema, "description": words}, inner.convert) if words else inner
+        inner = type_schema(arguments[0], where, seen)
+        return TypeSchema({**inner.schema, "description": words}, inner.convert) if words else inner
     if hint is Any:
-        return Shape({})
+        return TypeSchema({})
     if hint in _SCALARS:
-        return Shape({"type": _SCALARS[hint]}, float if hint is float else None)
+        return TypeSchema({"type": _SCALARS[hint]}, float if hint is float else None)
     if origin is Literal:
         return _choice(list(arguments), None, where)
     if origin in (Union, types.UnionType):
-        return _union([shape_of(part, where, seen) for part in arguments])
+        return _union([type_schema(part, where, seen) for part in arguments])
     if isinstance(hint, type) and issubclass(hint, enum.Enum):
         return _choice([member.value for member in hint], hint, where)
     return _compound(hint, origin or hint, arguments, where, seen)
 
 
-def _compound(hint: Any, origin: Any, arguments: tuple[Any, ...], where: str, seen: tuple[Any, ...]) -> Shape:
+def _compound(hint: Any, origin: Any, arguments: tuple[Any, ...], where: str, seen: tuple[Any, ...]) -> TypeSchema:
     if hint in seen:
         raise ValueError(f"{where}: {hint.__name__} refers to itself, which a schema cannot show; use dict")
     if is_dataclass(hint) or is_typeddict(hint):
         return _record(hint, where, (*seen, hint))
     if origin in (list, Sequence) or (origin is tuple and arguments[1:] in ((), (Ellipsis,))):
-        item = shape_of(arguments[0], where, seen) if arguments else Shape({})
+        item = type_schema(arguments[0], where, seen) if arguments else TypeSchema({})
         return _list(item, tuple if origin is tuple else list)
     if origin in (dict, Mapping) and (not arguments or arguments[0] is str):
-        item = shape_of(arguments[1], where, seen) if arguments else Shape({})
+        item = type_schema(arguments[1], where, seen) if arguments else TypeSchema({})
         return _dict(item)
     raise ValueError(f"{where} has a type that JSON arguments cannot have: {hint!r}; supported: {SUPPORTED}")
 
 
-def _choice(values: list[Any], convert: Convert | None, where: str) -> Shape:
+def _choice(values: list[Any], convert: Convert | None, where: str) -> TypeSchema:
     foreign = [value for value in values if type(value) not in _SCALARS]
     if foreign:
         raise ValueError(f"{where} offers {foreign[0]!r}, which is no plain JSON value")
     kinds = {_SCALARS[type(value)] for value in values}
-    return Shape({"type": kinds.pop(), "enum": values} if len(kinds) == 1 else {"enum": values}, convert)
+    return TypeSchema({"type": kinds.pop(), "enum": values} if len(kinds) == 1 else {"enum": values}, convert)
 
 
-def _list(item: Shape, made: type) -> Shape:
+def _list(item: TypeSchema, made: type) -> TypeSchema:
     schema = {"type": "array", "items": item.schema} if item.schema else {"type": "array"}
     if item.convert is None and made is list:
-        return Shape(schema)
-    return Shape(schema, partial(_convert_list, item.convert, made))
+        return TypeSchema(schema)
+    return TypeSchema(schema, partial(_convert_list, item.convert, made))
 
 
-def _dict(item: Shape) -> Shape:
+def _dict(item: TypeSchema) -> TypeSchema:
     schema = {"type": "object", "additionalProperties": item.schema} if item.schema else {"type": "object"}
-    return Shape(schema, partial(_convert_dict, item.convert) if item.convert else None)
+    return TypeSchema(schema, partial(_convert_dict, item.convert) if item.convert else None)
 
 
-def _union(shapes: list[Shape]) -> Shape:
+def _union(shapes: list[TypeSchema]) -> TypeSchema:
     """Plain types as a list of their names, anything richer as alternatives."""
     plain = [shape.schema["type"] for shape in shapes if shape.schema.keys() == {"type"}]
     schema = {"type": plain} if len(plain) == len(shapes) else {"anyOf": [shape.schema for shape in shapes]}
     if not any(shape.convert for shape in shapes):
-        return Shape(schema)
-    tries = tuple((compile_check(shape.schema), shape.convert) for shape in shapes)
-    return Shape(schema, partial(_convert_union, tries))
+        return TypeSchema(schema)
+    tries = tuple((compile_validator(shape.schema), shape.convert) for shape in shapes)
+    return TypeSchema(schema, partial(_convert_union, tries))
 
 
-def _record(hint: Any, where: str, seen: tuple[Any, ...]) -> Shape:
+def _record(hint: Any, where: str, seen: tuple[Any, ...]) -> TypeSchema:
     hints = get_type_hints(hint, include_extras=True)
     if is_dataclass(hint):
         needed = [f.name for f in fields(hint) if f.default is MISSING and f.default_factory is MISSING and f.init]
         names = [f.name for f in fields(hint) if f.init]
     else:
         needed, names = sorted(hint.__required_keys__), list(hints)
-    shapes = {name: shape_of(hints[name], f"{where}, field {name!r}", seen) for name in names}
+    shapes = {name: type_schema(hints[name], f"{where}, field {name!r}", seen) for name in names}
     schema = {
         "type": "object",
         "properties": {name: shape.schema for name, shape in shapes.items()},
@@ -186,7 +256,7 @@ def _record(hint: Any, where: str, seen: tuple[Any, ...]) -> Shape:
     }
     converts = {name: shape.convert for name, shape in shapes.items() if shape.convert}
     made = hint if is_dataclass(hint) else dict
-    return Shape(schema, partial(_convert_record, made, converts) if converts or made is not dict else None)
+    return TypeSchema(schema, partial(_convert_record, made, converts) if converts or made is not dict else None)
 
 
 def _convert_list(convert: Convert | None, made: type, value: list[Any]) -> Any:
@@ -206,7 +276,7 @@ def _convert_union(tries: tuple[tuple[Convert, Convert | None], ...], value: Any
     for check, convert in tries:
         try:
             check(value)
-        except Misfit:
+        except InvalidArgument:
             continue
         return convert(value) if convert else value
     raise AssertionError("a checked value fits one of its alternatives")

@@ -1,32 +1,139 @@
-"""All tools of a rollout, built once by a manager from `rollout.multi_turn`.
+"""Toolbox: all tools of a rollout, built once from `rollout.multi_turn`; and the tools of one session.
 
-Owns what its tools share: MCP servers, threads, schemas. `open` gives a session its tools: the subset its task may
-use, with the task's own arguments. Knows nothing about formats, tokens or loops.
+Owns what tools share (MCP servers, threads, schemas) and the stateful instances of each session. `open` gives a session
+the subset its task may use, with the task's own arguments. Knows nothing about formats, tokens or loops.
+Invariant: a call ends as a typed `ToolResult`, or raises a Failure; a model's mistake never does the latter.
 """
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
+from time import perf_counter
 from typing import Any, Self
 
 from treadle.config.rollout import MCPServerConfig, MultiTurnConfig
-from treadle.errors import ToolFailure, nearest
-from treadle.rollout.tools.answer import Cap
-from treadle.rollout.tools.attempts import Policy
+from treadle.errors import MisuseError, ToolFailure, nearest
+from treadle.rollout.parsers.base import quote
+from treadle.rollout.tools.base import Invoke, Tool, ToolSpec
+from treadle.rollout.tools.function import ToolInstance, close_instances, load_tools, unique_by_name
+from treadle.rollout.tools.invoke import OutputLimit, ToolRetryPolicy, perform_call, to_result
 from treadle.rollout.tools.mcp_tools import MCPTools
-from treadle.rollout.tools.offer import load_tools, unite
-from treadle.rollout.tools.session_tools import Rules, SessionTools
-from treadle.rollout.tools.spec import Tool
-from treadle.rollout.tools.threads import Threads
-from treadle.types import Task
+from treadle.rollout.tools.thread_pool import DaemonThreadPool
+from treadle.rollout.tools.validators import InvalidArgument
+from treadle.types import Task, ToolCall, ToolResult, ToolStatus
+
+
+@dataclass(frozen=True, slots=True)
+class CallLimits:
+    """What holds for every call of a toolbox."""
+
+    policy: ToolRetryPolicy
+    cap: OutputLimit
+    threads: DaemonThreadPool
+
+
+class SessionTools:
+    """What one session may call. A context: leaving it, also by cancellation, releases the stateful tools."""
+
+    __slots__ = ("_bound", "_closed", "_instances", "_rules", "_tools", "task")
+
+    def __init__(self, task: Task, tools: Mapping[str, Tool], rules: CallLimits) -> None:
+        self.task = task
+        self._tools = tools
+        self._rules = rules
+        self._bound: dict[str, Invoke] = {}
+        self._instances: dict[type, ToolInstance] = {}
+        self._closed = False
+
+    def bind_all(self) -> None:
+        """Give every tool what the task says; a ToolFailure if the task gives too little or too much."""
+        for tool in self._tools.values():
+            self._bind(tool)
+
+    async def call(self, call: ToolCall) -> ToolResult:
+        """Carry out one call of the model."""
+        started = perf_counter()
+        returned: object
+        tool = self._tools.get(call.name)
+        if tool is None or call.problem is not None:
+            returned = self._refuse(call)
+        else:
+            try:
+                arguments = tool.spec.check(call.arguments)
+            except (InvalidArgument, RecursionError) as misfit:
+                returned = _invalid_result(tool.spec, misfit)
+            else:
+                invoke = self._bound.get(call.name) or self._bind(tool)
+                returned = await perform_call(tool.spec, invoke, arguments, self._rules.policy)
+        return to_result(returned, call.name, self._rules.cap, perf_counter() - started)
+
+    async def call_many(self, calls: Sequence[ToolCall], max_parallel: int) -> tuple[ToolResult, ...]:
+        """Carry out the calls of one turn, so many at once; results in the order of the calls.
+
+        A Failure of one call cancels the others and is raised.
+        """
+        if len(calls) == 1:
+            return (await self.call(calls[0]),)
+        results: dict[int, ToolResult] = {}
+        pending = iter(enumerate(calls))
+        try:
+            async with asyncio.TaskGroup() as group:
+                for _ in range(min(max_parallel, len(calls))):
+                    group.create_task(self._work_off(pending, results))
+        except ExceptionGroup as failed:
+            raise failed.exceptions[0] from None
+        if len(results) < len(calls):  # a task group takes no notice of a child that was cancelled
+            missing = next(call.name for at, call in enumerate(calls) if at not in results)
+            raise ToolFailure(f"a call of this turn, such as {missing}, cancelled its own task")
+        return tuple(results[at] for at in range(len(calls)))
+
+    async def _work_off(self, pending: Iterator[tuple[int, ToolCall]], results: dict[int, ToolResult]) -> None:
+        for at, call in pending:
+            results[at] = await self.call(call)
+
+    def _refuse(self, call: ToolCall) -> ToolResult:
+        problem = call.problem or f"there is no tool {quote(call.name)}"
+        about = f"{quote(call.name)}: " if call.problem and call.name else ""
+        known = ", ".join(self._tools) or "none"
+        return ToolResult(f"{about}{problem}. Known tools: {known}.", ToolStatus.INVALID)
+
+    def _bind(self, tool: Tool) -> Invoke:
+        if self._closed:
+            raise MisuseError("the tools of a session cannot be called after it has ended")
+        invoke = self._bound[tool.spec.name] = tool.bind(self)
+        return invoke
+
+    def instance(self, cls: type) -> Callable[[float], Awaitable[Any]]:
+        if cls not in self._instances:
+            self._instances[cls] = ToolInstance(cls, self.task, self._rules.threads)
+        return self._instances[cls].get
+
+    async def run_in_thread(self, function: Callable[[], object], timeout_s: float) -> object:
+        return await self._rules.threads.run(function, timeout_s)
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        self._closed = True
+        self._bound.clear()
+        if self._instances:
+            await close_instances(self._instances.values())
+
+
+def _invalid_result(spec: ToolSpec, misfit: Exception) -> ToolResult:
+    problem = str(misfit) if isinstance(misfit, InvalidArgument) else "the arguments are nested too deeply"
+    takes = ", ".join(spec.parameters.get("properties", ())) or "nothing"
+    return ToolResult(f"{spec.name}: {problem}. It takes: {takes}.", ToolStatus.INVALID)
+
 
 MAX_SUBSETS = 1024
 """Tool subsets whose schemas are kept; more are made again when asked for."""
 
 
 @dataclass(frozen=True, slots=True)
-class Subset:
+class ToolSubset:
     """The tools that some tasks may use, by name, and their schemas."""
 
     tools: Mapping[str, Tool]
@@ -39,12 +146,12 @@ class Toolbox:
     """The tools of one manager. Built by `create`, whole; `close` is the last call."""
 
     def __init__(self, multi_turn: MultiTurnConfig, tools: Mapping[str, Tool], servers: Sequence[MCPTools]) -> None:
-        policy = Policy(multi_turn.tool_timeout_s, multi_turn.tool_retries)
-        cap = Cap(multi_turn.max_tool_response_length, multi_turn.tool_response_truncate_side)
-        self._rules = Rules(policy, cap, Threads())
+        policy = ToolRetryPolicy(multi_turn.tool_timeout_s, multi_turn.tool_retries)
+        cap = OutputLimit(multi_turn.max_tool_response_length, multi_turn.tool_response_truncate_side)
+        self._rules = CallLimits(policy, cap, DaemonThreadPool())
         self._tools = tools
         self._servers = servers
-        self._subsets: dict[tuple[str, ...] | None, Subset] = {}
+        self._subsets: dict[tuple[str, ...] | None, ToolSubset] = {}
 
     @classmethod
     async def create(cls, multi_turn: MultiTurnConfig) -> Self:
@@ -52,7 +159,7 @@ class Toolbox:
         loaded = load_tools(multi_turn.tools)
         async with AsyncExitStack() as undo:
             servers = await _connect_all(multi_turn.mcp_servers, undo)
-            tools = unite([*loaded, *(tool for server in servers for tool in server.tools)])
+            tools = unique_by_name([*loaded, *(tool for server in servers for tool in server.tools)])
             undo.pop_all()
         return cls(multi_turn, tools, servers)
 
@@ -72,7 +179,7 @@ class Toolbox:
             session_tools.bind_all()
         return session_tools
 
-    def _subset(self, names: tuple[str, ...] | None) -> Subset:
+    def _subset(self, names: tuple[str, ...] | None) -> ToolSubset:
         found = self._subsets.get(names)
         if found is None:
             if len(self._subsets) >= MAX_SUBSETS:
@@ -80,7 +187,7 @@ class Toolbox:
             found = self._subsets[names] = self._make_subset(names)
         return found
 
-    def _make_subset(self, names: tuple[str, ...] | None) -> Subset:
+    def _make_subset(self, names: tuple[str, ...] | None) -> ToolSubset:
         wanted = self.names if names is None else names
         for name in wanted:
             if name not in self._tools:
@@ -88,7 +195,7 @@ class Toolbox:
                 raise ToolFailure(f"a task asks for the tool {name!r}, which does not exist; {hint}")
         tools = {name: self._tools[name] for name in wanted}
         specs = [tool.spec for tool in tools.values()]
-        return Subset(tools, tuple(spec.schema() for spec in specs), any(spec.needs_task for spec in specs))
+        return ToolSubset(tools, tuple(spec.schema() for spec in specs), any(spec.needs_task for spec in specs))
 
     async def close(self) -> None:
         """Stop the servers and let the threads end."""

@@ -1,0 +1,224 @@
+"""Where tokens lie: free pages, what stays in them, what rows said, and weights side by side."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from tests.tiny import tiny
+from tests.unit.test_native_determinism import ROLLOUT, Stand, Talk, alone
+from treadle.config import ModelConfig, RolloutConfig
+from treadle.engine.native.fused_model import MergedLinear
+from treadle.engine.native.input_batch import OutputRing
+from treadle.engine.native.kv_cache import FreeList, KVCacheShape, PagedKVCache, PagePool, SavedPages
+from treadle.engine.native.prefix_cache import PrefixCache, SwapSpace
+from treadle.engine.native.sequence import SequenceState
+from treadle.errors import ConfigError
+from treadle.model.causal_lm import prepare_module
+from treadle.model.load import load_causal_model
+from treadle.types import SamplingParams
+
+
+def test_the_lowest_number_is_next_and_none_is_given_twice() -> None:
+    free = FreeList(3)
+    for _ in range(200):
+        free.remove(1)
+        free.add(1)
+    assert [free.take() for _ in range(3)] == [0, 1, 2] and not free
+    free.add(2)
+    free.add(0)
+    assert 2 in free and 1 not in free and free.below(2) == [0] and free.take() == 0
+
+
+def test_a_shared_page_is_free_when_the_last_one_lets_go() -> None:
+    pages = PagePool(4)
+    first = pages.take(2)
+    pages.share(first[:1])
+    pages.release(first)
+    assert first == [0, 1] and len(pages.free) == 3 and pages.users(0) == 1
+    pages.release(first[:1])
+    assert len(pages.free) == 4
+
+
+PAGE = 16
+
+
+def kept_pages(count: int = 12, parked_bytes: int = 1 << 20) -> tuple[PagedKVCache, PagePool, PrefixCache]:
+    rollout = RolloutConfig(prompt_length=40, response_length=40, max_num_seqs=4)
+    module = prepare_module(tiny())
+    size = KVCacheShape.of(module).numbers_per_token() * PAGE * 4
+    cache = PagedKVCache.create(rollout, module, torch.device("cpu"), 4, page=PAGE, budget=(count + 1) * size)
+    cache.kv.copy_(torch.randn(cache.kv.shape, generator=torch.Generator().manual_seed(0)))
+    pages = PagePool(cache.pages)
+    return cache, pages, PrefixCache(cache, pages, SwapSpace(parked_bytes), enabled=True)
+
+
+def ids(count: int, first: int = 0) -> tuple[int, ...]:
+    return tuple(range(first, first + count))
+
+
+def test_a_session_is_found_in_its_own_pages_and_parked_when_others_need_them() -> None:
+    cache, pages, kept = kept_pages()
+    kept.stay("a", ids(20), pages.take(4))
+    assert len(pages.free) == 10, "what lies behind the tokens is free"
+    found = kept.find("a", ids(25))
+    assert found is not None and found.own and found.held is not None and found.tokens == 20
+    before = cache.kv[:, :, found.held.pages].clone()
+    assert kept.evict() and not kept.evict() and len(pages.free) == 12
+    cache.kv.zero_()
+    found = kept.find("a", ids(25))
+    assert found is not None and found.swapped is not None
+    cache.restore([7, 3], found.swapped.kv)
+    assert torch.equal(cache.kv[:, :, [7, 3]], before)
+
+
+def test_the_least_recently_used_gives_way_if_that_frees_a_page() -> None:
+    _, pages, kept = kept_pages()
+    running = pages.take(2)
+    kept.offer(ids(20), running)
+    for session in "abc":
+        kept.stay(session, ids(3), pages.take(1))
+    assert kept.find("a", ids(3)) is not None
+    kept.evict()
+    where = {session: kept.find(session, ids(3)) for session in "abc"}
+    assert [found.held is None for found in where.values() if found] == [False, True, False]
+    found = kept.find("d", ids(20))
+    assert found is not None and found.held is not None, "a row has these pages: to park them frees nothing"
+    pages.release(running)
+    assert [kept.evict() for _ in range(4)] == [True, True, True, False] and len(pages.free) == 12
+
+
+def test_a_session_and_its_prompt_that_share_pages_can_both_give_way() -> None:
+    _, pages, kept = kept_pages()
+    taken = pages.take(1)
+    kept.offer(ids(5), taken)
+    kept.stay("a", ids(9), taken)
+    assert kept.evict() and len(pages.free) < 12 and kept.evict() and len(pages.free) == 12
+
+
+def test_only_whole_prompts_are_shared() -> None:
+    _, pages, kept = kept_pages()
+    kept.offer(ids(20), pages.take(2))
+    assert kept.find("b", ids(20)) is not None
+    assert kept.find("b", ids(21)) is None, "pieces depend on the request alone"
+
+
+def test_nothing_outlives_the_weights_or_a_session_that_is_over() -> None:
+    _, pages, kept = kept_pages()
+    kept.stay("a", ids(2), pages.take(1))
+    kept.stay("b", ids(3), pages.take(1))
+    kept.offer(ids(1), [1])
+    kept.forget("a")
+    assert kept.find("a", ids(2)) is None and kept.find("b", ids(3)) is not None
+    kept.clear()
+    assert kept.find("b", ids(3)) is None and len(pages.free) == 12
+
+
+def test_a_cache_for_less_than_one_sequence_is_refused() -> None:
+    with pytest.raises(ConfigError, match="max_model_len"):
+        kept_pages(count=4)
+
+
+def test_turns_of_a_session_copy_nothing_while_there_are_pages(monkeypatch: pytest.MonkeyPatch) -> None:
+    saved: list[int] = []
+    save = PagedKVCache.save
+
+    def watch(cache: PagedKVCache, pages: Sequence[int], tokens: int) -> SavedPages:
+        saved.append(tokens)
+        return save(cache, pages, tokens)
+
+    monkeypatch.setattr(PagedKVCache, "save", watch)
+    Stand().run([Talk(task, 0, (0, 2, 2)) for task in range(4)])
+    assert not saved
+    narrow = RolloutConfig(**{**ROLLOUT.values(), "max_num_seqs": 2})
+    crowd = [Talk(task, 0, (0, 2, 2)) for task in range(4)]
+    Stand(rollout=narrow).run(crowd)
+    assert saved, "on a CPU as many sequences are kept as there are rows"
+    for talk in crowd:
+        assert talk.heard == alone(talk.task, 0, 3, talk.sampling, 32)
+
+
+def say(history: OutputRing, said: list[int], ended: list[int]) -> list[int]:
+    flags = np.array([row in ended for row in range(len(said))], np.int32)
+    return history.note(np.array(said, np.int32), -np.array(said, np.float32), flags)
+
+
+def test_history_tells_what_each_row_said_from_its_start_to_its_end() -> None:
+    history = OutputRing(rows=3, longest=4)
+    history.start([0, 1], step=0)
+    assert say(history, [10, 20, 0], ended=[]) == []
+    history.start([2], step=1)
+    assert say(history, [11, 21, 30], ended=[1]) == [1]
+    say(history, [12, 99, 31], ended=[])
+    first, second, third = history.read([0, 1, 2])
+    assert (first.ids, second.ids, third.ids) == ((10, 11, 12), (20, 21), (30, 31))
+    assert first.logprobs == (-10, -11, -12)
+
+
+def test_history_goes_round_and_moves_with_rows() -> None:
+    history = OutputRing(rows=2, longest=4)
+    for step in range(25):
+        if step % 4 == 0:
+            history.start([1], step)
+        say(history, [0, step], ended=[])
+    history.move([1], [0])
+    assert history.read([0])[0].ids == (24,)
+    history.start([1], 25)
+    assert history.read([1])[0].ids == ()
+
+
+def linears(bias: bool = True) -> list[torch.nn.Linear]:
+    torch.manual_seed(0)
+    return [torch.nn.Linear(6, rows, bias=bias) for rows in (4, 2, 2)]
+
+
+@pytest.mark.parametrize("bias", [True, False])
+def test_one_product_follows_whoever_trains_the_parts(bias: bool) -> None:
+    modules, x = linears(bias), torch.randn(3, 6)
+    known = [(module.weight, module.weight.clone()) for module in modules]
+    joint = MergedLinear(*modules)
+    for module, (parameter, numbers) in zip(modules, known, strict=True):
+        assert module.weight is parameter and torch.equal(parameter, numbers)
+    optimizer = torch.optim.AdamW([weight for module in modules for weight in module.parameters()], lr=0.1)
+    sum(module(x).square().sum() for module in modules).backward()
+    optimizer.step()
+    assert torch.allclose(joint(x), torch.cat([module(x) for module in modules], dim=1), atol=1e-6)
+    assert not joint.tie()
+
+
+def test_weights_that_were_replaced_are_found_and_those_of_another_engine_left() -> None:
+    modules, x = linears(), torch.randn(3, 6)
+    joint, other = MergedLinear(*modules), MergedLinear(*modules)
+    assert not joint.tie() and not other.tie(), "the second one found them side by side"
+    modules[1].weight.data = torch.randn(2, 6)
+    assert joint.tie() and other.tie()
+    for projection in (joint, other):
+        assert torch.allclose(projection(x), torch.cat([module(x) for module in modules], dim=1), atol=1e-6)
+
+
+def test_weights_side_by_side_are_saved_as_ever(tmp_path: Path) -> None:
+    module = tiny()
+    for layer in module.model.layers:
+        MergedLinear(layer.self_attn.q_proj, layer.self_attn.k_proj, layer.self_attn.v_proj)
+        MergedLinear(layer.mlp.gate_proj, layer.mlp.up_proj)
+    module.save_pretrained(tmp_path)
+
+    loaded = load_causal_model(ModelConfig(path=str(tmp_path)), dtype=torch.float32, device=torch.device("cpu"))
+    for name, weight in loaded.named_parameters():
+        assert torch.equal(weight, module.get_parameter(name)), name
+
+
+def test_a_cache_is_given_back_only_while_nobody_needs_it() -> None:
+    stand, talk = Stand(), Talk(3, 0, (0,), sampling=SamplingParams(6))
+    assert stand.scheduler.release()
+    stand.scheduler.add(SequenceState(talk.ask(6), lambda answer: None, stand.room))
+    assert not stand.scheduler.release()
+    stand.scheduler.turn()
+    assert not stand.scheduler.release()
+    stand.scheduler.abort(lambda ticket: True)
+    assert stand.scheduler.release()
+    stand.answers.clear()
+    stand.run([talk])
+    assert talk.heard == alone(3, 0, 1, talk.sampling, 32)

@@ -1,0 +1,93 @@
+import asyncio
+import time
+
+import pytest
+import torch
+
+from tests.policies import make_policy, save_tiny_model
+from treadle.engine.protocol import WeightUpdate
+from treadle.errors import DeadlineError, RunError
+from treadle.model.checksum import checksum
+from treadle.policy.policy import SinglePolicy
+from treadle.weights import PolicySender, push_weights
+
+
+@pytest.fixture(scope="module")
+def policy(tmp_path_factory: pytest.TempPathFactory) -> SinglePolicy:
+    return make_policy(save_tiny_model(tmp_path_factory.mktemp("model")))
+
+
+class Receiver:
+    """The receiving half of an engine: keeps what arrives, in its own memory."""
+
+    name = "replica-0"
+
+    def __init__(self, own: dict[str, torch.Tensor] | None = None, flip: bool = False, hang: bool = False) -> None:
+        self._own = own
+        self._flip = flip
+        self._hang = hang
+        self.update: WeightUpdate | None = None
+
+    async def update_weights(self, update: WeightUpdate) -> str:
+        self.update = update
+        if self._hang:
+            await asyncio.Event().wait()
+        held = {name: tensor.clone() for name, tensor in update.tensors.items()} or dict(self._own or {})
+        if self._flip:
+            next(iter(held.values())).view(-1)[0] += 1
+        return checksum(held)
+
+
+def test_a_copy_is_confirmed_bit_for_bit(policy: SinglePolicy) -> None:
+    engine = Receiver()
+    report = asyncio.run(push_weights(PolicySender(policy), engine, 3, timeout_s=5))
+    assert engine.update is not None and engine.update.version == report.version == 3
+    assert report.checksum == checksum(policy.tensors())
+    assert report.num_bytes == sum(tensor.nbytes for tensor in policy.tensors().values())
+    assert report.metrics()["weights/push_s"] == report.prepare_s + report.update_s > 0
+
+
+def test_weights_travel_in_the_engines_number_format(policy: SinglePolicy) -> None:
+    engine = Receiver()
+    report = asyncio.run(push_weights(PolicySender(policy, dtype=torch.bfloat16), engine, 1, timeout_s=5))
+    narrow = {name: tensor.bfloat16() for name, tensor in policy.tensors().items()}
+    assert report.checksum == checksum(narrow) != checksum(policy.tensors())
+
+
+def test_nothing_travels_to_an_engine_that_holds_the_same_module(policy: SinglePolicy) -> None:
+    engine = Receiver(own=dict(policy.module.named_parameters()))
+    report = asyncio.run(push_weights(PolicySender(policy, shared=True), engine, 1, timeout_s=5))
+    assert engine.update is not None and not engine.update.tensors
+    assert report.num_bytes == 0 and report.checksum == checksum(policy.tensors())
+
+
+def test_other_weights_end_the_run_naming_both_checksums(policy: SinglePolicy) -> None:
+    with pytest.raises(RunError, match=rf"replica-0 .* version 2 has checksum {checksum(policy.tensors())}.*confirms"):
+        asyncio.run(push_weights(PolicySender(policy), Receiver(flip=True), 2, timeout_s=5))
+
+
+def test_an_engine_that_does_not_answer_is_named(policy: SinglePolicy) -> None:
+    with pytest.raises(DeadlineError, match=r"replica-0 did not confirm the weights of version 2 within 0\.05 s"):
+        asyncio.run(push_weights(PolicySender(policy), Receiver(hang=True), 2, timeout_s=0.05))
+
+
+def test_a_push_that_is_cancelled_while_it_is_prepared_is_taken_back_all_the_same(policy: SinglePolicy) -> None:
+    retired = []
+
+    class Slow(PolicySender):
+        async def publish(self, version: int) -> WeightUpdate:
+            await asyncio.to_thread(time.sleep, 0.05)
+            return WeightUpdate(version, "", {})
+
+        async def retire(self, version: int) -> None:
+            retired.append(version)
+
+    async def main() -> None:
+        pushing = asyncio.ensure_future(push_weights(Slow(policy), Receiver(), 4, timeout_s=5))
+        await asyncio.sleep(0.01)
+        pushing.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await pushing
+
+    asyncio.run(main())
+    assert retired == [4]

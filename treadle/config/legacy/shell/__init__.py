@@ -1,1 +1,0 @@
-"""Reads launch scripts without running them."""

@@ -1,0 +1,162 @@
+"""Engine thread: runs the scheduler, apart from the event loop.
+
+Owns the hand-over between an event loop and that thread: calls go in through one list (bounded by its callers) and a
+condition, results come back in batches, one wake-up of the loop for each step. The thread waits on the condition when
+there is nothing to compute; the loop never waits for a step.
+Invariant: every sequence is answered once, also when the thread dies: then with the cause.
+"""
+
+import asyncio
+import threading
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+from treadle.engine.native.scheduler import Scheduler
+from treadle.engine.native.sequence import SequenceResult, SequenceState
+from treadle.engine.requests import StopStringFinder
+from treadle.errors import EngineFailure, TreadleError
+from treadle.types import Request
+
+Built = TypeVar("Built")
+SchedulerCall = Callable[[Scheduler], None]
+OnResult = Callable[[SequenceState, SequenceResult], None]
+
+
+class EngineThread:
+    """Runs a scheduler. All methods are for the event loop that made it."""
+
+    def __init__(self, name: str, room: int) -> None:
+        self._name = name
+        self._room = room
+        self._loop = asyncio.get_running_loop()
+        self._wake = threading.Condition()
+        self._inbox: list[SchedulerCall] = []
+        self._closing = False
+        self._error: str | None = None
+        self._open: set[SequenceState] = set()
+        self._calls: set[asyncio.Future[Any]] = set()
+        self._answers: list[tuple[SequenceState, SequenceResult]] = []
+        self._thread: threading.Thread | None = None
+
+    async def start(self, build: Callable[[OnResult], Scheduler]) -> None:
+        """Start the thread, and in it the scheduler that `build` makes; raise what went wrong in there."""
+        ready: asyncio.Future[None] = self._loop.create_future()
+        self._thread = threading.Thread(target=self._run, args=(build, ready), name=self._name, daemon=True)
+        self._thread.start()
+        try:
+            await ready
+        except asyncio.CancelledError:
+            self._closing = True  # whoever waited has gone: the thread ends when it is done building
+            raise
+
+    def check(self) -> None:
+        """Raise what ended the thread, if something did."""
+        if self._error is not None:
+            raise EngineFailure(self._error)
+
+    async def generate(self, request: Request, finder: StopStringFinder | None = None) -> SequenceResult:
+        """Hand a request over and wait for its answer; the caller's deadline applies. Cancelling ends the work too."""
+        self.check()
+        future: asyncio.Future[SequenceResult] = self._loop.create_future()
+        ticket = SequenceState(request, lambda answer: _settle(future, answer), self._room, finder=finder)
+        self._open.add(ticket)
+        self.post(lambda scheduler: scheduler.add(ticket))
+        try:
+            return await future
+        except asyncio.CancelledError:
+            self.post(lambda scheduler: scheduler.abort(lambda other: other is ticket))
+            raise
+        finally:
+            self._open.discard(ticket)
+
+    async def call(self, act: Callable[[Scheduler], Built]) -> Built:
+        """Run `act` in the thread, between two steps, and wait for what it returns."""
+        self.check()
+        future: asyncio.Future[Built] = self._loop.create_future()
+
+        def run(scheduler: Scheduler) -> None:
+            try:
+                result = act(scheduler)
+            except TreadleError as error:
+                self._loop.call_soon_threadsafe(_fail, future, error)
+            else:
+                self._loop.call_soon_threadsafe(_settle, future, result)
+
+        self._calls.add(future)
+        self.post(run)
+        try:
+            return await future
+        finally:
+            self._calls.discard(future)
+
+    def post(self, call: SchedulerCall) -> None:
+        """Have a call made in the thread, between two steps. Nobody waits for it, so it must not fail."""
+        with self._wake:
+            self._inbox.append(call)
+            self._wake.notify()
+
+    async def close(self) -> None:
+        """End the thread and wait for it; a step takes milliseconds, so this is soon."""
+        with self._wake:
+            self._closing = True
+            self._wake.notify()
+        if self._thread is not None:
+            await asyncio.to_thread(self._thread.join)
+
+    def _run(self, build: Callable[[OnResult], Scheduler], ready: "asyncio.Future[None]") -> None:
+        try:
+            scheduler = build(lambda ticket, answer: self._answers.append((ticket, answer)))
+        except BaseException as error:  # noqa: BLE001 - it is raised where `start` waits
+            self._loop.call_soon_threadsafe(_fail, ready, error)
+            return
+        self._loop.call_soon_threadsafe(_settle, ready, None)
+        try:
+            self._serve(scheduler)
+        except BaseException as error:  # noqa: BLE001 - the thread's verdict goes to everyone who waits
+            self._loop.call_soon_threadsafe(self._crash, f"{self._name}: {type(error).__name__}: {error}")
+
+    def _serve(self, scheduler: Scheduler) -> None:
+        closing = False
+        while not closing:
+            calls, closing = self._take(scheduler.busy)
+            for call in calls:
+                call(scheduler)
+            if closing:
+                scheduler.close()
+            else:
+                scheduler.turn()
+            self._hand_back()
+
+    def _take(self, busy: bool) -> tuple[list[SchedulerCall], bool]:
+        with self._wake:
+            while not (busy or self._inbox or self._closing):
+                self._wake.wait()
+            calls, self._inbox = self._inbox, []
+            return calls, self._closing
+
+    def _hand_back(self) -> None:
+        if self._answers:
+            answers, self._answers = self._answers, []
+            self._loop.call_soon_threadsafe(_deliver, answers)
+
+    def _crash(self, problem: str) -> None:
+        self._error = problem
+        for ticket in list(self._open):
+            ticket.deliver(EngineFailure(problem))
+        for call in list(self._calls):
+            _fail(call, EngineFailure(problem))
+
+
+def _deliver(answers: list[tuple[SequenceState, SequenceResult]]) -> None:
+    for ticket, answer in answers:
+        ticket.deliver(answer)
+
+
+def _settle(future: "asyncio.Future[Built]", result: Built) -> None:
+    if not future.done():
+        future.set_result(result)
+
+
+def _fail(future: "asyncio.Future[Built]", error: BaseException) -> None:
+    if not future.done():
+        future.set_exception(error)

@@ -1,0 +1,233 @@
+"""Fused model: all decoder layers with few kernels, on the modules' own weights. CUDA only.
+
+Owns how prefill and decode steps go through layers whose parts `model.layer_parts` found and `model.fused_layers`
+proved: eight kernels a layer. `MergedLinear` makes linear modules that read the same input one product (qkv, gate and
+up): their weights lie side by side in one tensor, of which each module's parameter is a view, so training or loading
+the parameters changes what is computed here, and nothing is copied after the first time.
+Knows nothing of requests and sampling. The caller compares the result with the modules.
+Invariant: parameters keep their identity, shape and values.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from inspect import signature
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import linear
+
+from treadle.engine.native.attention_metadata import PrefillMetadata
+from treadle.engine.native.cache_kernels import norm_rope_and_cache
+from treadle.engine.native.input_batch import InputBatch
+from treadle.engine.native.kv_cache import PagedKVCache
+from treadle.engine.native.paged_attention import HeadShape, PagedRows, attend_paged
+from treadle.model.fused_layers import FusedForward, find_fused
+from treadle.model.kernels import Norm, gate_rows, norm_rows
+from treadle.model.layer_parts import NormParts, find_norm
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+
+class MergedLinear:
+    """Linear modules that read the same input, as one product."""
+
+    def __init__(self, *modules: nn.Linear) -> None:
+        self._modules = modules
+        self._weight = self._bias = torch.empty(0)
+        self.tie()
+
+    @torch.no_grad()
+    def tie(self) -> bool:
+        """Lay the parameters side by side, unless they are; whether anything had to move."""
+        weights: list[Any] = [module.weight for module in self._modules]
+        biases: list[Any] = [module.bias for module in self._modules if module.bias is not None]
+        moved = not _lie_in(weights, self._weight) or not _lie_in(biases, self._bias)
+        if moved:
+            self._weight, self._bias = _lay(weights), _lay(biases)
+        return moved
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return linear(x, self._weight, self._bias if len(self._bias) else None)
+
+
+def _lie_in(parts: Sequence[Tensor], whole: Tensor) -> bool:
+    """Whether tensors are the parts of `whole`, one after another."""
+    at = whole.data_ptr()
+    for part in parts:
+        if part.data_ptr() != at or part.dtype != whole.dtype:
+            return False
+        at += part.nbytes
+    return at == whole.data_ptr() + whole.nbytes
+
+
+def _lay(parts: Sequence[nn.Parameter]) -> Tensor:
+    """One tensor whose parts the parameters become, or are already. A single one stays where it is."""
+    if not parts:
+        return torch.empty(0)
+    first, rows = parts[0].data, [len(part) for part in parts]
+    storage = first.untyped_storage()
+    if all(part.untyped_storage().data_ptr() == storage.data_ptr() for part in parts):
+        room = storage.nbytes() // first.itemsize - first.storage_offset()
+        if first.is_contiguous() and room >= sum(part.numel() for part in parts):
+            whole = first.as_strided((sum(rows), *first.shape[1:]), first.stride())
+            if _lie_in(parts, whole):
+                return whole
+    whole = torch.cat([part.data for part in parts])
+    for part, place in zip(parts, torch.split(whole, rows), strict=True):
+        part.data = place
+    return whole
+
+
+RopeTable = tuple[Tensor, Tensor]
+"""Cosines and sines of every position: [length, head size] each."""
+
+
+@dataclass(frozen=True, slots=True)
+class _FusedLayer:
+    number: int
+    qkv: MergedLinear
+    out: MergedLinear
+    gate_up: MergedLinear
+    down: MergedLinear
+    activation: int
+    before_attention: NormParts
+    after_attention: NormParts | None
+    before_mlp: NormParts
+    after_mlp: NormParts | None
+    shape: HeadShape
+    angles: RopeTable
+
+
+class FusedModel:
+    """A decoder from token ids to its last hidden states. Built by `create`."""
+
+    def __init__(
+        self, module: "PreTrainedModel", cache: PagedKVCache, layers: list[_FusedLayer], norm: NormParts
+    ) -> None:
+        self._embed = cast(Any, module).get_input_embeddings()
+        self._cache = cache
+        self._layers = layers
+        self._norm = norm
+
+    @classmethod
+    def create(cls, module: "PreTrainedModel", cache: PagedKVCache) -> "FusedModel | None":
+        """None where the decoder has parts that we do not know. What it computes is for the caller to compare."""
+        decoder = cast(Any, module).get_decoder()
+        fused, norm = find_fused(module), find_norm(getattr(decoder, "norm", None))
+        angles = _rope_tables(module, cache.length + 1, cache.kv.shape[-1])
+        if not fused or norm is None or angles is None or not all(_even_biases(one) for one in fused):
+            return None
+        kv_heads = cache.kv.shape[3]
+        layers = [_fuse_layer(at, one, angles[one.parts.attention], kv_heads) for at, one in enumerate(fused)]
+        return cls(module, cache, layers, norm)
+
+    def tie(self) -> bool:
+        """Find weights that somebody replaced; whether there were any."""
+        return any([part.tie() for layer in self._layers for part in (layer.qkv, layer.out, layer.gate_up, layer.down)])
+
+    def prefill(self, plan: PrefillMetadata) -> None:
+        """The keys and values of the plan's tokens, into the cache."""
+        hidden = self._embed(plan.ids_T)
+        normed = norm_rows(hidden, _numbers(self._layers[0].before_attention))
+        for layer in self._layers:
+            held = self._cache.layer(layer.number)
+            heads = norm_rope_and_cache(
+                layer.qkv(normed), held, plan.pages_T, plan.inside_T, plan.positions_T, layer.angles, layer.shape
+            )
+            if layer is self._layers[-1]:
+                return
+            shape = layer.shape
+            mixed = plan.look(layer.number, *heads, shape.scaling, shape.window, shape.softcap)
+            normed = self._finish(layer, hidden, mixed.flatten(1))
+
+    def decode(self, rows: InputBatch, count: int) -> Tensor:
+        """The last hidden states after the next token of the first `count` rows: [count, hidden]."""
+        hidden = self._embed(rows.last_id[:count])
+        cache = self._cache
+        places = PagedRows(cache.table, rows.active.view(torch.uint8), rows.length, cache.dump)
+        normed = norm_rows(hidden, _numbers(self._layers[0].before_attention))
+        for layer in self._layers:
+            held = cache.layer(layer.number)
+            mixed = attend_paged(layer.qkv(normed), held, places, layer.angles, layer.shape)
+            normed = self._finish(layer, hidden, mixed)
+        return normed
+
+    def _finish(self, layer: _FusedLayer, hidden: Tensor, mixed: Tensor) -> Tensor:
+        """The rest of a layer after attention. Adds to `hidden`, and returns what the next one reads."""
+        delta = layer.out(mixed)
+        normed = norm_rows(
+            hidden, _numbers(layer.before_mlp), delta=delta, post=_maybe(layer.after_attention), total=hidden
+        )
+        gate, up = layer.gate_up(normed).chunk(2, dim=1)
+        delta = layer.down(gate_rows(gate, up, layer.activation))
+        last = layer is self._layers[-1]
+        following = self._norm if last else self._layers[layer.number + 1].before_attention
+        return norm_rows(hidden, _numbers(following), delta=delta, post=_maybe(layer.after_mlp), total=hidden)
+
+
+def _fuse_layer(number: int, fused: FusedForward, angles: RopeTable, kv_heads: int) -> _FusedLayer:
+    parts, options = fused.parts, fused.options
+    attention, mlp = parts.attention, parts.mlp
+    scaling = options["scaling"]
+    shape = HeadShape(
+        attention.q_proj.out_features // parts.head_size,
+        kv_heads,
+        parts.head_size,
+        parts.head_size**-0.5 if scaling is None else scaling,
+        options["sliding_window"],
+        options["softcap"],
+        _maybe(parts.query),
+        _maybe(parts.key),
+    )
+    return _FusedLayer(
+        number,
+        MergedLinear(attention.q_proj, attention.k_proj, attention.v_proj),
+        MergedLinear(attention.o_proj),
+        MergedLinear(mlp.gate_proj, mlp.up_proj),
+        MergedLinear(mlp.down_proj),
+        parts.activation,
+        parts.before_attention,
+        parts.after_attention,
+        parts.before_mlp,
+        parts.after_mlp,
+        shape,
+        angles,
+    )
+
+
+def _even_biases(fused: FusedForward) -> bool:
+    """Whether projections that become one agree about having a bias."""
+    attention, mlp = fused.parts.attention, fused.parts.mlp
+    groups = ((attention.q_proj, attention.k_proj, attention.v_proj), (mlp.gate_proj, mlp.up_proj))
+    return all(len({module.bias is None for module in group}) == 1 for group in groups)
+
+
+@torch.no_grad()
+def _rope_tables(module: "PreTrainedModel", length: int, size: int) -> dict[nn.Module, RopeTable] | None:
+    """The rotation in each layer, as the model's own module computes it; one table for each kind of layer."""
+    decoder = cast(Any, module).get_decoder()
+    rotary = getattr(decoder, "rotary_emb", None)
+    if rotary is None:
+        return None
+    positions = torch.arange(length, device=module.device).unsqueeze(0)
+    like = torch.empty((1, length, 1), dtype=module.dtype, device=module.device)
+    kinds = (
+        getattr(module.config, "layer_types", None) if "layer_type" in signature(rotary.forward).parameters else None
+    )
+    tables: dict[str | None, RopeTable] = {}
+    for kind in set(kinds or [None]):
+        cosines, sines = rotary(like, positions) if kind is None else rotary(like, positions, kind)
+        tables[kind] = (cosines[0].contiguous(), sines[0].contiguous())
+    if any(cosines.shape != (length, size) for cosines, _ in tables.values()):
+        return None
+    return {layer.self_attn: tables[kinds[at] if kinds else None] for at, layer in enumerate(decoder.layers)}
+
+
+def _numbers(norm: NormParts) -> Norm:
+    return Norm(norm.weight, norm.eps, norm.offset)
+
+
+def _maybe(norm: NormParts | None) -> Norm | None:
+    return None if norm is None else _numbers(norm)

@@ -1,0 +1,376 @@
+"""Paged KV cache: keys and values in pages of fixed size (vLLM's blocks), found through a page table.
+
+Owns the memory and its budget, the page pool with its reference counts, the page table, and copies in and out. Knows
+nothing of requests and of which sequence may have which page. Kernels find pages through the table, which stays at its
+address. On a CPU a page is as long as the longest sequence, if that many fit: row i is then on page i, and attention
+reads the cache in place.
+Invariants: a page is free, or counted at least once. Every number in the cache is finite, since masked slots are still
+multiplied by zero.
+"""
+
+import heapq
+import os
+from array import array
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from treadle.config.rollout import RolloutConfig
+from treadle.engine.native.cuda_memory import CudaVirtualMemory
+from treadle.errors import ConfigError, Mistake
+from treadle.model.attention import PackedMetadata
+from treadle.model.causal_lm import hidden_states
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+_SLACK = 64
+"""Numbers that are gone, before the heap is cleaned up."""
+
+
+class FreeList:
+    """Numbers that nobody uses, lowest first. The heap may name some that are gone: they are passed over."""
+
+    def __init__(self, count: int) -> None:
+        self._free = set(range(count))
+        self._heap = list(range(count))
+
+    def __len__(self) -> int:
+        return len(self._free)
+
+    def __contains__(self, number: int) -> bool:
+        return number in self._free
+
+    def add(self, number: int) -> None:
+        self._free.add(number)
+        heapq.heappush(self._heap, number)
+        if len(self._heap) > 2 * len(self._free) + _SLACK:
+            self._heap = sorted(self._free)
+
+    def lowest(self) -> int | None:
+        """The one that `take` gives."""
+        while self._heap and self._heap[0] not in self._free:
+            heapq.heappop(self._heap)
+        return self._heap[0] if self._heap else None
+
+    def take(self) -> int:
+        lowest = self.lowest()
+        assert lowest is not None, "asked only while there are some"
+        heapq.heappop(self._heap)
+        self._free.remove(lowest)
+        return lowest
+
+    def remove(self, number: int) -> None:
+        """Somebody takes this very one."""
+        self._free.remove(number)
+
+    def below(self, limit: int) -> list[int]:
+        """Those below `limit`, lowest first."""
+        return sorted(number for number in self._free if number < limit)
+
+
+class PagePool:
+    """All pages, free or counted."""
+
+    def __init__(self, count: int) -> None:
+        self.free = FreeList(count)
+        self.releases = 0
+        """Grows whenever pages come free."""
+        self._users = [0] * count
+
+    def users(self, page: int) -> int:
+        return self._users[page]
+
+    def take(self, count: int) -> list[int]:
+        """So many free pages, each for one user."""
+        taken = [self.free.take() for _ in range(count)]
+        for page in taken:
+            self._users[page] = 1
+        return taken
+
+    def claim(self, page: int) -> None:
+        """Take this very one, which is free."""
+        self.free.remove(page)
+        self._users[page] = 1
+
+    def share(self, pages: Iterable[int]) -> None:
+        """One more user of each."""
+        for page in pages:
+            self._users[page] += 1
+
+    def release(self, pages: Sequence[int]) -> None:
+        """One user less of each; those without any are free."""
+        for page in pages:
+            self._users[page] -= 1
+            if not self._users[page]:
+                self.free.add(page)
+                self.releases += 1
+
+
+SPAN_STEP = 16
+"""Lengths are rounded up to a multiple of this: with it, a row's bits do not depend on how far others reach."""
+
+PAGE_SIZE = 64
+"""Places of a page on a GPU: a multiple of what the decode kernel reads at once."""
+
+_AT_ONCE = 16
+"""Pages that are saved together: they take room on the GPU for a moment."""
+
+_HOST_SHARE = 0.5
+"""The fraction of a machine's memory that the pages of an engine on CPU may take."""
+
+
+def round_up(count: int, step: int) -> int:
+    """The next multiple of `step`."""
+    return -(-count // step) * step
+
+
+@dataclass(frozen=True, slots=True)
+class KVCacheShape:
+    """What one token costs."""
+
+    layers: int
+    kv_heads: int
+    head_dim: int
+
+    @classmethod
+    @torch.no_grad()
+    def of(cls, module: "PreTrainedModel") -> "KVCacheShape":
+        """Found out by running the module on two tokens: what its layers give to attention is what is kept."""
+        plan = _ShapeProbe((2,), module.device)
+        hidden_states(module, torch.zeros(2, dtype=torch.long, device=module.device), plan.positions(), plan)
+        layers, shapes = plan.layers, set(plan.shapes)
+        problem = None
+        if sorted(layers) != list(range(len(layers))) or not layers:
+            problem = "a layer attends twice in one forward, or has no number: its keys and values have no place"
+        elif len(shapes) > 1:
+            problem = f"its layers have key and value heads of different shapes: {sorted(shapes)}"
+        if problem is not None:
+            problem = f"{type(module).__name__} does not fit the embedded engine: {problem}"
+            raise ConfigError([Mistake("rollout.name", problem, "native", fix="sample with rollout.name=vllm")])
+        return cls(len(layers), *shapes.pop())
+
+    def numbers_per_token(self) -> int:
+        return 2 * self.layers * self.kv_heads * self.head_dim
+
+
+class _ShapeProbe(PackedMetadata):
+    """Notes which layers attend, and the shape of their keys."""
+
+    def __init__(self, lengths: Sequence[int], device: torch.device) -> None:
+        super().__init__(lengths, device)
+        self.layers: list[int] = []
+        self.shapes: list[tuple[int, int]] = []
+
+    def attend(self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Tensor:
+        number = getattr(module, "layer_idx", None)
+        self.layers.append(number if isinstance(number, int) else -1)
+        self.shapes.append((key.shape[1], key.shape[3]))
+        return super().attend(module, query, key, value, **options)
+
+
+def to_device(numbers: Sequence[Any], device: torch.device, dtype: torch.dtype = torch.long) -> Tensor:
+    """Numbers as a tensor; on the way to a GPU the host does not wait for what runs there."""
+    exact = isinstance(numbers, array) and bool(numbers)  # several times as fast as a list
+    tensor = torch.frombuffer(numbers, dtype=dtype) if exact else torch.tensor(numbers, dtype=dtype)
+    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
+
+
+SavedPages = list[Tensor]
+"""Tokens on the host, some pages at a time: [layers, 2, pages, kv heads, page, head size] each."""
+
+
+class PageCopy(NamedTuple):
+    """The first tokens of a page on their way to another."""
+
+    source: int
+    target: int
+    tokens: int
+
+
+class PagedKVCache:
+    """[layers, 2, pages + 1, kv heads, page, head size]. The last page takes writes that nobody reads."""
+
+    def __init__(
+        self,
+        shape: KVCacheShape,
+        rows: int,
+        length: int,
+        page: int,
+        pages: int,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        assert page % SPAN_STEP == 0, "spans end with a page"
+        self.rows, self.length, self.page, self.pages = rows, length, page, pages
+        self.per_row = -(-length // page)
+        self.dump = pages
+        self.aligned = device.type == "cpu" and self.per_row == 1 and pages == rows
+        """Whether row i is on page i, always."""
+        size = (shape.layers, 2, pages + 1, shape.kv_heads, page, shape.head_dim)
+        self._block: CudaVirtualMemory | None = None
+        if device.type == "cuda":
+            self._block = CudaVirtualMemory(prod(size) * dtype.itemsize, device)
+            self.kv = self._block.bytes.view(dtype).view(size)
+        else:
+            self.kv = torch.zeros(size, dtype=dtype, device=device)
+        self.table = torch.full((rows, self.per_row), self.dump, dtype=torch.int32, device=device)
+        """The pages of each row. Beyond those that a row has are any numbers of pages."""
+        self._assigned: dict[int, int] = {}
+        """Places of the table, and the pages that they get with the next `upload`."""
+
+    @classmethod
+    def create(
+        cls,
+        rollout: RolloutConfig,
+        module: "PreTrainedModel",
+        device: torch.device,
+        row_step: int,
+        *,
+        page: int | None = None,
+        budget: int | None = None,
+    ) -> "PagedKVCache":
+        """Rows for `rollout.max_num_seqs`, rounded up to `row_step`, and the pages that they need or the budget allows.
+
+        `page` and `budget` (in bytes) take the place of what the device suggests.
+        """
+        shape, length = KVCacheShape.of(module), rollout.sequence_length()
+        rows = round_up(rollout.max_num_seqs, row_step)
+        token_bytes = shape.numbers_per_token() * module.dtype.itemsize
+        budget = kv_cache_bytes(rollout, device) if budget is None else budget
+        whole = round_up(length, SPAN_STEP)
+        if page is None:
+            page = whole if device.type == "cpu" and (rows + 1) * whole * token_bytes <= budget else PAGE_SIZE
+        per_row = -(-length // page)
+        pages = min(rows * per_row, budget // (page * token_bytes) - 1)
+        if pages < per_row:
+            problem = f"one sequence of {length} tokens needs {(per_row + 1) * page * token_bytes:,} bytes of KV cache"
+            fix = "lower rollout.max_model_len, or raise rollout.gpu_memory_utilization"
+            raise ConfigError(
+                [Mistake("rollout.max_model_len", f"{problem}; the budget is {budget:,}", length, fix=fix)]
+            )
+        return cls(shape, rows, length, page, pages, module.dtype, device)
+
+    def release(self) -> None:
+        """Give a GPU's memory back until `acquire`; what the pages held is gone."""
+        if self._block is not None:
+            self._block.release()
+
+    def acquire(self) -> None:
+        """Take the memory again, if it was given back."""
+        if self._block is not None:
+            self._block.acquire()
+
+    def close(self) -> None:
+        """Give the memory back for good."""
+        if self._block is not None:
+            self._block.close()
+
+    def count_pages(self, places: int) -> int:
+        """How many pages hold so many places."""
+        return -(-places // self.page)
+
+    def assign(self, row: int, first: int, pages: Sequence[int]) -> None:
+        """Let a row have these pages, from its page number `first` on. Kernels know after `upload`."""
+        start = row * self.per_row + first
+        self._assigned.update(zip(range(start, start + len(pages)), pages, strict=True))
+
+    def upload(self) -> None:
+        """Bring what was assigned to the table, after all steps that run already and before the next."""
+        if self._assigned:
+            device = self.table.device
+            places = to_device(array("q", self._assigned), device)
+            self.table.view(-1)[places] = to_device(array("i", self._assigned.values()), device, torch.int32)
+            self._assigned.clear()
+
+    def layer(self, number: int) -> tuple[Tensor, Tensor]:
+        """Keys and values of one layer: [pages + 1, kv heads, page, head size] each."""
+        return self.kv[number, 0], self.kv[number, 1]
+
+    def locate(self, rows_T: Tensor, places_T: Tensor) -> tuple[Tensor, Tensor]:
+        """The page of each token, and its place in there, from its row and its place in the sequence."""
+        pages_T = self.table[rows_T, places_T // self.page].long()
+        return pages_T, places_T % self.page
+
+    def lines(self, pages_T: Tensor, inside_T: Tensor) -> Tensor:
+        """Where `write` puts the heads of each token: [kv heads * T] line numbers of a layer's keys or values."""
+        heads = self.kv.shape[3]
+        head_K = torch.arange(heads, device=pages_T.device).unsqueeze(1)
+        return ((pages_T * heads + head_K) * self.page + inside_T).flatten()
+
+    def write(self, layer: int, lines: Tensor, key: Tensor, value: Tensor) -> None:
+        """Write keys and values of one layer, [1, kv heads, T, head size] each."""
+        size = key.shape[-1]
+        for target, source in zip(self.layer(layer), (key, value), strict=True):
+            target.view(-1, size).index_copy_(0, lines, source.reshape(-1, size))
+
+    def read(self, layer: int, rows: slice, span: int) -> tuple[Tensor, Tensor]:
+        """The first places of some rows, keys and values: [rows, kv heads, span, head size] each.
+
+        A view where rows and pages are aligned, else a copy, which takes several times as long as attention to it.
+        """
+        keys, values = self.layer(layer)
+        if self.aligned:
+            return keys[rows, :, :span], values[rows, :, :span]
+        pages = self.table[rows, : self.count_pages(span)]
+        return _join(keys[pages], span), _join(values[pages], span)
+
+    def save(self, pages: Sequence[int], tokens: int) -> SavedPages:
+        """A copy on the host of the tokens in some pages. A single page is copied as far as it has tokens.
+
+        From a GPU it arrives later, in the order of its work: the host may hand it to `restore`, and not read it.
+        """
+        if self.kv.device.type != "cuda":
+            places = tokens if len(pages) == 1 else self.page
+            return [self.kv[:, :, list(pages), :, :places]]
+        return [self._save(pages[at : at + _AT_ONCE]) for at in range(0, len(pages), _AT_ONCE)]
+
+    def weigh(self, pages: Sequence[int], tokens: int) -> int:
+        """The bytes of what `save` gives."""
+        cut = len(pages) == 1 and self.kv.device.type != "cuda"
+        places = tokens if cut else len(pages) * self.page
+        return places * prod(self.kv.shape[:2]) * self.kv.shape[3] * self.kv.shape[5] * self.kv.itemsize
+
+    def _save(self, pages: Sequence[int]) -> Tensor:
+        found = self.kv.index_select(2, to_device(pages, self.kv.device))
+        return torch.empty(found.shape, dtype=found.dtype, pin_memory=True).copy_(found, non_blocking=True)
+
+    def restore(self, pages: Sequence[int], saved: SavedPages) -> None:
+        """Put what `save` gave, or its first pages, into other pages."""
+        for part in saved:
+            now, pages = pages[: part.shape[2]], pages[part.shape[2] :]
+            if now:  # whole parts travel: the host must not touch what may not have arrived
+                new = part.to(self.kv.device, non_blocking=True)[:, :, : len(now)]
+                self.kv[:, :, to_device(now, self.kv.device), :, : new.shape[4]] = new
+
+    def copy(self, moves: Sequence[PageCopy]) -> None:
+        """Give pages the first tokens of others. No page is both source and target."""
+        if self.kv.device.type == "cuda":
+            from treadle.engine.native.cache_kernels import copy_pages  # triton comes with it
+
+            copy_pages(self.kv, to_device([(move.source, move.target, move.tokens) for move in moves], self.kv.device))
+            return
+        for move in moves:
+            self.kv[:, :, move.target, :, : move.tokens] = self.kv[:, :, move.source, :, : move.tokens]
+
+    def clear(self, pages: Sequence[int]) -> None:
+        """Forget numbers that are not finite; others, who share some of the pages, keep theirs."""
+        for page in pages:
+            self.kv[:, :, page].nan_to_num_(0.0, 0.0, 0.0)
+
+
+def _join(pages: Tensor, span: int) -> Tensor:
+    """From [rows, pages, kv heads, page, head size] to the first places of all pages of a row together."""
+    return pages.transpose(1, 2).flatten(2, 3)[:, :, :span]
+
+
+def kv_cache_bytes(rollout: RolloutConfig, device: torch.device) -> int:
+    """Bytes for the pages: on a GPU the configured share of it, less what is taken already."""
+    if device.type == "cuda":
+        free, total = torch.cuda.mem_get_info(device)
+        return max(0, int(rollout.gpu_memory_utilization * total) - (total - free))
+    return int(_HOST_SHARE * os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))

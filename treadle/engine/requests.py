@@ -1,0 +1,229 @@
+"""Request handling that all engines share: validation, stop strings, and partial completions.
+
+`validate_request` rejects what would break an engine; it owns the wording. `StopStringFinder` ends an answer after the
+token that completes a stop string: its ids stay, since they were sampled; its text ends before the stop string, as in
+OpenAI's API and in vLLM. A window of the last tokens is enough, since the text of a window is a part of the whole text.
+
+`PartialRequests` samples a long request in slices, so that an engine process that dies loses few tokens: every `save_s`
+seconds a request is interrupted, hands its tokens over and goes on from there; by the Engine contract an interrupted
+answer goes on as if nothing had happened. Invariant: only an abort from outside ends a request with ABORT;
+interruptions between slices are never seen.
+"""
+
+import asyncio
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from dataclasses import dataclass, replace
+from math import isfinite, isnan
+from typing import Any
+
+from treadle.engine.protocol import Decode, Engine
+from treadle.errors import EngineFailure, RequestRefused
+from treadle.types import Completion, Request, StopReason
+
+MAX_LOGPROB = 1e-3
+"""A logprob is 0 at most; sums of floats come out a little beyond."""
+
+
+def validate_request(request: Request, engine: str, *, room: int, num_words: int, max_stops: int | None = None) -> None:
+    """Raise RequestRefused for what fits neither `room` tokens nor `num_words` words, or has too many stops."""
+    ids, sampling = request.ids, request.sampling
+    problem = None
+    if not 0 < len(ids) < room:
+        problem = f"a prompt of {len(ids)} tokens; 1 to {room - 1} fit rollout.max_model_len"
+    elif min(ids) < 0 or max(ids) >= num_words:
+        problem = f"token ids from {min(ids)} to {max(ids)}; the model knows 0 to {num_words - 1}"
+    elif sampling.max_tokens < 1:
+        problem = f"max_tokens {sampling.max_tokens}; ask for at least 1"
+    elif max_stops is not None and len(sampling.stop_token_ids) > max_stops:
+        problem = f"{len(sampling.stop_token_ids)} stop tokens; at most {max_stops} are possible"
+    if problem:
+        raise RequestRefused(f"{engine}: session {request.session}: {problem}")
+
+
+@dataclass(frozen=True, slots=True)
+class AnswerCheck:
+    """What the answers of an engine must be like before anything is made of them: one pass in C for each column."""
+
+    num_words: int | None = None
+    """How many token ids the model knows; None where that is not known here."""
+    has_logprobs: bool = True
+    """Whether the engine measures logprobs; one that does not gives NaN for all of them."""
+
+    def refuse_broken(self, completion: Completion, engine: str, session: str) -> None:
+        """Raise EngineFailure for ids that no model samples, or columns that do not belong to them."""
+        try:
+            problem = self._find_problem(completion)
+        except TypeError as error:
+            problem = f"something else than numbers ({error})"
+        if problem:
+            raise EngineFailure(f"{engine}: session {session}: the engine answered with {problem}")
+
+    def _find_problem(self, completion: Completion) -> str:
+        ids = completion.ids
+        columns = {"logprobs": completion.logprobs, "versions": completion.versions}
+        if completion.processed_logprobs:
+            columns["processed logprobs"] = completion.processed_logprobs
+        for name, column in columns.items():
+            if len(column) != len(ids):
+                return f"{len(column)} {name} for {len(ids)} token ids"
+        if not ids:
+            return ""
+        least, most = min(ids), max(ids)
+        if least < 0 or (self.num_words is not None and most >= self.num_words):
+            known = "no negative ones" if self.num_words is None else f"0 to {self.num_words - 1}"
+            return f"token ids from {least} to {most}; the model knows {known}"
+        if not self.has_logprobs and all(map(isnan, completion.logprobs)):
+            return ""
+        return _find_bad_logprob(completion.logprobs) or _find_bad_logprob(completion.processed_logprobs)
+
+
+def _find_bad_logprob(logprobs: Sequence[float]) -> str:
+    if not logprobs or (isfinite(sum(logprobs)) and max(logprobs) <= MAX_LOGPROB):
+        return ""
+    at, bad = next((at, value) for at, value in enumerate(logprobs) if not (isfinite(value) and value <= MAX_LOGPROB))
+    return f"a logprob of {bad} for token {at}; each is a finite number of 0 at most"
+
+
+_TOKENS_PER_LETTER = 4
+"""A letter may take this many tokens, each a byte of it."""
+
+
+class StopStringFinder:
+    """Looks at the tokens of one answer as they come. `said`: those that were sampled before."""
+
+    def __init__(self, stops: Sequence[str], decode: Decode, said: Sequence[int] = ()) -> None:
+        self._stops = tuple(stops)
+        self._decode = decode
+        self._width = _TOKENS_PER_LETTER * max(map(len, stops)) + 1
+        self._window = list(said[-self._width :])
+        self.seen = 0
+        """How many tokens it was fed."""
+
+    def feed(self, ids: Sequence[int]) -> int | None:
+        """How many of the tokens fed so far belong to the answer, once a stop string is complete."""
+        for token in ids:
+            self.seen += 1
+            self._window.append(token)
+            del self._window[: -self._width]
+            text = self._decode(self._window)
+            if any(stop in text for stop in self._stops):
+                return self.seen
+        return None
+
+
+def trim_at_stop(text: str, stops: Sequence[str]) -> str:
+    """The text up to the first stop string in it."""
+    return text[: min((at for at in map(text.find, stops) if at >= 0), default=len(text))]
+
+
+SAVE_S = 10.0
+"""How often the tokens of a running request are brought to safety. It costs an engine one short prefill."""
+
+SaveSlice = Callable[[Completion], Awaitable[object]]
+"""Brings the tokens of a slice to safety."""
+
+
+class _SlicedRequest:
+    """One request that runs."""
+
+    __slots__ = ("ended", "save_s", "session", "timer")
+
+    def __init__(self, session: str, save_s: float | None) -> None:
+        self.session = session
+        self.save_s = save_s
+        self.ended = False
+        """Whether its end was ordered."""
+        self.timer: asyncio.TimerHandle | None = None
+
+    def stop_timer(self) -> None:
+        if self.timer is not None:
+            self.timer.cancel()
+
+
+class PartialRequests:
+    """See the module. Without `save_s` requests are only counted. `spawn` starts the calls that interrupt."""
+
+    def __init__(self, save_s: float | None, spawn: Callable[[Coroutine[Any, Any, None]], object]) -> None:
+        self._save_s = save_s
+        self._spawn = spawn
+        self._turns: dict[_SlicedRequest, None] = {}
+        self._idle = asyncio.Event()
+
+    async def generate(self, engine: Engine, request: Request, keep: SaveSlice) -> Completion:
+        """What is left of a request's answer after the slices that `keep` was given."""
+        turn = _SlicedRequest(request.session, self._save_s)
+        self._turns[turn] = None
+        try:
+            part = await self._sample(engine, turn, request)
+            while part.stop is StopReason.ABORT and not turn.ended:
+                if part.ids:
+                    await keep(part)
+                    request = continuation_of(request, part)
+                if turn.ended:  # ordered while the tokens were on their way
+                    return Completion((), (), (), StopReason.ABORT, replica=part.replica)
+                part = await self._sample(engine, turn, request)
+            return part
+        finally:
+            del self._turns[turn]
+            if not self._turns:
+                self._idle.set()
+
+    def end(self, session: str | None = None) -> None:
+        """The end of a session's requests, or of all, was ordered: the next interruption is that."""
+        for turn in self._turns:
+            if session is None or turn.session == session:
+                turn.ended = True
+                turn.stop_timer()
+
+    async def drain(self) -> None:
+        """Wait until no request runs; the caller has a deadline."""
+        while self._turns:
+            self._idle.clear()
+            await self._idle.wait()
+
+    async def _sample(self, engine: Engine, turn: _SlicedRequest, request: Request) -> Completion:
+        """One slice: to the end, or to the next interruption."""
+        if turn.save_s is not None:
+            loop = asyncio.get_running_loop()
+            turn.timer = loop.call_later(turn.save_s, lambda: self._spawn(engine.abort(turn.session)))
+            turn.save_s *= 2  # a request that is still in the queue must not be sent to its end for ever
+        try:
+            part = await engine.generate(request)
+        finally:
+            turn.stop_timer()
+        if part.ids:
+            turn.save_s = self._save_s
+        return part
+
+
+def continuation_of(request: Request, part: Completion) -> Request:
+    """The rest of a request, after a part of it."""
+    count, sampling = len(part.ids), request.sampling
+    return replace(
+        request,
+        ids=request.ids + part.ids,
+        sampling=replace(sampling, max_tokens=sampling.max_tokens - count),
+        position=request.position + count,
+        said=request.said + count,
+    )
+
+
+def join_completions(saved: Sequence[Completion], last: Completion, replica: str) -> Completion:
+    """The parts of an answer as one. Its text is left for whoever has the whole turn: a part may end in mid-letter."""
+    if not saved:
+        return last
+    parts = (*saved, last)
+    processed: tuple[float, ...] = ()
+    if any(part.processed_logprobs for part in parts):
+        processed = tuple(value for part in parts for value in part.processed_logprobs or part.logprobs)
+    return Completion(
+        ids=tuple(token for part in parts for token in part.ids),
+        logprobs=tuple(logprob for part in parts for logprob in part.logprobs),
+        versions=tuple(version for part in parts for version in part.versions),
+        stop=last.stop,
+        replica=last.replica or replica,
+        calls=last.calls,
+        preemptions=sum(part.preemptions for part in parts),
+        processed_logprobs=processed,
+        queue_s=sum(part.queue_s for part in parts),
+    )

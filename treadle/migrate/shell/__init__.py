@@ -1,0 +1,1 @@
+"""Launch scripts in bash, read without running them."""

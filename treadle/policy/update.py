@@ -1,0 +1,173 @@
+"""Optimizer steps over micro batches and data-parallel ranks: forward, backward, gradient, metrics.
+
+The same for policy and critic, on one device or on many. Knows no loss: it is given one that returns a micro batch's
+share. Shares add up (see `algorithm.micro_batch`), so a mini batch's gradient does not depend on how it was split over
+micro batches and ranks, beyond rounding. `DataParallelGroup` sums values and merges metrics over ranks; every rank
+holds the whole batch, so all agree on mini batches and denominators without communication.
+Invariant: every rank does as many forwards and backwards as any other, in the same order, and gets the same results.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, fields, is_dataclass
+from math import isfinite, nan
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from treadle.algorithm.metrics import LossMetric, LossMetrics, SumMetric, merge_metrics, read_metrics
+from treadle.algorithm.micro_batch import Denominator, LossOutput
+from treadle.policy.network import DecoderNetwork
+from treadle.policy.optimizer import Optimizer
+from treadle.policy.packed_inputs import Members, PackedRows, Sequences, balance_over_ranks
+
+
+class DataParallelGroup:
+    """A team of one: this process trains alone."""
+
+    rank = 0
+    size = 1
+
+    def micro_batches_here(self, lengths: Sequence[int], budget: int, key: str) -> tuple[Members, ...]:
+        """This rank's micro batches; every rank has as many. An empty one is computed all the same, and not counted."""
+        return balance_over_ranks(lengths, budget, key, self.size)[self.rank]
+
+    def scale_loss(self, loss: Tensor) -> Tensor:
+        """A share of the loss, such that the mean over ranks of all gradients is the gradient of the whole."""
+        return loss if self.size == 1 else loss * self.size
+
+    def total(self, values: Tensor) -> Tensor:
+        """The sum over ranks, of values on the CPU."""
+        return values
+
+    def merge(self, measures: LossMetrics) -> LossMetrics:
+        """Figures of all ranks as one."""
+        return measures
+
+
+SINGLE_RANK = DataParallelGroup()
+
+
+class TorchDataParallelGroup(DataParallelGroup):
+    """The ranks of torch's default process group."""
+
+    def __init__(self) -> None:
+        from torch import distributed
+
+        self._distributed = distributed
+        self.rank = distributed.get_rank()
+        self.size = distributed.get_world_size()
+
+    def total(self, values: Tensor) -> Tensor:
+        if len(values):
+            self._distributed.all_reduce(values)
+        return values
+
+    def merge(self, measures: LossMetrics) -> LossMetrics:
+        here = {name: _to_cpu(measure) for name, measure in measures.items()}
+        found: list[Any] = [None] * self.size
+        self._distributed.all_gather_object(found, here)
+        return merge_metrics(found)
+
+
+def _to_cpu(measure: LossMetric) -> LossMetric:
+    """A measure that can travel; all of ours are records of tensors."""
+    if not is_dataclass(measure):
+        return measure
+    values = (getattr(measure, field.name) for field in fields(measure))
+    moved = (value.cpu() if isinstance(value, torch.Tensor) else value for value in values)
+    return cast(LossMetric, type(measure)(*moved))
+
+
+MicroBatchLoss = Callable[[PackedRows, Denominator], LossOutput]
+"""A micro batch's share of the mini batch's loss."""
+
+
+@dataclass(frozen=True, slots=True)
+class TokenBudget:
+    """Tokens of one forward, and the key that says so."""
+
+    tokens: int
+    key: str
+
+
+@dataclass(frozen=True, slots=True)
+class UpdateResult:
+    """What one optimizer step did."""
+
+    measures: LossMetrics
+    grad_norm: float
+    """Not finite where the update was skipped for it."""
+    num_micro_batches: int
+    num_tokens: int
+    """Read by the network, prompts included."""
+
+
+@dataclass(frozen=True, slots=True)
+class MicroBatcher:
+    """Where rows are computed: a network, the team that computes it, and how much it reads at once."""
+
+    network: DecoderNetwork
+    team: DataParallelGroup
+    budget: TokenBudget
+
+    def micro_batches(self, sequences: Sequences, members: Members) -> Iterator[PackedRows]:
+        """This rank's part of the given rows, in forwards of at most the budget."""
+        device, budget = self.network.device, self.budget
+        bins = self.team.micro_batches_here([sequences.lengths[at] for at in members], budget.tokens, budget.key)
+        for number, bin in enumerate(bins, start=1):
+            self.network.begin(last=number == len(bins))
+            chosen = [members[at] for at in bin]
+            yield sequences.pack(chosen, device) if chosen else sequences.pack_dummy(device)
+
+
+def run_optimizer_step(
+    sequences: Sequences,
+    members: Members,
+    share: MicroBatchLoss,
+    optimizer: Optimizer,
+    *,
+    batcher: MicroBatcher,
+    scale: float,
+    step: int,
+) -> UpdateResult:
+    """One optimizer step on the given rows. `scale` is the divisor of seq-mean-token-sum-norm."""
+    denominator = Denominator.of((sequences.num_sampled[at] for at in members), scale)
+    parts = []
+    for packed in batcher.micro_batches(sequences, members):
+        output = share(packed, denominator)
+        batcher.team.scale_loss(output.loss).backward()  # type: ignore[no-untyped-call]
+        parts.append(output.measures)
+    norm = optimizer.step(step) if parts else 0.0
+    return UpdateResult(merge_metrics(parts), norm, len(parts), sum(sequences.lengths[at] for at in members))
+
+
+def summarize_updates(updates: Sequence[UpdateResult], name: str, team: DataParallelGroup) -> dict[str, float]:
+    """The metrics of a training step: means over tokens and optimizer steps, as each measure has it, over all ranks."""
+    taught = [update for update in updates if update.num_micro_batches]
+    merged = team.merge(merge_metrics([update.measures for update in taught]))
+    shared = {
+        key: SumMetric(part.total / len(taught)) if isinstance(part, SumMetric) else part
+        for key, part in merged.items()
+    }
+    norms = [update.grad_norm for update in taught if isfinite(update.grad_norm)]
+    return {
+        **read_metrics(shared),
+        f"{name}/grad_norm": sum(norms) / len(norms) if norms else nan if taught else 0.0,
+        f"{name}/optimizer_steps": len(norms),
+        f"{name}/skipped_steps": len(taught) - len(norms),
+        f"{name}/micro_batches": sum(update.num_micro_batches for update in taught),
+        f"{name}/tokens": sum(update.num_tokens for update in taught),
+    }
+
+
+@torch.no_grad()
+def compute_per_token(sequences: Sequences, values: Callable[[PackedRows], Tensor], batcher: MicroBatcher) -> Tensor:
+    """One value for each sampled token of all rows, without gradients: [M], on the CPU."""
+    values_M = torch.zeros(sum(sequences.num_sampled))
+    for packed in batcher.micro_batches(sequences, tuple(range(len(sequences.lengths)))):
+        found_M = values(packed).float().cpu()
+        if not packed.silent:
+            values_M[packed.places_M] = found_M
+    batcher.network.settle()
+    return batcher.team.total(values_M)

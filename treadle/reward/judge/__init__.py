@@ -1,1 +1,0 @@
-"""Generative reward models: asked about a trajectory in words, through any engine, and read as a score."""

@@ -1,0 +1,161 @@
+"""Reward models of a section: prepared, started together, asked side by side, closed together.
+
+Owns their attempts and their names. Knows neither torch nor engines: a classifier and a judge are both something that
+scores. What can be checked without loading a model is checked first, all of it.
+Invariant: a failure carries the name of its model; after `close` nothing a model started is left.
+"""
+
+import asyncio
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
+from contextlib import AsyncExitStack, contextmanager
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any, Protocol, TypeVar
+
+from treadle.config.reward import RewardConfig, reward_models_are_whole
+from treadle.errors import ConfigError, Mistake
+from treadle.reward.classifier.classifier import Classifier, ClassifierInput, start_classifier_head
+from treadle.reward.context import RewardContext
+from treadle.reward.judge import Judge, JudgeEncoding, ScoreExtractor, prepare_judge_encoding, start_judge_engine
+from treadle.reward.prompt import RewardPrompt
+from treadle.reward.rate_limit import RateLimit
+from treadle.reward.result import ScoreFailure, name_function
+from treadle.types import Score, Task, Trajectory
+
+T = TypeVar("T")
+
+
+class RewardModel(Protocol):
+    """Whatever gives a trajectory a score."""
+
+    async def score(self, task: Task, trajectory: Trajectory) -> Score: ...
+
+    async def close(self) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class PreparedModels:
+    """What models need besides their weights, and every mistake found on the way."""
+
+    transcripts: dict[str, ClassifierInput] = field(default_factory=dict)
+    judges: dict[str, tuple[RewardPrompt, ScoreExtractor, JudgeEncoding]] = field(default_factory=dict)
+    mistakes: list[Mistake] = field(default_factory=list)
+
+    @property
+    def any(self) -> bool:
+        """Whether there is a model at all."""
+        return bool(self.transcripts or self.judges)
+
+
+class RewardModels:
+    """Started by `start`, whole; the constructor only holds."""
+
+    def __init__(
+        self,
+        reward: RewardConfig,
+        models: Mapping[str, RewardModel],
+        of_groups: Mapping[str, Judge],
+        started: AsyncExitStack,
+    ) -> None:
+        self._reward, self._models, self._of_groups, self._started = reward, models, of_groups, started
+
+    @classmethod
+    async def start(
+        cls, reward: RewardConfig, prepared: PreparedModels, rate: RateLimit, surroundings: RewardContext
+    ) -> "RewardModels":
+        """Start every model, or none. ConfigError or RunError says which could not."""
+        models: dict[str, RewardModel] = {}
+        of_groups: dict[str, Judge] = {}
+        async with AsyncExitStack() as started:
+            for name, transcript in prepared.transcripts.items():
+                classifier = reward.classifiers[name]
+                with _locate(reward, f"classifiers.{name}."):
+                    head = await start_classifier_head(name, classifier, reward, surroundings)
+                models[name] = Classifier(name, classifier, transcript, head, rate)
+                started.push_async_callback(models[name].close)
+            for name, (prompt, reading, speech) in prepared.judges.items():
+                judge = reward.judges[name]
+                with _locate(reward, f"judges.{name}."):
+                    voice = await start_judge_engine(name, judge, reward, speech, surroundings)
+                asked = Judge(name, judge, prompt, reading, voice, rate)
+                if judge.scope == "group":
+                    of_groups[name] = asked
+                else:
+                    models[name] = asked
+                started.push_async_callback(asked.close)
+            return cls(reward, models, of_groups, started.pop_all())
+
+    async def score(self, task: Task, trajectory: Trajectory) -> dict[str, Score]:
+        """The score of each model, all at the same time. The first that fails ends the others."""
+        return await self._ask({name: partial(model.score, task, trajectory) for name, model in self._models.items()})
+
+    async def score_group(self, task: Task, trajectories: Sequence[Trajectory]) -> dict[str, tuple[Score, ...]]:
+        """The same of models that see all samples of a task at once: a score for each sample."""
+        judges = self._of_groups.items()
+        return await self._ask({name: partial(judge.score_group, task, trajectories) for name, judge in judges})
+
+    async def _ask(self, questions: Mapping[str, Callable[[], Coroutine[Any, Any, T]]]) -> dict[str, T]:
+        try:
+            async with asyncio.TaskGroup() as group:
+                asked = {name: group.create_task(self._attempt(name, ask)) for name, ask in questions.items()}
+        except BaseExceptionGroup as failed:
+            raise failed.exceptions[0] from None
+        return {name: answer.result() for name, answer in asked.items()}
+
+    async def close(self) -> None:
+        """Close every model, last started first."""
+        await self._started.aclose()
+
+    async def _attempt(self, name: str, ask: Callable[[], Coroutine[Any, Any, T]]) -> T:
+        with name_function(name, "model"):
+            for attempt in range(self._reward.retries + 1):
+                try:
+                    return await ask()
+                except ScoreFailure as failure:
+                    if attempt == self._reward.retries or not failure.may_pass:
+                        raise
+        raise AssertionError("every attempt returns or raises")
+
+
+async def prepare_models(reward: RewardConfig, surroundings: RewardContext) -> PreparedModels:
+    """Read templates, patterns and tokenizers; loads no weights and starts nothing."""
+    prepared = PreparedModels()
+    for key, problem, fix in reward_models_are_whole(reward):
+        prepared.mistakes.append(_place(reward, "", Mistake(key.removeprefix("reward."), problem, fix=fix)))
+    if prepared.mistakes:
+        return prepared
+    for name, classifier in reward.classifiers.items():
+        with _collect(prepared.mistakes), _locate(reward, f"classifiers.{name}."):
+            prepared.transcripts[name] = await ClassifierInput.create(classifier)
+    for name, judge in reward.judges.items():
+        with _collect(prepared.mistakes), _locate(reward, f"judges.{name}."):
+            reading, speech = ScoreExtractor.create(judge), await prepare_judge_encoding(judge, surroundings)
+            prepared.judges[name] = (RewardPrompt.create(judge.prompt, speech.guard, judge.scope), reading, speech)
+    return prepared
+
+
+@contextmanager
+def _collect(mistakes: list[Mistake]) -> Iterator[None]:
+    """Keep what is wrong here, and go on."""
+    try:
+        yield
+    except ConfigError as error:
+        mistakes.extend(error.mistakes)
+
+
+@contextmanager
+def _locate(reward: RewardConfig, place: str) -> Iterator[None]:
+    """Mistakes inside have keys relative to `place`; outside they have whole keys and origins."""
+    try:
+        yield
+    except ConfigError as error:
+        raise ConfigError([_place(reward, place, mistake) for mistake in error.mistakes]) from error
+
+
+def _place(reward: RewardConfig, place: str, mistake: Mistake) -> Mistake:
+    key = f"{place}{mistake.key}"
+    try:
+        origin = reward.origin(key)
+    except KeyError:
+        origin = None  # an engine blames something that a judge has no key for
+    return replace(mistake, key=f"reward.{key}", origin=origin)

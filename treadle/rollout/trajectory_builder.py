@@ -1,0 +1,142 @@
+"""Trajectory builder: the rows and turns of a session while they grow, and the token budget its rows share.
+
+Owns how tokens are appended, and how many may still be sampled. Invariant: rows only grow; the mask is 1 exactly on
+sampled ids, each with its logprob and policy version; sampled and reserved tokens together never exceed the budget.
+
+Waits: a request waits for budget only while requests of other rows have reserved all that is left; each of those ends
+and returns what it did not use.
+"""
+
+import asyncio
+from collections.abc import Callable, Coroutine, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from treadle.types import Completion, Message, Row, StopReason, ToolCall, ToolResult, Turn
+
+
+@dataclass(slots=True)
+class SessionState:
+    """What a session and its forks have spent together, and where they stand."""
+
+    sampled: int = 0
+    reserved: int = 0
+    """Tokens that requests under way may still sample."""
+    assistant_turns: int = 0
+    user_turns: int = 0
+    preemptions: int = 0
+    invalid_streak: int = 0
+    generate_s: float = 0.0
+    """Of whole requests, with their time in an engine's queue."""
+    queue_s: float = 0.0
+    """Of that, in an engine's queue."""
+    tool_s: float = 0.0
+    environment_s: float = 0.0
+    ended: StopReason | None = None
+    stage: str = "start"
+    since: float = 0.0
+    server: str = ""
+    last_event: str = "started"
+    spoken: list[Message] = field(default_factory=list)
+    """The conversation of whichever fork spoke last: the one that ends with the answer."""
+    turn_rewards: list[float] = field(default_factory=list)
+    extra: dict[str, Any] = field(default_factory=dict)
+    cleanups: list[tuple[Callable[[], Coroutine[Any, Any, None]], str]] = field(default_factory=list)
+    """What to run when the loop has ended, last added first, and what to call it."""
+    settled: asyncio.Event = field(default_factory=asyncio.Event)
+    """A request has ended, and what it reserved is free or spent."""
+
+    async def reserve(self, budget: int, wanted: int, sharers: int) -> int:
+        """Tokens for one request, at least one; 0 if the budget is spent. Each of `sharers` gets its part of the rest.
+
+        So no two requests that run at once can exceed the budget together.
+        """
+        while self.sampled + self.reserved >= budget and self.reserved:
+            self.settled.clear()
+            await self.settled.wait()
+        left = budget - self.sampled - self.reserved
+        granted = min(wanted, max(1, left // sharers)) if left > 0 else 0
+        self.reserved += granted
+        return granted
+
+    def settle(self, granted: int, sampled: int) -> None:
+        """A request has ended: what it sampled is spent, the rest of what it reserved is free."""
+        self.reserved -= granted
+        self.sampled += sampled
+        self.settled.set()
+
+
+@dataclass(slots=True)
+class TurnBuilder:
+    start: int
+    sampled_end: int
+    stop: StopReason
+    generate_s: float
+    replica: str
+    calls: tuple[ToolCall, ...] = ()
+    results: tuple[ToolResult, ...] = ()
+    tool_s: float = 0.0
+    reward: float | None = None
+
+
+class RowBuilder:
+    """A row that is still growing."""
+
+    __slots__ = (
+        *("begun", "generating", "ids", "logprobs", "mask", "num_sampled", "number", "processed", "processed_logprobs"),
+        *("prompt_ids", "turns", "versions"),
+    )
+
+    def __init__(self, prompt_ids: tuple[int, ...], number: int = 0) -> None:
+        self.prompt_ids = prompt_ids
+        self.number = number
+        self.begun = False
+        """Whether it has ever asked for tokens."""
+        self.generating = False
+        self.num_sampled = 0
+        self.processed = False
+        """Whether some token was drawn from another distribution than the whole softmax."""
+        self.ids: list[int] = []
+        self.mask: list[int] = []
+        self.logprobs: list[float] = []
+        self.processed_logprobs: list[float] = []
+        self.versions: list[int] = []
+        self.turns: list[TurnBuilder] = []
+
+    def add_sampled(self, completion: Completion) -> None:
+        self.ids += completion.ids
+        self.mask += [1] * len(completion.ids)
+        self.logprobs += completion.logprobs
+        self.processed_logprobs += completion.processed_logprobs or completion.logprobs
+        self.versions += completion.versions
+        self.num_sampled += len(completion.ids)
+        self.processed |= bool(completion.processed_logprobs)
+
+    def add_observed(self, ids: Sequence[int]) -> None:
+        self.ids += ids
+        self.mask += [0] * len(ids)
+        self.logprobs += [0.0] * len(ids)
+        self.processed_logprobs += [0.0] * len(ids)
+        self.versions += [-1] * len(ids)
+
+    def close(self) -> Row:
+        ends = [turn.start for turn in self.turns[1:]] + [len(self.ids)]
+        turns = tuple(_build_turn(turn, end) for turn, end in zip(self.turns, ends, strict=False))
+        processed = tuple(self.processed_logprobs) if self.processed else ()
+        columns = (tuple(self.ids), tuple(self.mask), tuple(self.logprobs), tuple(self.versions))
+        return Row(self.prompt_ids, *columns, turns, processed)
+
+
+def _build_turn(turn: TurnBuilder, end: int) -> Turn:
+    return Turn(
+        turn.start,
+        turn.sampled_end,
+        end,
+        turn.stop,
+        turn.calls,
+        turn.results,
+        turn.generate_s,
+        turn.tool_s,
+        turn.replica,
+        turn.reward,
+    )

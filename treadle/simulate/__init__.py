@@ -1,0 +1,1 @@
+"""Simulated training runs: the real schedules in virtual time, with engines and a trainer that only take time."""

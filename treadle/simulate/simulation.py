@@ -1,0 +1,302 @@
+"""Simulation of a training run in virtual time, and the comparison of schedules and GPU splits.
+
+A simulated run is the real schedule, buffer and rollout on a virtual clock, with a trainer that only takes time. Owns
+what is measured, and when: after the run has settled, and before its end is in sight. Splits to compare are chosen by
+arithmetic, near the points where training and generation take equally long with engines at full, three quarters and
+half speed; then simulated. Every candidate gets the same work. Knows no command line.
+"""
+
+import asyncio
+import gc
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import AsyncExitStack, contextmanager
+from dataclasses import dataclass
+from functools import partial
+from math import ceil, log
+from multiprocessing import get_context
+
+from treadle.algorithm.kl import KLControl
+from treadle.config import TrainConfig
+from treadle.data.tasks import TaskSource
+from treadle.engine.protocol import WeightUpdate
+from treadle.errors import ConfigError, Mistake
+from treadle.observe.step_metrics import Spans
+from treadle.observe.trackers import Trackers
+from treadle.simulate import clock
+from treadle.simulate.assumptions import Assumptions
+from treadle.simulate.engine import ReplicaWork, TimedEngine, replica_speed
+from treadle.simulate.forecast import (
+    MODES,
+    Forecast,
+    Mode,
+    ScheduleSetup,
+    SessionTotals,
+    StepMark,
+    choose_max_sessions,
+    count_replicas,
+    derive_config,
+    gpus_per_node,
+    make_forecast,
+)
+from treadle.simulate.stand_ins import CountingPolicy, NoCheckpoints, NoHistory, NoJournal, TimedRollout, start_rollout
+from treadle.simulate.workload import MeanSession, Workload, expected_work
+from treadle.trainer.parts import TrainerParts
+from treadle.trainer.schedules import SCHEDULES
+from treadle.trainer.step import StepParts, StepReport
+from treadle.trainer.trainer import Trainer
+from treadle.types import Group, Row, Task
+from treadle.weights.sync import PushReport
+
+HORIZON_S = 10 * 365 * 24 * 3600.0
+
+
+def simulate(
+    config: TrainConfig, assumptions: Assumptions, workload: Workload, setup: ScheduleSetup, *, steps: int = 8
+) -> Forecast:
+    """Run a schedule in virtual time, and say how at least `steps` of its steps went once it had settled."""
+    stage = _SimulatedRun(config, assumptions.fill(config.rollout), workload, setup, steps)
+    with _uncollected():
+        return clock.run(stage.play(), horizon_s=HORIZON_S)
+
+
+@contextmanager
+def _uncollected() -> Iterator[None]:
+    """Without the cycle collector: it would walk every open session again and again, for half of the time."""
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()
+
+
+@dataclass(frozen=True, slots=True)
+class MeasuredSteps:
+    """Which steps are measured."""
+
+    first: int
+    last: int
+    total: int
+
+    @classmethod
+    def of(cls, steps: int, lag: int) -> "MeasuredSteps":
+        """At least `steps`, after the run has settled and before it samples less because its end is near.
+
+        With a bound of `lag` steps come in rounds of lag + 1: one waits for stragglers, the others go by quickly. Only
+        whole rounds have a mean that means something.
+        """
+        settled, measured = 2 + 2 * lag, ceil(steps / (lag + 1)) * (lag + 1)
+        return cls(settled, settled + measured, settled + measured + (lag + 1 if lag else 0))
+
+
+class _SimulatedRun:
+    """The parts of one simulated run, and what they noted."""
+
+    def __init__(
+        self, config: TrainConfig, assumptions: Assumptions, workload: Workload, setup: ScheduleSetup, steps: int
+    ) -> None:
+        self._window = MeasuredSteps.of(steps, setup.lag)
+        self._given = config
+        places = choose_max_sessions(config.rollout, assumptions, workload.mean, setup)
+        self._config = derive_config(config, setup, places=places, steps=self._window.total)
+        self._assumptions = assumptions
+        self._setup = setup
+        self._workload = workload
+        self._policy = CountingPolicy()
+        self._engines: list[TimedEngine] = []
+        self._sessions = SessionTotals()
+        self._marks: list[StepMark] = []
+
+    async def play(self) -> Forecast:
+        """The whole run."""
+        async with AsyncExitStack() as stack:
+            speed = replica_speed(self._assumptions, self._config.rollout)
+            count, push_s = count_replicas(self._config.rollout, self._setup), self._assumptions.push_s
+            self._engines = [TimedEngine(f"replica-{at}", speed, push_s) for at in range(count)]
+            metric = self._config.algorithm.filter_groups.metric
+            rollout = start_rollout(self._config.rollout, self._engines, self._workload, metric, stack)
+            run = Trainer(self._config, self._parts(rollout), Spans(asyncio.get_running_loop().time))
+            await SCHEDULES[self._setup.mode](run)
+        marks = self._marks[self._window.first - 1 : self._window.last]
+        return make_forecast(self._setup, self._assumptions, self._given, speed, len(self._engines), marks)
+
+    def _parts(self, rollout: TimedRollout) -> TrainerParts:
+        config, policy = self._config, self._policy
+        count = self._window.total * config.data.train_batch_size
+        step = StepParts(policy, config.actor, config.algorithm, config.trainer, reference=policy, critic=policy)
+        return TrainerParts(
+            step=step,
+            rollout=rollout,
+            push=partial(self._push, rollout),
+            tasks=TaskSource([Task(str(at), ()) for at in range(count)], shuffle=False, seed=0),
+            validation_tasks=(),
+            checkpoints=NoCheckpoints(),
+            journal=NoJournal(),
+            trackers=Trackers({}),
+            view=self,
+            lineage=NoHistory(),
+            train=self._train,
+        )
+
+    async def _push(self, rollout: TimedRollout, version: int) -> PushReport:
+        running = self._config.trainer.on_weight_update
+        checksum = await rollout.service.update_weights(WeightUpdate(version, str(version), {}), running)
+        return PushReport(version, checksum, 0, 0.0, 0.0)
+
+    async def _train(
+        self, groups: Sequence[Group], step: int, control: KLControl | None, baselines: Sequence[float | None] | None
+    ) -> StepReport:
+        """Take as long as the tokens do."""
+        self._sessions.add(groups, self._policy.version, self._given.rollout.limits.session_timeout_s)
+        tokens = sum(row.prompt_ids[0] + sum(row.ids) for group in groups for row in _rows(group))
+        per_s = self._setup.train_gpus * self._assumptions.train_tokens_per_s
+        await asyncio.sleep(tokens * self._config.actor.ppo_epochs / per_s)
+        self._policy.version += 1
+        control = control or KLControl.start(self._config.algorithm.kl_ctrl)
+        return StepReport(self._policy.version, {}, control)
+
+    def watch(self, phase: Callable[[], str]) -> None: ...
+
+    def resume(self, step: int) -> None: ...
+
+    def on_validation(self, step: int, success: float) -> None: ...
+
+    def on_step(self, step: int, metrics: Mapping[str, float]) -> None:
+        """A step is over: note where everything stands."""
+        work = sum((engine.work() for engine in self._engines), ReplicaWork())
+        seconds = {name.partition("/")[2]: value for name, value in metrics.items() if name.startswith("seconds/")}
+        now = asyncio.get_running_loop().time()
+        last = self._marks[-1].seconds if self._marks else {}
+        total = {name: last.get(name, 0.0) + seconds.get(name, 0.0) for name in {*last, *seconds}}
+        self._marks.append(StepMark(step, now, work, total, self._sessions.note()))
+
+
+def _rows(group: Group) -> list[Row]:
+    return [row for trajectory in group.survivors for row in trajectory.rows]
+
+
+ENGINE_SPEEDS = (1.0, 0.75, 0.5)
+"""How much of their full speed engines are taken to reach, for the splits that are tried."""
+
+AS_GOOD = 1.03
+"""Steps this much longer than the shortest count as equally good; then the least stale wins."""
+
+WORTH_A_PROCESS = 100_000
+"""Sessions from which it pays to simulate in several processes."""
+
+
+@dataclass(frozen=True, slots=True)
+class ComparisonSpec:
+    """What is compared: empty choices are filled in."""
+
+    gpus: int
+    modes: tuple[Mode, ...] = MODES
+    splits: tuple[int, ...] = ()
+    """GPUs that train."""
+    staleness: tuple[int, ...] = ()
+    """Bounds for fully_async."""
+    steps: int = 8
+    processes: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """The answers, in order of the question's modes, then by the GPUs that train."""
+
+    question: ComparisonSpec
+    forecasts: tuple[Forecast, ...]
+
+    @property
+    def best(self) -> Forecast:
+        """The shortest step; of those nearly as short, the one with the youngest tokens."""
+        shortest = min(found.step_s for found in self.forecasts)
+        near = [found for found in self.forecasts if found.step_s <= AS_GOOD * shortest]
+        return min(near, key=lambda found: (found.setup.lag, found.staleness_mean, found.step_s))
+
+    @property
+    def sync(self) -> Forecast | None:
+        """What the others are measured against."""
+        return next((found for found in self.forecasts if found.setup.mode == "sync"), None)
+
+
+def compare(
+    config: TrainConfig,
+    assumptions: Assumptions,
+    workload: Workload,
+    question: ComparisonSpec,
+    tell: Callable[[str], None] = lambda text: None,
+) -> Comparison:
+    """Simulate every candidate. `tell` hears what is being done."""
+    filled = assumptions.fill(config.rollout)
+    work = partial(simulate, config, filled, workload, steps=question.steps)
+    splits = question.splits or choose_splits(config, filled, workload.mean, question.gpus)
+    bounds = question.staleness or (config.trainer.max_staleness,)
+    setups = list(candidates(question, splits, bounds))
+    found = _simulate_all(config, question, work, setups, tell)
+    if not question.staleness and "fully_async" in question.modes:
+        best = min((item for item in found.values() if item.setup.mode == "fully_async"), key=lambda item: item.step_s)
+        more = [
+            ScheduleSetup("fully_async", best.setup.train_gpus, best.setup.rollout_gpus, False, k)
+            for k in _more(bounds[0])
+        ]
+        found |= _simulate_all(config, question, work, more, tell)
+    ordered = sorted(found, key=lambda item: (MODES.index(item.mode), item.train_gpus, item.max_staleness))
+    return Comparison(question, tuple(found[setup] for setup in ordered))
+
+
+def candidates(question: ComparisonSpec, splits: Sequence[int], bounds: Sequence[int]) -> Iterable[ScheduleSetup]:
+    """Sync on all GPUs in turn; the others on each split."""
+    gpus = question.gpus
+    if "sync" in question.modes:
+        yield ScheduleSetup("sync", gpus, gpus, shared=True)
+    for train_gpus in splits:
+        if "one_step_off" in question.modes:
+            yield ScheduleSetup("one_step_off", train_gpus, gpus - train_gpus)
+        if "fully_async" in question.modes:
+            yield from (ScheduleSetup("fully_async", train_gpus, gpus - train_gpus, False, bound) for bound in bounds)
+
+
+def choose_splits(config: TrainConfig, assumptions: Assumptions, mean: MeanSession, gpus: int) -> tuple[int, ...]:
+    """GPUs that train, in some splits that look balanced.
+
+    The others divide over engines. Where there are several machines, each trains or samples as a whole if it can.
+    """
+    tp, node = config.rollout.tensor_model_parallel_size, gpus_per_node(config)
+    possible = [count for count in range(1, gpus) if (gpus - count) % tp == 0]
+    possible = [count for count in possible if count % node == 0] or possible
+    if not possible:
+        fix = f"at least 1 GPU trains and rollout.tensor_model_parallel_size = {tp} sample"
+        raise ConfigError([Mistake("--gpus", f"{gpus} GPUs cannot be split", gpus, fix=fix)])
+    work = expected_work(mean, assumptions, config)
+    shares = [work.training / (work.training + work.generation / speed) for speed in ENGINE_SPEEDS]
+    nearest = [min(possible, key=lambda count: abs(log(count / (share * gpus)))) for share in shares]
+    return tuple(sorted(set(nearest)))
+
+
+def _more(bound: int) -> tuple[int, ...]:
+    return (2 * bound, 4 * bound) if bound else (1, 2)
+
+
+def _simulate_all(
+    config: TrainConfig,
+    question: ComparisonSpec,
+    work: Callable[[ScheduleSetup], Forecast],
+    setups: Sequence[ScheduleSetup],
+    tell: Callable[[str], None],
+) -> dict[ScheduleSetup, Forecast]:
+    """One after the other, or in processes side by side; what comes out is the same."""
+    sessions = len(setups) * question.steps * config.data.train_batch_size * config.rollout.n
+    if question.processes == 1 or len(setups) == 1 or sessions < WORTH_A_PROCESS:
+        return {setup: _simulate_and_tell(work, setup, tell) for setup in setups}
+    tell(f"simulating {len(setups)} ways to run")
+    with ProcessPoolExecutor(min(question.processes, len(setups)), get_context("spawn")) as pool:
+        return dict(zip(setups, pool.map(work, setups), strict=True))
+
+
+def _simulate_and_tell(
+    work: Callable[[ScheduleSetup], Forecast], setup: ScheduleSetup, tell: Callable[[str], None]
+) -> Forecast:
+    tell(f"simulating {setup}")
+    return work(setup)
