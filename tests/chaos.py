@@ -122,8 +122,8 @@ _MARKS: Mapping[Part, str] = {
     Part.ENGINE: "native-0",
     Part.VALIDATION: "validation-0",
     Part.WORKER: "agent worker",
-    Part.REWARD: "treadle.reward",
-    Part.RANK: "treadle.policy.rank_main",
+    Part.REWARD: "reward worker",
+    Part.RANK: "policy rank",
 }
 
 

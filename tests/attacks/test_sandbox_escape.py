@@ -26,10 +26,14 @@ import pytest
 
 from tests import chaos
 from treadle.config.reward import RewardConfig, RewardFunctionConfig
+from treadle.process.channel import HEADER
+from treadle.process.codec import RecordCodec
+from treadle.process.rpc import RpcReply
 from treadle.reward.result import Fault, ScoreFailure
 from treadle.reward.sandbox import run_python
 from treadle.reward.sandbox.confine import load_libc
 from treadle.reward.sandbox.process import WorkerProcess, worker_environment
+from treadle.reward.sandbox.protocol import FunctionReply
 from treadle.reward.scorer import Scorer
 from treadle.types import Outcome, Score, StopReason, Task, Trajectory
 
@@ -223,27 +227,36 @@ ESCAPES = [
 
 def forge_on_every_descriptor(extra: dict[str, Any]) -> float:
     body = b'{"score": 99, "parts": {}, "extra": {}}'
-    frames = [body, struct.pack("!Q16s", 0, bytes(16)) + body, struct.pack("!Q16s", 1, bytes(16)) + body]
+    frames = [body, *(forged_reply(number, body) for number in range(2))]
     for number in range(64):
         for frame in frames:
             with contextlib.suppress(OSError):
-                os.write(number, len(frame).to_bytes(4, "big") + frame)
+                os.write(number, framed(frame))
     return 1.0
 
 
+def framed(body: bytes) -> bytes:
+    return HEADER.pack(len(body)) + body
+
+
+def forged_reply(number: int, body: bytes) -> bytes:
+    """A reply as the parent reads it, to a request with that number."""
+    return RecordCodec(replies=(FunctionReply,)).encode(RpcReply(number, FunctionReply(body)))
+
+
 def forge_a_whole_reply(extra: dict[str, Any]) -> float:
-    """The first request's reply as the parent reads it, but for the token; and none of its own."""
-    frame = struct.pack("!Q16s", 0, bytes(16)) + b'{"score": 99, "parts": {}, "extra": {}}'
+    """The first request's reply as the parent reads it, but for its number; and none of its own."""
+    frame = forged_reply(0, b'{"score": 99, "parts": {}, "extra": {}}')
     for number in range(3, 64):
         with contextlib.suppress(OSError):
-            os.write(number, len(frame).to_bytes(4, "big") + frame)
+            os.write(number, framed(frame))
     time.sleep(60)
     return 1.0
 
 
 def reply_twice(extra: dict[str, Any]) -> float:
     body = b'{"score": 1, "parts": {}, "extra": {}}'
-    os.write(3, (len(body).to_bytes(4, "big") + body) * 2)
+    os.write(3, framed(body) * 2)
     return 1.0
 
 
@@ -460,14 +473,14 @@ def test_a_plain_function_has_limits_and_numbered_replies_too(how: str, fault: F
 
 
 def test_a_reply_after_the_last_ends_the_worker() -> None:
-    """A thread of a plain function that knows number and token, as it could from memory, still shifts nothing."""
+    """A thread of a plain function that replies between two requests still shifts nothing."""
 
     async def main() -> tuple[bool, list[float]]:
         async with await Scorer.create(make_config(sandbox=False)) as scorer:
             pool = scorer._pools[0]
             await scorer.score(make_task(), _say("x"))
             worker: WorkerProcess = pool._idle[0]
-            worker._stream.data_received(struct.pack("!I", 3) + b"abc")
+            worker.process.channel.data_received(framed(forged_reply(1, b"{}")))
             usable = worker.usable
             return usable, [_value(await scorer.score(make_task(), _say("x" * size))) for size in (1, 2, 3)]
 

@@ -24,11 +24,11 @@ from treadle.config import ModelConfig, OpenAIConfig
 from treadle.config.reward import ClassifierConfig, JudgeConfig, JudgeEngineConfig, RewardConfig
 from treadle.errors import ConfigError, RunError
 from treadle.journal import JournalReader
+from treadle.process.tree import list_children
 from treadle.reward.classifier.model import ClassifierModel
 from treadle.reward.classifier.process import ClassifierProcess
 from treadle.reward.context import NO_CONTEXT, RewardContext
 from treadle.reward.result import Fault, ScoreFailure
-from treadle.reward.sandbox.limits import list_children
 from treadle.reward.scorer import Scorer
 from treadle.rollout.engines import start_engines
 from treadle.types import Score

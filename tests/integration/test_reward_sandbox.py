@@ -17,6 +17,7 @@ import pytest
 
 from treadle.config.reward import RewardConfig, RewardFunctionConfig
 from treadle.errors import ConfigError, RewardFailure, RunError
+from treadle.process.channel import HEADER
 from treadle.reward.result import Fault, ScoreFailure
 from treadle.reward.sandbox.process import WorkerProcess
 from treadle.reward.scorer import Scorer
@@ -164,7 +165,7 @@ def forge_answers(**_: Any) -> float:
     forged = b'{"score": 99, "parts": {}, "extra": {}}'
     for descriptor in range(3, 200):
         try:
-            os.write(descriptor, (len(forged).to_bytes(4, "big") + forged) * 2)
+            os.write(descriptor, (HEADER.pack(len(forged)) + forged) * 2)
         except OSError:
             continue
     return 1.0

@@ -1,26 +1,27 @@
-"""Ranks as processes of this machine: started together, called over pipes, ended together.
+"""Ranks as processes of this machine: started together, called together, ended together.
 
-Owns the processes. Each gets its seat and its spec as the first message; after that, calls and answers in turn, as
-pickles: both ends run our own code as the same user. A call is pickled once for all ranks.
-Waits: `start` waits until every rank is ready, or one is not; a reader thread per rank waits for its answers, and for
-its end. A process ends when its pipe closes, however this one ended.
+Owns the processes; their channels are `process`'s. Each is told its place and its spec first; after that, calls and
+answers as pickles: both ends run our own code as the same user. A call is pickled once for all ranks.
+Waits: `start` waits until every rank is ready, or one is not; calls return futures, and `RankGroup` has the deadline.
 """
 
 import os
 import pickle
-import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass
-from multiprocessing.connection import Pipe
-from threading import Lock, Thread
+from functools import partial
+from threading import Lock
 from typing import Any
 
-from treadle.exit_status import describe_exit
-from treadle.policy.rank import NetworksSpec, RankSpec, RendezvousStore
-from treadle.policy.rank_group import LAUNCH_KEY, RankDied, RankGroup
+from treadle.policy.rank import FSDPRank, NetworksSpec, RankSpec, RendezvousStore
+from treadle.policy.rank_group import LAUNCH_KEY, RankDied, RankGroup, portable_error
+from treadle.process.channel import ChannelClosed
+from treadle.process.launcher import BlockingLaunch, BlockingProcess, ProcessSpec
+from treadle.process.main import BlockingParent
+from treadle.process.rpc import RpcReply, RpcRequest
 
 CLOSE_S = 10.0
 """How long a rank may take to end by itself."""
@@ -29,22 +30,17 @@ LOOPBACK: Mapping[str, str] = {"GLOO_SOCKET_IFNAME": "lo0" if sys.platform == "d
 """Where gloo listens for the other ranks, unless the user's environment says: it takes the host's name else, which may
 be an address that other machines reach."""
 
-FAREWELL = b""
-"""The last message."""
-
 
 @dataclass(frozen=True, slots=True)
-class Setup:
+class RankSetup:
     """What a rank is told first."""
 
     seat: RankSpec
     spec: NetworksSpec
-    path: tuple[str, ...]
-    """Where this process finds modules, so that the rank finds the same."""
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class RankAnswer:
     """What a call came to: a value, or an error to be raised."""
 
     value: Any = None
@@ -54,15 +50,15 @@ class Answer:
 class LocalRanks:
     """Handles to the ranks of this machine. Built whole by `start`."""
 
-    def __init__(self, processes: Sequence["_Process"], store: RendezvousStore) -> None:
+    def __init__(self, processes: Sequence[BlockingProcess], store: RendezvousStore) -> None:
         self._processes = processes
         self._store = store  # ranks meet through it, so it lives as long as they do
         self.gone: Future[RankDied] = Future()
-        """Done when a rank is gone that should not be, with its death; also while nobody calls."""
+        """Done when a rank is gone that should not be, with its death; also while there is no call."""
         self._closed = False
         self._lock = Lock()
         for process in processes:
-            process.ended.add_done_callback(self._report)
+            process.child.exited.add_done_callback(partial(self._report, process))
 
     @classmethod
     def start(
@@ -80,7 +76,7 @@ class LocalRanks:
             RankSpec(rank, len(devices), store.host, store.port, store.key, device, timeout_s, threads)
             for rank, device in enumerate(devices)
         ]
-        ranks = cls([_Process(Setup(seat, spec, tuple(sys.path))) for seat in seats], store)
+        ranks = cls(_launch([_spec(seat, spec, launch_timeout_s) for seat in seats]), store)
         try:
             RankGroup(ranks, launch_timeout_s, LAUNCH_KEY).run("its start", answer_ready)
         except BaseException:
@@ -90,90 +86,119 @@ class LocalRanks:
 
     @property
     def names(self) -> Sequence[str]:
-        return [process.name for process in self._processes]
+        return [_name(process) for process in self._processes]
 
     def submit(self, function: Callable[..., Any], args: tuple[Any, ...]) -> Sequence[Future[Any]]:
         message = pickle.dumps((function, args), pickle.HIGHEST_PROTOCOL)
-        return [process.send(message) for process in self._processes]
+        return [_submit(process, message) for process in self._processes]
 
     def close(self) -> None:
         with self._lock:
             self._closed = True
         for process in self._processes:
-            process.dismiss()
+            process.hang_up()
         for process in self._processes:
-            process.end()
+            process.end(CLOSE_S)
 
-    def _report(self, ended: Future[RankDied]) -> None:
+    def _report(self, process: BlockingProcess, _: Future[int]) -> None:
         with self._lock:
             if not self._closed and not self.gone.done():
-                self.gone.set_result(ended.result())
+                self.gone.set_result(_death(process))
 
 
 def answer_ready(rank: object) -> None:
     """The first call: answered when a rank is whole."""
 
 
-class _Process:
-    """One rank, from start to death. Answers come in the order of calls."""
+def _spec(seat: RankSpec, spec: NetworksSpec, launch_timeout_s: float) -> ProcessSpec:
+    return ProcessSpec(
+        f"policy rank {seat.rank}",
+        f"{__name__}:{serve_rank.__name__}",
+        RankSetup(seat, spec),
+        launch_timeout_s,
+        LAUNCH_KEY,
+        environment={**LOOPBACK, **os.environ},
+    )
 
-    def __init__(self, setup: Setup) -> None:
-        self._pipe, theirs = Pipe()
-        with theirs:
-            command = (sys.executable, "-m", "treadle.policy.rank_main", str(theirs.fileno()))
-            self._process = subprocess.Popen(
-                command, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL, env={**LOOPBACK, **os.environ}
-            )
-        self.name = f"policy rank {setup.seat.rank} (pid {self._process.pid})"
-        self._open: list[Future[Any]] = []
-        self._lock = Lock()
-        self.ended: Future[RankDied] = Future()
-        with suppress(OSError):  # as in `send`
-            self._pipe.send_bytes(pickle.dumps(setup))
-        self._reader = Thread(target=self._read, name=self.name, daemon=True)
-        self._reader.start()
 
-    def send(self, message: bytes) -> Future[Any]:
-        future: Future[Any] = Future()
-        with self._lock:
-            if self.ended.done():
-                future.set_exception(self.ended.result())
-                return future
-            self._open.append(future)
-        with suppress(OSError):  # the reader sees the same end, and fails the future with the cause
-            self._pipe.send_bytes(message)
-        return future
+def _launch(specs: Sequence[ProcessSpec]) -> list[BlockingProcess]:
+    """A process for each, started side by side; none where one does not start."""
+    launches = [BlockingLaunch.begin(spec) for spec in specs]
+    processes: list[BlockingProcess] = []
+    try:
+        for launch in launches:
+            processes.append(launch.ready())
+    except BaseException:
+        for launch in launches[len(processes) :]:
+            launch.cancel()
+        for process in processes:
+            process.end()
+        raise
+    return processes
 
-    def _read(self) -> None:
-        try:
-            while True:
-                answer: Answer = pickle.loads(self._pipe.recv_bytes())
-                with self._lock:
-                    future = self._open.pop(0)
-                if answer.error is None:
-                    future.set_result(answer.value)
-                else:
-                    future.set_exception(answer.error)
-        except (EOFError, OSError):
-            self._process.wait()
-        with self._lock:
-            self.ended.set_result(self._death())
-        for future in self._open:
-            future.set_exception(self.ended.result())
 
-    def _death(self) -> RankDied:
-        return RankDied(f"{self.name} died: {describe_exit(self._process.returncode)}")
+def _name(process: BlockingProcess) -> str:
+    return f"{process.name} (pid {process.pid})"
 
-    def dismiss(self) -> None:
-        """Ask it to end."""
-        with suppress(OSError):  # then it has ended
-            self._pipe.send_bytes(FAREWELL)
 
-    def end(self) -> None:
-        """Wait for its end; kill it where it does not come."""
-        try:
-            self._process.wait(CLOSE_S)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-        self._reader.join()
-        self._pipe.close()
+def _death(process: BlockingProcess) -> RankDied:
+    return RankDied(f"{_name(process)} died: {process.cause()}")
+
+
+def _submit(process: BlockingProcess, message: bytes) -> Future[Any]:
+    """What a rank answers, or RankDied."""
+    future: Future[Any] = Future()
+
+    def settle(reply: Future[RankAnswer]) -> None:
+        if reply.exception() is not None:
+            future.set_exception(_death(process))
+        elif (answer := reply.result()).error is not None:
+            future.set_exception(answer.error)
+        else:
+            future.set_result(answer.value)
+
+    process.peer.submit(message).add_done_callback(settle)
+    return future
+
+
+def serve_rank(parent: BlockingParent, setup: RankSetup) -> None:
+    """The rank's process: load the networks with the other ranks, then run calls until the channel closes.
+
+    A rank that could not load answers every call with its trouble. One in the middle of a collective that the others
+    have left sees nothing any more: it is killed with its parent, or by it.
+    """
+    name = f"policy rank {setup.seat.rank} (pid {os.getpid()})"
+    parent.started()
+    rank: FSDPRank | None = None
+    trouble: Exception | None = None
+    try:
+        rank = FSDPRank.create(setup.seat, setup.spec)
+    except Exception as error:  # noqa: BLE001  (whatever it is, the driving process must hear it)
+        trouble = error
+    with suppress(ChannelClosed):
+        while True:
+            request: RpcRequest = parent.channel.receive()
+            answer = _run(rank, request.body, name) if rank is not None else _failed(trouble or RuntimeError(), name)
+            parent.channel.send(RpcReply(request.number, answer))
+    if rank is not None:
+        rank.close()
+
+
+def _run(rank: FSDPRank, message: bytes, name: str) -> RankAnswer:
+    """The answer to one call."""
+    try:
+        function: Callable[..., Any]
+        function, args = pickle.loads(message)
+        return RankAnswer(rank.run(function, *args))
+    except Exception as error:  # noqa: BLE001  (whatever it is, the driving process must hear it)
+        return _failed(error, name)
+
+
+def _failed(error: Exception, name: str) -> RankAnswer:
+    """An error that the other end can surely read."""
+    answer = RankAnswer(error=portable_error(error, name))
+    try:
+        pickle.loads(pickle.dumps(answer))
+    except (pickle.PickleError, TypeError, AttributeError):
+        return RankAnswer(error=portable_error(RuntimeError(f"{type(error).__name__}: {error}"), name))
+    return answer

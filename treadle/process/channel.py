@@ -104,6 +104,8 @@ class Channel(asyncio.Protocol):
     def __init__(self, outgoing: FrameCodec = PICKLE, incoming: FrameCodec = PICKLE) -> None:
         self.problem: str | None = None
         """What the other end sent that is no message, or no answer; the channel is closed then."""
+        self.flooded = False
+        """Whether that was a message above the limit."""
         self._outgoing_codec, self._incoming_codec = outgoing, incoming
         self._loop = asyncio.get_running_loop()
         self._outgoing: list[bytes] = []
@@ -141,6 +143,7 @@ class Channel(asyncio.Protocol):
         while have - at >= HEADER.size:
             (size,) = HEADER.unpack_from(self._incoming, at)
             if size > self._incoming_codec.max_bytes:
+                self.flooded = True
                 return self.refuse(f"a message of {size:,} bytes")
             if have - at < HEADER.size + size:
                 break

@@ -19,7 +19,7 @@ import sys
 import tempfile
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass
@@ -79,6 +79,14 @@ class ProcessSpec:
     line, and standard output is that of this process."""
     quiet: bool = False
     """Standard error goes to the log alone, and standard output nowhere."""
+
+
+class DiedWhileStarting(RunError):
+    """The process ended before its first message. `status`: its exit status."""
+
+    def __init__(self, message: str, status: int) -> None:
+        super().__init__(message)
+        self.status = status
 
 
 class RemoteProcess(Protocol):
@@ -190,7 +198,7 @@ class ChildProcess:
                 env=spec.environment,
             )
         except BaseException:
-            self._close_descriptors()
+            self._close_lifeline()
             raise
         finally:
             if theirs >= 0:
@@ -247,7 +255,8 @@ class ChildProcess:
     def release(self) -> None:
         """Once it has exited: let go of what is kept for it."""
         self._reading.join(_OUTPUT_S)
-        self._close_descriptors()
+        if self._trace is not None:
+            self._trace.close()
 
     def _start_thread(self, target: Callable[[], None]) -> Thread:
         thread = Thread(target=target, name=self.name, daemon=True)
@@ -265,22 +274,26 @@ class ChildProcess:
     def _wait(self) -> None:
         os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOWAIT)
         kill_group(self.pid)  # what it left there; before its number can be given away
-        self.exited.set_result(self._process.wait())
+        status = self._process.wait()
+        self._close_lifeline()
+        self.exited.set_result(status)
 
-    def _close_descriptors(self) -> None:
-        if self._trace is not None:
-            self._trace.close()
+    def _close_lifeline(self) -> None:
         if self._lifeline >= 0:
             os.close(self._lifeline)
-            self._lifeline = -1
 
 
 class SubprocessLauncher:
     """A `Launcher` for this machine."""
 
     async def launch(
-        self, spec: ProcessSpec, handle: Handler, expected: type[Exception] = TreadleError
+        self,
+        spec: ProcessSpec,
+        handle: Handler,
+        expected: type[Exception] = TreadleError,
+        numbers: Iterator[int] | None = None,
     ) -> "LocalProcess":
+        """`numbers` of requests: see `RpcPeer`."""
         ours, theirs = socket.socketpair()
         with theirs:
             child = ChildProcess(spec, theirs)
@@ -294,7 +307,8 @@ class SubprocessLauncher:
             child.release()
             raise
         channel.use(spec.codec.to_child, spec.codec.to_parent)
-        return LocalProcess(spec, child, channel, RpcPeer(channel, handle, expected, name=spec.name), started)
+        peer = RpcPeer(channel, handle, expected, name=spec.name, numbers=numbers)
+        return LocalProcess(spec, child, channel, peer, started)
 
     async def _meet(self, spec: ProcessSpec, child: ChildProcess, channel: Channel) -> Any:
         """Tell the child what to serve, and wait until it does."""
@@ -308,8 +322,8 @@ class SubprocessLauncher:
         except ChannelClosed:
             if channel.problem is not None:
                 child.kill()
-            await asyncio.wrap_future(child.exited)
-            raise RunError(f"{spec.name} died while it started: {child.describe()}") from None
+            status = await asyncio.wrap_future(child.exited)
+            raise DiedWhileStarting(f"{spec.name} died while it started: {child.describe()}", status) from None
 
 
 def read_first(name: str, data: bytes) -> Any:
@@ -347,6 +361,11 @@ class LocalProcess:
     @property
     def over(self) -> bool:
         return self._serving.done()
+
+    @property
+    def channel(self) -> Channel:
+        """For what it sent that is no message."""
+        return self._channel
 
     def _kill_refused(self, _: "asyncio.Future[None]") -> None:
         """Kill a process that sent something else than messages: code that is not ours has the channel."""
@@ -400,6 +419,10 @@ class BlockingProcess:
     def kill(self) -> None:
         self.child.kill()
 
+    def hang_up(self) -> None:
+        """Let it see the end of its channel, and end in order."""
+        self.peer.hang_up()
+
     def end(self, timeout_s: float = 0.0) -> None:
         """Give it so long to end in order, and kill what is left. Ending twice is harmless."""
         with suppress(TimeoutError):
@@ -438,8 +461,8 @@ class BlockingLaunch:
         except TimeoutError:
             error: Exception = late(self.spec, self.child)
         except ChannelClosed:
-            self.child.exited.result()
-            error = RunError(f"{self.spec.name} died while it started: {self.child.describe()}")
+            status = self.child.exited.result()
+            error = DiedWhileStarting(f"{self.spec.name} died while it started: {self.child.describe()}", status)
         except TreadleError as failed:
             error = failed
         else:

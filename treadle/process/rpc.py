@@ -10,6 +10,7 @@ the channel.
 import asyncio
 import itertools
 import secrets
+import socket
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
@@ -38,7 +39,7 @@ class RpcError:
     where: str = ""
     """The process it was raised in."""
     mistakes: tuple[tuple[str, ...], ...] = ()
-    """Of a ConfigError: key, problem, value, origin and fix; of which the last three may be missing, as texts."""
+    """Of a ConfigError: the fields of each, as texts; empty for what is not there."""
 
     @classmethod
     def of(cls, error: BaseException, where: str = "") -> "RpcError":
@@ -53,8 +54,8 @@ class RpcError:
         """The error to raise at this end."""
         if self.kind == ConfigError.__name__ and self.mistakes:
             return ConfigError(
-                Mistake(key, problem, value, origin or None, fix or None)
-                for key, problem, value, origin, fix in self.mistakes
+                Mistake(key, problem, value, origin or None, fix or None, missing, int(count))
+                for key, problem, value, origin, fix, missing, count in self.mistakes
             )
         error = _CARRIED.get(self.kind, RunError)(self.message)
         if self.where:
@@ -64,8 +65,8 @@ class RpcError:
 
 def _mistakes(error: ConfigError) -> tuple[tuple[str, ...], ...]:
     return tuple(
-        (mistake.key, mistake.problem, str(mistake.value), str(mistake.origin or ""), mistake.fix or "")
-        for mistake in error.mistakes
+        (item.key, item.problem, str(item.value), str(item.origin or ""), item.fix or "", item.missing, str(item.count))
+        for item in error.mistakes
     )
 
 
@@ -278,10 +279,15 @@ class ThreadPeer:
         with self._sending, suppress(ChannelClosed):
             self._channel.send(RpcNotify(body))
 
+    def hang_up(self) -> None:
+        """Send nothing any more: the other end sees the end of the channel, and can still reply."""
+        with suppress(OSError):
+            self._channel.end.shutdown(socket.SHUT_WR)
+
     def close(self) -> None:
         """Close the channel and end the reader."""
         with suppress(OSError):
-            self._channel.end.shutdown(2)
+            self._channel.end.shutdown(socket.SHUT_RDWR)
         self._reader.join()
         self._channel.close()
 

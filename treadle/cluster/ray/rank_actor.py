@@ -45,16 +45,16 @@ class RankActor:
 
     def run(self, call: tuple[Callable[..., Any], tuple[Any, ...]]) -> Any:
         """The answer to one call."""
-        from treadle.policy.local_ranks import Answer
+        from treadle.policy.local_ranks import RankAnswer
         from treadle.policy.rank_group import portable_error
 
         function, args = call
         try:
             if self._trouble is not None:
                 raise self._trouble
-            return Answer(self._rank.run(function, *args))
+            return RankAnswer(self._rank.run(function, *args))
         except Exception as error:  # noqa: BLE001  whatever it is, the driver must hear it
-            return Answer(error=portable_error(error, self._name))
+            return RankAnswer(error=portable_error(error, self._name))
 
 
 def _end_with(visitor: socket.socket) -> None:

@@ -24,7 +24,7 @@ from treadle.cluster.ray.rank_actor import RankActor
 from treadle.cluster.ray.seat import Seat as Place
 from treadle.cluster.ray.solo import SoloRank, SoloSpec
 from treadle.errors import DeadlineError, RunError
-from treadle.policy.local_ranks import Answer, answer_ready
+from treadle.policy.local_ranks import RankAnswer, answer_ready
 from treadle.policy.rank import FSDPRank, NetworksSpec, RankSpec, RendezvousStore
 from treadle.policy.rank_group import LAUNCH_KEY, RankDied, RankGroup
 
@@ -146,7 +146,7 @@ def _follow(reference: Any, name: str) -> Future[Any]:
     """What a rank answers, or RankDied."""
     future: Future[Any] = Future()
 
-    def settle(done: Future[Answer]) -> None:
+    def settle(done: Future[RankAnswer]) -> None:
         error = done.exception()
         if isinstance(error, RayActorError):
             future.set_exception(RankDied(f"{name} died: {explain(error)}"))

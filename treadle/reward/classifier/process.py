@@ -1,37 +1,59 @@
-"""A classifier in a process of its own, seen from the thread that asks it.
+"""Classifier in a process of its own: the end of the thread that asks it, and the process.
 
-Owns the life of that process: start, deadline, death and restart. All calls block, and come from one thread;
-`interrupt` alone comes from any. Trusts nothing the process says: its answers are JSON of bounded size.
+Owns the deadline, the death and the restart of that process. All calls block, and come from one thread; `interrupt`
+alone comes from any. Trusts nothing the process says: its answers are checked JSON and raw arrays of bounded size.
 Invariant: a process that is late, dies or garbles an answer is gone before the failure is raised, and the next batch
-gets a new one. When this process dies, by SIGKILL too, the kernel ends that one.
+gets a new one. On a CPU the kernel bounds the memory of the process, on a GPU torch does.
 """
 
-import json
-import os
-import socket
-import subprocess
-import sys
-import time
+import resource
+import signal
 from collections.abc import Sequence
 from contextlib import suppress
-from tempfile import TemporaryFile
-from typing import IO, Any
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from treadle.config.reward import ClassifierConfig
-from treadle.errors import ConfigError, Mistake
+from treadle.errors import ConfigError, DeadlineError, RunError
 from treadle.exit_status import describe_exit
-from treadle.reward.result import MAX_RESULT_BYTES, Fault, ScoreFailure
-from treadle.reward.sandbox.limits import kill_tree
-from treadle.reward.sandbox.protocol import HEADER
+from treadle.process.channel import ChannelClosed, ChannelCodec
+from treadle.process.codec import RecordCodec
+from treadle.process.launcher import BlockingLaunch, BlockingProcess, ChildProcess, DiedWhileStarting, ProcessSpec
+from treadle.process.main import BlockingParent
+from treadle.process.rpc import RpcReply, RpcRequest
+from treadle.reward.result import MAX_RESULT_BYTES, Fault, ScoreFailure, blame_function
 
-BOOT = (
-    "import json, sys; sys.path[:] = json.loads(sys.argv[1]); "
-    "from treadle.reward.classifier.process_main import main; main()"
-)
-"""Its program text. Arguments: the parent's import path, the channel, the lifeline."""
+if TYPE_CHECKING:
+    from treadle.reward.classifier.model import ClassifierModel
 
-END_TIMEOUT_S = 5.0
-LAST_WORDS = 400
+
+@dataclass(frozen=True, slots=True)
+class ClassifierSetup:
+    """What the process is told first."""
+
+    path: str
+    device: str
+    dtype: str
+    memory_mb: int
+    gpu_memory_utilization: float
+
+
+@dataclass(frozen=True, slots=True)
+class ClassifierReply:
+    """The logits of a batch; or the fault and the problem that it came to."""
+
+    scores: tuple[float, ...] = ()
+    fault: str = ""
+    problem: str = ""
+
+    @classmethod
+    def of(cls, failure: ScoreFailure) -> "ClassifierReply":
+        if failure.fault is Fault.MEMORY and failure.__cause__ is not None:
+            return cls(fault=failure.fault, problem="ran out of memory (memory_mb)")
+        return cls(fault=failure.fault, problem=failure.problem)
+
+
+CODEC = ChannelCodec(to_parent=RecordCodec(replies=(ClassifierReply,), max_bytes=MAX_RESULT_BYTES).frames())
 
 
 class ClassifierProcess:
@@ -41,61 +63,73 @@ class ClassifierProcess:
         self._classifier = classifier
         self._device = device
         self._interrupted = False
-        self._process: subprocess.Popen[bytes] | None = None
-        self._channel: socket.socket | None = None
-        self._lifeline = -1
-        self._errors: IO[bytes] | None = None
+        self._child: ChildProcess | None = None
+        """Of the process that runs, or starts."""
+        self._process: BlockingProcess | None = None
 
     def load(self) -> None:
         """Start a process that loads its model. ConfigError where it cannot, ScoreFailure where it dies or is late."""
         self.close()
-        self._spawn()
         classifier = self._classifier
-        setup = {
-            "path": classifier.path,
-            "device": self._device,
-            "dtype": classifier.dtype,
-            "memory_mb": classifier.memory_mb,
-            "gpu_memory_utilization": classifier.gpu_memory_utilization,
-        }
         limit_s = classifier.launch_timeout_s
-        answer = self._ask(setup, limit_s, f"was not loaded within launch_timeout_s={limit_s:g}")
-        if mistakes := answer.get("mistakes"):
+        setup = ClassifierSetup(
+            classifier.path, self._device, classifier.dtype, classifier.memory_mb, classifier.gpu_memory_utilization
+        )
+        serve = f"{__name__}:{serve_classifier.__name__}"
+        launch = BlockingLaunch.begin(ProcessSpec("classifier", serve, setup, limit_s, codec=CODEC, quiet=True))
+        self._child = launch.child
+        if self._interrupted:
+            self._child.kill()
+        try:
+            self._process = launch.ready()
+        except ConfigError:
+            raise
+        except DeadlineError as error:
+            problem = f"was not loaded within launch_timeout_s={limit_s:g}{self._child.last_words()}"
+            raise ScoreFailure(Fault.TIMEOUT, problem) from error
+        except DiedWhileStarting as error:
+            raise ScoreFailure(Fault.CRASH, self._died("ended", error.status)) from error
+        except RunError as error:
+            raise ScoreFailure(Fault.CRASH, str(error)) from error
+        started = self._process.started
+        if started is not None:
             self.close()
-            raise ConfigError(Mistake(key, problem, fix=fix) for key, problem, fix in mistakes)
+            raise ScoreFailure(Fault(started["fault"]), str(started["problem"]))
 
     def score(self, texts: Sequence[tuple[int, ...]]) -> list[float]:
         """The logit of each text."""
-        if self._process is None or self._process.poll() is not None:
+        if self._process is None or self._process.child.exited.done():
             self._restart()
+        assert self._process is not None
         timeout_s = self._classifier.timeout_s
-        answer = self._ask({"texts": texts}, timeout_s, f"computed for more than timeout_s={timeout_s:g}")
-        scores = answer.get("scores")
-        if not isinstance(scores, list) or len(scores) != len(texts):
-            raise self._end(Fault.CRASH, "garbled an answer")
-        return [float(score) for score in scores]
+        try:
+            reply: ClassifierReply = self._process.peer.submit(tuple(texts)).result(timeout_s)
+        except TimeoutError as error:
+            words = self._process.child.last_words()
+            self.close()
+            problem = f"computed for more than timeout_s={timeout_s:g}{words}"
+            raise ScoreFailure(Fault.TIMEOUT, problem) from error
+        except ChannelClosed as error:
+            raise self._lost() from error
+        if reply.fault:
+            raise ScoreFailure(Fault(reply.fault), reply.problem)
+        if len(reply.scores) != len(texts):
+            self.close()
+            raise ScoreFailure(Fault.CRASH, "garbled an answer")
+        return list(reply.scores)
 
     def interrupt(self) -> None:
-        """Kill the process, so that whoever waits for it hears at once, and start no other."""
+        """Kill the process, so that whatever waits for it hears at once, and start no other."""
         self._interrupted = True
-        process = self._process
-        if process is not None and process.poll() is None:
-            kill_tree(process.pid)
+        if self._child is not None:
+            self._child.kill()
 
     def close(self) -> None:
         """Kill the process and wait until it is gone."""
         if self._process is not None:
-            kill_tree(self._process.pid)
-            with suppress(subprocess.TimeoutExpired):
-                self._process.wait(END_TIMEOUT_S)
-            self._process = None
-        if self._channel is not None:
-            self._channel.close()
-            os.close(self._lifeline)
-            self._channel = None
-        if self._errors is not None:
-            self._errors.close()
-            self._errors = None
+            self._process.kill()
+            self._process.end()
+        self._process = self._child = None
 
     def _restart(self) -> None:
         """A new process, where the model could once be loaded; that it now cannot is no mistake of the config."""
@@ -104,74 +138,64 @@ class ClassifierProcess:
         except (ConfigError, OSError) as error:
             raise ScoreFailure(Fault.CRASH, f"could not be loaded again: {error}") from error
 
-    def _spawn(self) -> None:
-        ours, theirs = socket.socketpair()
-        lifeline_end, self._lifeline = os.pipe()
-        self._channel, self._errors = ours, TemporaryFile()  # noqa: SIM115 - closed with the process
-        arguments = (json.dumps(sys.path), str(theirs.fileno()), str(lifeline_end))
-        try:
-            self._process = subprocess.Popen(
-                [sys.executable, "-c", BOOT, *arguments],
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.DEVNULL,
-                stderr=self._errors,
-                pass_fds=(theirs.fileno(), lifeline_end),
-                start_new_session=True,
-            )
-        finally:
-            theirs.close()
-            os.close(lifeline_end)
-        if self._interrupted:
-            kill_tree(self._process.pid)
-
-    def _ask(self, message: Any, timeout_s: float, late: str) -> dict[str, Any]:
-        """Send a message and read the answer to it, or the failure it reports."""
-        assert self._channel is not None
-        deadline = time.monotonic() + timeout_s
-        body = json.dumps(message).encode()
-        try:
-            self._channel.settimeout(timeout_s)
-            self._channel.sendall(HEADER.pack(len(body)) + body)
-            size = HEADER.unpack(self._receive(HEADER.size, deadline))[0]
-            answer = json.loads(self._receive(min(size, MAX_RESULT_BYTES), deadline))
-        except TimeoutError as error:
-            raise self._end(Fault.TIMEOUT, late) from error
-        except OSError as error:
-            raise self._end(Fault.CRASH, "ended") from error
-        except ValueError as error:
-            raise self._end(Fault.CRASH, "garbled an answer") from error
-        if not isinstance(answer, dict):
-            raise self._end(Fault.CRASH, "garbled an answer")
-        if "fault" in answer:
-            raise ScoreFailure(Fault(answer["fault"]), str(answer["problem"]))
-        return answer
-
-    def _receive(self, size: int, deadline: float) -> bytes:
-        assert self._channel is not None
-        data = b""
-        while len(data) < size:
-            self._channel.settimeout(max(1e-3, deadline - time.monotonic()))
-            piece = self._channel.recv(size - len(data))
-            if not piece:
-                raise ConnectionError("the channel is closed")
-            data += piece
-        return data
-
-    def _end(self, fault: Fault, problem: str) -> ScoreFailure:
-        """Kill the process, and say what is known of its end."""
-        words, status = "", None
-        if self._process is not None:
-            with suppress(subprocess.TimeoutExpired):
-                status = self._process.wait(0.2 if fault is Fault.CRASH else 0.0)
-            words = self._last_words()
+    def _lost(self) -> ScoreFailure:
+        """The process has gone, or was refused: what is known of its end."""
+        assert self._process is not None
+        if self._process.peer.problem is not None:
+            self.close()
+            return ScoreFailure(Fault.CRASH, "garbled an answer")
+        problem = self._died("ended", self._process.child.exited.result())
         self.close()
-        if status is not None:
-            how = "killed" if self._interrupted else describe_exit(status)
-            problem = f"{problem}: its process ended: {how}"
-        return ScoreFailure(fault, f"{problem}; its last words: {words}" if words else problem)
+        return ScoreFailure(Fault.CRASH, problem)
 
-    def _last_words(self) -> str:
-        assert self._errors is not None
-        size = self._errors.seek(0, os.SEEK_END)
-        self._errors.seek(max(0, size - LAST_WORDS))
-        return " ".join(self._errors.read().decode(errors="replace").split())
+    def _died(self, problem: str, status: int) -> str:
+        assert self._child is not None
+        how = "killed" if self._interrupted and status == -signal.SIGKILL else describe_exit(status)
+        return f"{problem}: its process ended: {how}{self._child.last_words()}"
+
+
+def serve_classifier(parent: BlockingParent, setup: ClassifierSetup) -> None:
+    """Load one model, say so, then score batch after batch until the channel closes."""
+    try:
+        with blame_function(""):
+            loaded = _load(setup)
+    except ScoreFailure as failure:
+        reply = ClassifierReply.of(failure)
+        return parent.started({"fault": reply.fault, "problem": reply.problem})
+    if isinstance(loaded, ConfigError):
+        raise loaded
+    parent.started()
+    with suppress(ChannelClosed):
+        while True:
+            request: RpcRequest = parent.channel.receive()
+            parent.channel.send(RpcReply(request.number, _score(loaded, request.body)))
+
+
+def _score(network: "ClassifierModel", texts: tuple[tuple[int, ...], ...]) -> ClassifierReply:
+    try:
+        with blame_function(""):
+            return ClassifierReply(tuple(network.score(texts)))
+    except ScoreFailure as failure:
+        return ClassifierReply.of(failure)
+
+
+def _load(setup: ClassifierSetup) -> "ClassifierModel | ConfigError":
+    """The model, or what is wrong with its section."""
+    import torch
+
+    from treadle.reward.classifier.model import ClassifierModel
+
+    device = setup.device
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    if device == "cpu":
+        most = setup.memory_mb << 20
+        resource.setrlimit(resource.RLIMIT_DATA, (most, most))
+    network = ClassifierModel(setup.path, device=device, dtype=setup.dtype)
+    index = torch.device(device).index or 0
+    if device != "cpu" and index < torch.cuda.device_count():  # one that is not there is refused by `load`
+        torch.cuda.set_per_process_memory_fraction(setup.gpu_memory_utilization, index)
+    try:
+        network.load()
+    except ConfigError as error:
+        return error
+    return network

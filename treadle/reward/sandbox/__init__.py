@@ -2,8 +2,8 @@
 
     process.py    the parent's side: start a worker, ask it, watch it, kill it
     worker.py     the process itself; a sandboxed function runs in a child of it, one for each score
-    protocol.py   frames, numbered requests and replies, the first messages
-    limits.py     CPU, memory and process trees
+    protocol.py   setup, report, requests and replies
+    limits.py     CPU and memory
     confine.py    kernel fences: seccomp, Landlock, namespaces
     code.py       `run_python`, for rewards that run the code a model wrote
 

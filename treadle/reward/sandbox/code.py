@@ -19,8 +19,9 @@ import sys
 import time
 from dataclasses import dataclass
 
+from treadle.process.tree import kill_tree
 from treadle.reward.sandbox.confine import leave_network, put_up
-from treadle.reward.sandbox.limits import bound_score, kill_tree
+from treadle.reward.sandbox.limits import bound_score
 
 MAX_OUTPUT = 1 << 20
 """Bytes of standard output, and of standard error, from which the code is ended."""

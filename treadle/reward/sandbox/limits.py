@@ -1,12 +1,9 @@
-"""Limits of a worker: CPU time, memory, the end of the parent, and the processes a score starts.
+"""Limits of a reward worker: CPU time, memory, and the processes a score starts.
 
 Owns what the kernel enforces on a process that asks for it, and what the parent reads about a tree from outside.
-Invariant: nothing here needs the function's help, and only descendants of a process that the caller started, and that
-process's own group, are ever signalled.
+Invariant: nothing here needs the function's help.
 """
 
-import ctypes
-import fcntl
 import math
 import os
 import resource
@@ -17,7 +14,8 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-PR_SET_CHILD_SUBREAPER = 36
+from treadle.process.tree import adopt_orphans, kill_tree, list_children, list_tree
+
 SINGLE_THREADED = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "NUMEXPR_NUM_THREADS")
 MAX_ROUNDS = 100
 MAX_OPEN_FILES = 256
@@ -41,8 +39,7 @@ def bound_memory(memory_mb: int) -> None:
         os.environ[variable] = "1"
     resource.setrlimit(resource.RLIMIT_DATA, (memory_mb << 20, memory_mb << 20))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+    adopt_orphans()
 
 
 def bound_score(cpu_time_s: float, memory_mb: int) -> None:
@@ -80,20 +77,6 @@ def limit_cpu(cpu_time_s: float) -> Iterator[None]:
         signal.setitimer(signal.ITIMER_PROF, 0)
 
 
-def die_with_parent(lifeline: int) -> None:
-    """Have the kernel kill this process group when the parent's end of the pipe `lifeline` closes.
-
-    A death signal tied to the parent process would fire when the thread that started us ends, and miss our children.
-    """
-    if sys.platform == "linux":
-        fcntl.fcntl(lifeline, fcntl.F_SETOWN, -os.getpgrp())
-        fcntl.fcntl(lifeline, fcntl.F_SETSIG, signal.SIGKILL)
-        fcntl.fcntl(lifeline, fcntl.F_SETFL, os.O_ASYNC | os.O_NONBLOCK)
-        with suppress(BlockingIOError):  # a parent that died before this point shows as end of file
-            if os.read(lifeline, 1) == b"":
-                kill_tree(os.getpid())
-
-
 def end_strays(kept: set[int]) -> None:
     """Kill what a score started and left running: all children, adopted ones too, except those in `kept`."""
     for _ in range(MAX_ROUNDS):
@@ -111,19 +94,10 @@ def end_strays(kept: set[int]) -> None:
     sys.exit("children come faster than they can be ended")
 
 
-def list_children(pid: int) -> set[int]:
-    """Direct children of `pid`; empty where it is gone, or where the system does not tell."""
-    children: set[int] = set()
-    for listing in Path(f"/proc/{pid}/task").glob("*/children"):
-        with suppress(OSError):  # the thread ended meanwhile
-            children.update(map(int, listing.read_text().split()))
-    return children
-
-
 def measure(pid: int) -> Usage:
     """What `pid` and everything below it have used; zero where the system does not tell."""
     ticks, kilobytes = 0, 0
-    for member in _list_tree(pid):
+    for member in list_tree(pid):
         with suppress(OSError):  # it ended meanwhile
             fields = Path(f"/proc/{member}/stat").read_text().rpartition(")")[2].split()
             ticks += sum(map(int, fields[11:15]))  # user and system time, its own and that of children it waited for
@@ -131,22 +105,3 @@ def measure(pid: int) -> Usage:
                 if line.startswith(("RssAnon:", "RssShmem:", "VmSwap:")):
                     kilobytes += int(line.split()[1])
     return Usage(ticks / os.sysconf("SC_CLK_TCK"), kilobytes / 1024)
-
-
-def kill_tree(pid: int) -> None:
-    """Kill `pid` and everything below it, with the process groups they lead, in sessions of their own too."""
-    for member in _list_tree(pid):
-        kill_group(member)
-        with suppress(ProcessLookupError, PermissionError):
-            os.kill(member, signal.SIGKILL)
-
-
-def kill_group(pid: int) -> None:
-    """Kill the process group that `pid` leads or led; safe when `pid` itself is gone and its number given away."""
-    with suppress(ProcessLookupError, PermissionError):
-        os.killpg(pid, signal.SIGKILL)
-
-
-def _list_tree(pid: int) -> list[int]:
-    """All of it before the first dies: a dead parent no longer knows its children."""
-    return [pid, *(member for child in list_children(pid) for member in _list_tree(child))]

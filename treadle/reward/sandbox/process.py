@@ -1,37 +1,32 @@
-"""Worker process, seen from the parent: started, asked, watched, killed.
+"""Reward worker, seen from the parent: started, asked, watched, killed.
 
-Owns the life of one process: its environment, its channel, its lifeline, its limits and what its end means. Trusts
-nothing it says.
-Invariant: `start` returns a worker that has loaded its functions; after `kill` no process of its tree is left. When
-the parent dies, the kernel closes the lifeline and kills the worker's group.
+Owns the environment and the limits of one process, and what its end means. Trusts nothing it says.
+Invariant: `start` returns a worker that has loaded its functions; after `kill` no process of its tree is left.
 """
 
 import asyncio
-import json
 import os
-import secrets
-import socket
-import subprocess
-import sys
+import time
 from collections.abc import Iterable
 from dataclasses import replace
-from typing import cast
 
 from treadle.config.reward import RewardConfig
-from treadle.errors import ConfigError, Mistake
+from treadle.errors import ConfigError, DeadlineError, Mistake, RunError
+from treadle.process.channel import ChannelClosed
+from treadle.process.launcher import DiedWhileStarting, LocalProcess, ProcessSpec, SubprocessLauncher
+from treadle.process.rpc import unguessable_numbers
 from treadle.reward.result import Fault, RewardResult, ScoreFailure, decode, name_function
-from treadle.reward.sandbox.limits import Usage, kill_group, kill_tree, measure
+from treadle.reward.sandbox.limits import Usage, measure
 from treadle.reward.sandbox.protocol import (
-    BOOT,
-    FrameStream,
+    WORKER_CODEC,
+    FunctionReply,
+    FunctionScore,
+    RewardWorkerSetup,
     WorkerReport,
-    WorkerSetup,
     explain_status,
     pack,
     past_cpu_time,
     read_report,
-    read_stamped,
-    stamp,
 )
 from treadle.reward.worker_output import PrintedLines
 
@@ -83,20 +78,14 @@ def worker_environment(named: Iterable[str] = ()) -> dict[str, str]:
     }
 
 
-class WorkerProcess(asyncio.SubprocessProtocol):
+class WorkerProcess:
     """One process that runs one score at a time."""
 
-    def __init__(self, reward: RewardConfig, names: tuple[str, ...], lifeline: int) -> None:
-        self.report = WorkerReport((), {}, ())
-        self.gone: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._reward, self._names = reward, names
-        self._lifeline = lifeline
-        self._stream = FrameStream()
-        self._printed = PrintedLines(asyncio.get_running_loop().time)
-        self._process: asyncio.SubprocessTransport | None = None
-        self._killed = False
-        self._number = 0
-        """Of the next reply."""
+    def __init__(self, reward: RewardConfig, process: LocalProcess, report: WorkerReport) -> None:
+        self.report = report
+        self.process = process
+        self.gone: asyncio.Future[int] = asyncio.wrap_future(process.child.exited)
+        self._reward = reward
         self._before = Usage()
         """What it had used when the score began."""
 
@@ -106,106 +95,71 @@ class WorkerProcess(asyncio.SubprocessProtocol):
 
         ConfigError where they cannot be used, ScoreFailure where the process dies or does not get ready.
         """
-        ours, theirs = socket.socketpair()
-        lifeline_end, lifeline = os.pipe()
-        worker = cls(reward, names, lifeline)
-        try:
-            await worker._spawn(ours, theirs.fileno(), lifeline_end)
-            with name_function(", ".join(names)):
-                worker.report = await worker._load(sandbox)
-        except BaseException:
-            await asyncio.shield(worker.end())
-            raise
-        finally:
-            theirs.close()
-            os.close(lifeline_end)
-        return worker
-
-    async def _spawn(self, ours: socket.socket, theirs: int, lifeline_end: int) -> None:
-        loop = asyncio.get_running_loop()
-        await loop.create_unix_connection(lambda: self._stream, sock=ours)
-        arguments = (json.dumps(sys.path), str(theirs), str(lifeline_end))
-        nowhere, here, same = subprocess.DEVNULL, subprocess.PIPE, subprocess.STDOUT
-        functions = (self._reward.functions[name] for name in self._names)
-        named = [variable for function in functions for variable in function.env]
-        await loop.subprocess_exec(
-            lambda: self, sys.executable, "-c", BOOT, *arguments,
-            stdin=nowhere, stdout=here, stderr=same, pass_fds=(theirs, lifeline_end), start_new_session=True,
-            env=worker_environment(named),
-        )  # fmt: skip
-
-    async def _load(self, sandbox: bool) -> WorkerReport:
-        """Hand over the setup and hear which arguments the functions need."""
-        reward = self._reward
-        chosen = ((name, reward.functions[name]) for name in self._names)
-        functions = tuple(
-            (name, function.path, function.kwargs, function.effective_scope()) for name, function in chosen
-        )
-        self._stream.send(pack(WorkerSetup(functions, reward.cpu_time_s, reward.memory_mb, sandbox)))
-        try:
-            async with asyncio.timeout(START_TIMEOUT_S):
-                report = read_report(await self._stream.receive())
-        except TimeoutError as error:
-            raise ScoreFailure(Fault.TIMEOUT, f"was not imported within {START_TIMEOUT_S:g} s") from error
-        self._stream.asked = False
-        mistakes = [locate(reward, name, mistake) for name, found in report.mistakes.items() for mistake in found]
-        if mistakes:
-            raise ConfigError(mistakes)
-        return report
+        with name_function(", ".join(names)):
+            process = await _launch(reward, names, sandbox)
+            try:
+                report = read_report(process.started)
+                mistakes = [
+                    locate(reward, name, mistake) for name, found in report.mistakes.items() for mistake in found
+                ]
+                if mistakes:
+                    raise ConfigError(mistakes)
+            except BaseException:
+                await asyncio.shield(process.end())
+                raise
+            return cls(reward, process, report)
 
     async def ask(self, payload: bytes, names: tuple[str, ...]) -> dict[str, RewardResult]:
         """What each of these functions says. A worker that is late, dies, is cancelled or garbles its answer is
         killed."""
         scores: dict[str, RewardResult] = {}
         deadline_s = asyncio.get_running_loop().time() + self._reward.timeout_s
-        token = secrets.token_bytes(16)
         self._before = self._measure()
-        self._stream.asked = True
-        self._stream.send(stamp(self._number, token, json.dumps(names).encode()))
-        self._stream.send(payload)
-        for name in names:
+        for at, name in enumerate(names):
             with name_function(name):
-                reply = await self._hear(deadline_s, token)
+                reply = await self._hear(FunctionScore(name, None if at else payload), deadline_s)
                 if isinstance(reply, ScoreFailure):
-                    self._end_request()
                     raise reply
             scores[name] = reply
-        self._end_request()
         return scores
 
-    def _end_request(self) -> None:
-        """From here on nothing is due: what still comes is a second reply, or a forged one."""
-        self._stream.asked = False
-        if not self._stream.quiet:
-            self.kill()
-
-    async def _hear(self, deadline_s: float, token: bytes) -> RewardResult | ScoreFailure:
+    async def _hear(self, order: FunctionScore, deadline_s: float) -> RewardResult | ScoreFailure:
+        request = asyncio.ensure_future(self.process.peer.request(order))
         try:
-            number, given, message = read_stamped(await self._wait(deadline_s))
-            if (number, given) != (self._number, token):
-                raise ScoreFailure(Fault.CRASH, "gave an answer that belongs to no request")
-            self._number += 1
-            reply = decode(message)
+            reply = decode(await self._wait(request, deadline_s))
         except BaseException:
+            request.cancel()
             self.kill()
             raise
         if isinstance(reply, ScoreFailure) and reply.fault is Fault.MEMORY:
             self.kill()  # what filled the memory may still be there
         return reply
 
-    async def _wait(self, deadline_s: float) -> bytes:
-        """The next message, within deadline, CPU time and memory."""
+    async def _wait(self, request: "asyncio.Future[FunctionReply]", deadline_s: float) -> bytes:
+        """The reply, within deadline, CPU time and memory."""
         loop = asyncio.get_running_loop()
         while True:
-            try:
-                async with asyncio.timeout_at(min(deadline_s, loop.time() + WATCH_S)):
-                    return await self._stream.receive()
-            except TimeoutError:
-                self._check_usage()
-                if loop.time() >= deadline_s:
-                    computed = self._measure().cpu_time_s - self._before.cpu_time_s > MOSTLY * self._reward.timeout_s
-                    problem = f"ran past reward.timeout_s={self._reward.timeout_s:g}"
-                    raise ScoreFailure(Fault.TIMEOUT, problem, past_deadline=True, computed=computed) from None
+            await asyncio.wait({request}, timeout=min(WATCH_S, max(0.0, deadline_s - loop.time())))
+            if request.done():
+                try:
+                    return request.result().data
+                except ChannelClosed:
+                    raise await self._explain_end() from None
+            self._check_usage()
+            if loop.time() >= deadline_s:
+                computed = self._measure().cpu_time_s - self._before.cpu_time_s > MOSTLY * self._reward.timeout_s
+                problem = f"ran past reward.timeout_s={self._reward.timeout_s:g}"
+                raise ScoreFailure(Fault.TIMEOUT, problem, past_deadline=True, computed=computed)
+
+    async def _explain_end(self) -> ScoreFailure:
+        """Why the channel closed under a request."""
+        channel = self.process.channel
+        if channel.flooded:
+            return ScoreFailure(Fault.TOO_LARGE, "flooded its worker's channel")
+        if channel.problem is not None:
+            return ScoreFailure(Fault.CRASH, f"gave an answer that belongs to no request ({channel.problem})")
+        ours = self.process.child.killed
+        return explain_status(await asyncio.shield(self.gone), self._reward.cpu_time_s, ours=ours)
 
     def _check_usage(self) -> None:
         """What the kernel's limits do not see: timers that were undone, shared memory, the sum over a tree."""
@@ -217,52 +171,49 @@ class WorkerProcess(asyncio.SubprocessProtocol):
             raise ScoreFailure(Fault.MEMORY, problem)
 
     def _measure(self) -> Usage:
-        return Usage() if self._process is None else measure(self._process.get_pid())
+        return measure(self.process.pid)
 
     @property
     def usable(self) -> bool:
-        """Alive, with nothing unread: an answer nobody asked for is not trusted."""
-        return not self._killed and not self.gone.done() and self._stream.quiet
+        """Alive, and nothing came that was not asked for."""
+        return not self.process.child.killed and not self.process.over and self.process.channel.problem is None
 
     def kill(self) -> None:
         """Kill the whole tree now; `gone` is done when the system says so."""
-        if self._killed:
-            return
-        self._killed = True
-        if self._process is None:
-            self.gone.set_result(None)
-        elif self._process.get_returncode() is None:
-            kill_tree(self._process.get_pid())
-        # Only now: either of these can end the worker by itself, and its tree would be lost from sight.
-        self._stream.abort()
-        os.close(self._lifeline)
+        self.process.kill()
 
     async def end(self) -> None:
         """Kill, and wait until it is gone."""
         self.kill()
-        await asyncio.wait([self.gone], timeout=END_TIMEOUT_S)
+        await self.process.end()
 
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._process = cast(asyncio.SubprocessTransport, transport)  # uvloop's has the methods, not the class
 
-    def pipe_data_received(self, fd: int, data: bytes | str) -> None:
-        """Something was printed."""
-        self._printed.add(data if isinstance(data, bytes) else data.encode())
+async def _launch(reward: RewardConfig, names: tuple[str, ...], sandbox: bool) -> LocalProcess:
+    """A process that has loaded these functions, or has found mistakes; ScoreFailure where it has done neither."""
+    chosen = [(name, reward.functions[name]) for name in names]
+    functions = tuple((name, function.path, function.kwargs, function.effective_scope()) for name, function in chosen)
+    printed = PrintedLines(time.monotonic)
+    spec = ProcessSpec(
+        f"reward worker ({', '.join(names)})",
+        "treadle.reward.sandbox.worker:serve_rewards",
+        pack(RewardWorkerSetup(functions, reward.cpu_time_s, reward.memory_mb, sandbox)),
+        START_TIMEOUT_S,
+        codec=WORKER_CODEC,
+        environment=worker_environment(variable for _, function in chosen for variable in function.env),
+        output=lambda data: printed.add(data) if data else printed.end(),
+    )
+    try:
+        return await SubprocessLauncher().launch(spec, _refuse, numbers=unguessable_numbers())
+    except DeadlineError as error:
+        raise ScoreFailure(Fault.TIMEOUT, f"was not imported within {START_TIMEOUT_S:g} s") from error
+    except DiedWhileStarting as error:
+        raise explain_status(error.status, reward.cpu_time_s) from error
+    except RunError as error:
+        raise ScoreFailure(Fault.CRASH, str(error)) from error
 
-    def process_exited(self) -> None:
-        """The process is dead, by our hand or another's; what it left in its group goes too."""
-        assert self._process is not None
-        status = self._process.get_returncode()
-        assert status is not None
-        kill_group(self._process.get_pid())
-        self._process.close()
-        self._stream.fail(explain_status(status, self._reward.cpu_time_s, ours=self._killed))
-        self.kill()
 
-    def connection_lost(self, error: Exception | None) -> None:
-        self._printed.end()
-        if not self.gone.done():
-            self.gone.set_result(None)
+async def _refuse(request: object) -> object:
+    raise AssertionError(f"a reward worker asks nothing: {request!r}")
 
 
 def locate(reward: RewardConfig, name: str, mistake: Mistake) -> Mistake:

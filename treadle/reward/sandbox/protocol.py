@@ -1,19 +1,15 @@
-"""Protocol between the parent and a worker: frames, the first messages, numbered requests and replies.
+"""Protocol between the parent and a reward worker, on top of `process`: setup, report, requests and replies.
 
-    parent → worker    Setup (pickle), then for each score: number and token, names (JSON), arguments (pickle)
-    worker → parent    a report (JSON), then for each function: number and token, its score or failure (JSON)
+    parent → worker    setup, then for each function: its name, and the arguments where they are new (pickles)
+    worker → parent    a report (JSON), then for each function: its score or failure (JSON)
 
-Owns the forms and their reading. The parent never unpickles what a worker sent, and reads at most `MAX_RESULT_BYTES`.
-Invariant: a reply belongs to the request whose number and token it has, once and in order; any other ends the worker.
+Owns the forms and their reading. The parent never unpickles what a worker sent, and reads at most `MAX_REPLY_BYTES`.
+Invariant: a reply belongs to the request whose number it has, and numbers cannot be guessed; any other ends the worker.
 """
 
-import asyncio
 import copyreg
-import json
-import os
 import pickle
 import signal
-import struct
 from collections import ChainMap
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -23,20 +19,37 @@ from typing import Any, cast
 
 from treadle.errors import Mistake
 from treadle.exit_status import describe_exit
+from treadle.process.channel import ChannelCodec
+from treadle.process.codec import RecordCodec
 from treadle.reward.function import RewardFunction
 from treadle.reward.result import MAX_RESULT_BYTES, Fault, ScoreFailure
 
-BOOT = "import json, sys; sys.path[:] = json.loads(sys.argv[1]); from treadle.reward.sandbox.worker import main; main()"
-"""The program text of a worker. Arguments: the parent's import path, the channel, the lifeline."""
-
-HEADER = struct.Struct("!I")
-STAMP = struct.Struct("!Q16s")
-"""The number of a request or reply, and the token that the parent drew for the request."""
+MAX_REPLY_BYTES = MAX_RESULT_BYTES + 4096
 
 
 @dataclass(frozen=True, slots=True)
-class WorkerSetup:
-    """The first message to a worker: what to load (name, path, kwargs, scope), the limits, the kind."""
+class FunctionScore:
+    """Asks for what one function says of the arguments that were sent last."""
+
+    function: str
+    arguments: bytes | None
+    """A pickle; None: those of the request before."""
+
+
+@dataclass(frozen=True, slots=True)
+class FunctionReply:
+    """A score or a failure, as `treadle.reward.result` writes it."""
+
+    data: bytes
+
+
+WORKER_CODEC = ChannelCodec(to_parent=RecordCodec(replies=(FunctionReply,), max_bytes=MAX_REPLY_BYTES).frames())
+"""What a worker sends: nothing else is read."""
+
+
+@dataclass(frozen=True, slots=True)
+class RewardWorkerSetup:
+    """What a worker is told first: what to load (name, path, kwargs, scope), the limits, the kind."""
 
     functions: tuple[tuple[str, str, Mapping[str, Any], str], ...]
     cpu_time_s: float
@@ -56,20 +69,19 @@ class WorkerReport:
 
 def write_report(
     functions: Sequence[RewardFunction], mistakes: Mapping[str, Sequence[Mistake]], missing: Sequence[str]
-) -> bytes:
+) -> dict[str, Any]:
     """A report as JSON."""
     needs = sorted({need for function in functions for need in function.needs})
     listed = {
         name: [[item.key, item.problem, item.fix, item.missing, str(item.value)] for item in found]
         for name, found in mistakes.items()
     }
-    return json.dumps({"needs": needs, "mistakes": listed, "missing": list(missing)}).encode()
+    return {"needs": needs, "mistakes": listed, "missing": list(missing)}
 
 
-def read_report(data: bytes) -> WorkerReport:
+def read_report(fields: Any) -> WorkerReport:
     """A report as its parent reads it. Nothing in it is trusted: nonsense is a failure."""
     try:
-        fields = json.loads(data)
         mistakes = {
             name: tuple(
                 Mistake(key, problem, value, fix=fix, missing=missing) for key, problem, fix, missing, value in found
@@ -77,21 +89,8 @@ def read_report(data: bytes) -> WorkerReport:
             for name, found in fields["mistakes"].items()
         }
         return WorkerReport(tuple(fields["needs"]), mistakes, tuple(map(str, fields["missing"])))
-    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise ScoreFailure(Fault.CRASH, "garbled its worker's first answer") from error
-
-
-def stamp(number: int, token: bytes, message: bytes = b"") -> bytes:
-    """A message with the number and token of what it belongs to."""
-    return STAMP.pack(number, token) + message
-
-
-def read_stamped(data: bytes) -> tuple[int, bytes, bytes]:
-    """Number, token and message."""
-    if len(data) < STAMP.size:
-        raise ScoreFailure(Fault.CRASH, "garbled its worker's answer")
-    number, token = STAMP.unpack_from(data)
-    return number, token, data[STAMP.size :]
 
 
 def explain_status(status: int, cpu_time_s: float, *, ours: bool = False) -> ScoreFailure:
@@ -130,103 +129,3 @@ def pack(value: Any) -> bytes:
 def copy(value: Any) -> Any:
     """What a worker would unpack, for functions that run in this process."""
     return pickle.loads(pack(value))
-
-
-def write_frame(channel: int, message: bytes) -> None:
-    """Send one message, waiting as long as it takes."""
-    data = memoryview(HEADER.pack(len(message)) + message)
-    while data:
-        data = data[os.write(channel, data) :]
-
-
-def read_frame(channel: int, limit: int | None = None) -> bytes | None:
-    """The next message; None when the other end is closed. ScoreFailure for one above `limit` bytes."""
-    header = _read_exactly(channel, HEADER.size)
-    if header is None:
-        return None
-    size = HEADER.unpack(header)[0]
-    if limit is not None and size > limit:
-        raise ScoreFailure(Fault.TOO_LARGE, "flooded its worker's channel")
-    return _read_exactly(channel, size)
-
-
-def _read_exactly(channel: int, size: int) -> bytes | None:
-    data = bytearray()
-    while len(data) < size:
-        piece = os.read(channel, size - len(data))
-        if not piece:
-            return None
-        data += piece
-    return bytes(data)
-
-
-class FrameStream(asyncio.Protocol):
-    """The parent's end. One reader at a time; what arrives while nothing is asked fails the stream."""
-
-    def __init__(self) -> None:
-        self.asked = True
-        """A message is due: at first the report."""
-        self._buffer = bytearray()
-        self._transport: asyncio.Transport | None = None
-        self._reader: asyncio.Future[bytes] | None = None
-        self._failure: ScoreFailure | None = None
-
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._transport = cast(asyncio.Transport, transport)  # uvloop's has the methods, not the class
-
-    def data_received(self, data: bytes) -> None:
-        self._buffer += data
-        if not self.asked:
-            self.fail(ScoreFailure(Fault.CRASH, "answered without being asked"))
-        elif len(self._buffer) > MAX_RESULT_BYTES + HEADER.size + STAMP.size:
-            self.fail(ScoreFailure(Fault.TOO_LARGE, "flooded its worker's channel"))
-        self._deliver()
-
-    def send(self, message: bytes) -> None:
-        assert self._transport is not None
-        self._transport.write(HEADER.pack(len(message)) + message)
-
-    async def receive(self) -> bytes:
-        """The next message, or the failure that ended the stream."""
-        assert self._reader is None, "two readers on one worker"
-        self._reader = asyncio.get_running_loop().create_future()
-        try:
-            self._deliver()
-            return await self._reader
-        finally:
-            self._reader = None
-
-    def fail(self, failure: ScoreFailure) -> None:
-        """End the stream: the reader, now or later, gets this failure."""
-        self._failure = self._failure or failure
-        self.abort()
-        self._deliver()
-
-    def abort(self) -> None:
-        """Close at once; unsent data is dropped."""
-        if self._transport is not None:
-            self._transport.abort()
-
-    @property
-    def quiet(self) -> bool:
-        """Nothing is left unread, and the stream has not failed."""
-        return not self._buffer and self._failure is None
-
-    def _deliver(self) -> None:
-        if self._reader is None or self._reader.done():
-            return
-        message = self._take()
-        if message is not None:
-            self._reader.set_result(message)
-        elif self._failure is not None:
-            self._reader.set_exception(self._failure)
-
-    def _take(self) -> bytes | None:
-        if len(self._buffer) < HEADER.size:
-            return None
-        end = HEADER.size + HEADER.unpack_from(self._buffer)[0]
-        if len(self._buffer) < end:
-            return None
-        message = bytes(self._buffer[HEADER.size : end])
-        del self._buffer[:end]
-        return message

@@ -17,16 +17,21 @@ Results leave on a channel of their own, so a function may print what it likes: 
 import asyncio
 import gc
 import inspect
-import json
 import os
 import pickle
+import signal
+import socket
 import sys
-from collections.abc import Iterator
+from contextlib import suppress
 from contextvars import copy_context
 from typing import Any, NoReturn
 
 from treadle.context_vars import restore
 from treadle.errors import ConfigError, Mistake
+from treadle.process.channel import RAW, BlockingChannel, ChannelClosed, FrameCodec
+from treadle.process.main import BlockingParent
+from treadle.process.rpc import RpcReply, RpcRequest
+from treadle.process.tree import kill_tree, list_children
 from treadle.reward.function import RewardFunction, load_function
 from treadle.reward.result import (
     MAX_RESULT_BYTES,
@@ -38,35 +43,22 @@ from treadle.reward.result import (
     name_function,
 )
 from treadle.reward.sandbox.confine import die_with_starter, hide, leave_network, put_up
-from treadle.reward.sandbox.limits import (
-    bound_memory,
-    bound_score,
-    die_with_parent,
-    end_strays,
-    kill_tree,
-    limit_cpu,
-    list_children,
-)
+from treadle.reward.sandbox.limits import bound_memory, bound_score, end_strays, limit_cpu
 from treadle.reward.sandbox.protocol import (
-    WorkerSetup,
+    FunctionReply,
+    FunctionScore,
+    RewardWorkerSetup,
     explain_status,
     past_cpu_time,
-    read_frame,
-    read_stamped,
-    stamp,
-    write_frame,
     write_report,
 )
 from treadle.reward.worker_output import LabelledOutput
 
 
-def main() -> None:
+def serve_rewards(parent: BlockingParent, packed: bytes) -> None:
     """Load, say what was loaded, then score until the parent hangs up."""
-    channel, lifeline = int(sys.argv[2]), int(sys.argv[3])
-    for descriptor in (channel, lifeline):
-        os.set_inheritable(descriptor, False)
-    die_with_parent(lifeline)
-    setup: WorkerSetup = pickle.loads(read_frame(channel) or b"")
+    setup: RewardWorkerSetup = pickle.loads(packed)
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # what a function does to itself ends its process
     sys.stdout = sys.stderr = _OUTPUT
     missing = [leave_network()] if setup.sandbox else []
     bound_memory(setup.memory_mb)
@@ -76,49 +68,49 @@ def main() -> None:
         hide()
         missing += put_up()
         gc.freeze()  # pages that children share stay shared
-    write_frame(channel, write_report(functions, mistakes, [item for item in missing if item]))
-    with asyncio.Runner() as runner:
-        while (asked := read_frame(channel)) is not None and (payload := read_frame(channel)) is not None:
-            number, token, names = read_stamped(asked)
-            chosen = [item for item in functions if item.name in set(json.loads(names))]
-            for at, reply in enumerate(_score_all(chosen, payload, setup, runner, kept)):
-                end_strays(kept)
-                write_frame(channel, stamp(number + at, token, reply))
+    parent.started(write_report(list(functions.values()), mistakes, [item for item in missing if item]))
+    arguments = b""
+    with asyncio.Runner() as runner, suppress(ChannelClosed):
+        while True:
+            request: RpcRequest = parent.channel.receive()
+            order: FunctionScore = request.body
+            arguments = arguments if order.arguments is None else order.arguments
+            reply = _score_one(functions[order.function], arguments, setup, runner, kept)
+            end_strays(kept)
+            parent.channel.send(RpcReply(request.number, FunctionReply(reply)))
 
 
 _OUTPUT = LabelledOutput(1)
 """What functions print."""
 
 
-def _load(setup: WorkerSetup) -> tuple[list[RewardFunction], dict[str, tuple[Mistake, ...]]]:
+def _load(setup: RewardWorkerSetup) -> tuple[dict[str, RewardFunction], dict[str, tuple[Mistake, ...]]]:
     """Every function that can be used, and every mistake; with mistakes the parent hangs up after the report."""
-    functions: list[RewardFunction] = []
+    functions: dict[str, RewardFunction] = {}
     mistakes: dict[str, tuple[Mistake, ...]] = {}
     for name, path, kwargs, scope in setup.functions:
         _OUTPUT.label = name
         try:
-            functions.append(load_function(name, path, kwargs, scope))
+            functions[name] = load_function(name, path, kwargs, scope)
         except ConfigError as error:
             mistakes[name] = error.mistakes
     return functions, mistakes
 
 
-def _score_all(
-    functions: list[RewardFunction], payload: bytes, setup: WorkerSetup, runner: asyncio.Runner, kept: set[int]
-) -> Iterator[bytes]:
-    """A reply from each function, up to the first that fails: the parent reads no further."""
+def _score_one(
+    function: RewardFunction, payload: bytes, setup: RewardWorkerSetup, runner: asyncio.Runner, kept: set[int]
+) -> bytes:
+    """A function's reply: its score or its failure, as JSON."""
+    _OUTPUT.label = function.name
     try:
-        for function in functions:
-            _OUTPUT.label = function.name
-            if setup.sandbox and function.builtin is None:
-                reply = _score_in_child(function, payload, setup, kept)
-            else:
-                with limit_cpu(setup.cpu_time_s):
-                    reply = _score(function, payload, runner)
-            _OUTPUT.end()
-            yield reply
+        if setup.sandbox and function.builtin is None:
+            return _score_in_child(function, payload, setup, kept)
+        with limit_cpu(setup.cpu_time_s):
+            return _score(function, payload, runner)
     except ScoreFailure as failure:
-        yield encode_failure(failure)
+        return encode_failure(failure)
+    finally:
+        _OUTPUT.end()
 
 
 def _score(function: RewardFunction, payload: bytes, runner: asyncio.Runner) -> bytes:
@@ -137,16 +129,17 @@ async def _wait_for(result: Any) -> Any:
     return await result
 
 
-def _score_in_child(function: RewardFunction, payload: bytes, setup: WorkerSetup, kept: set[int]) -> bytes:
+def _score_in_child(function: RewardFunction, payload: bytes, setup: RewardWorkerSetup, kept: set[int]) -> bytes:
     """One function's reply, from a child that does nothing else and is gone afterwards with all it started."""
-    ours, theirs = os.pipe()
+    ours, theirs = socket.socketpair()
+    result = BlockingChannel(ours, RAW, FrameCodec(bytes, bytes, max_bytes=MAX_RESULT_BYTES))
     child = os.fork()
     if child == 0:
-        _run_child(function, payload, setup, theirs)
-    os.close(theirs)
+        _run_child(function, payload, setup, theirs.fileno())
+    theirs.close()
     try:
         with name_function(function.name):
-            reply = read_frame(ours, MAX_RESULT_BYTES)
+            reply = _read_result(result)
             if reply is not None:
                 kill_tree(child)
             _, ended, used = os.wait4(child, 0)
@@ -155,15 +148,26 @@ def _score_in_child(function: RewardFunction, payload: bytes, setup: WorkerSetup
                 raise past_cpu_time(setup.cpu_time_s)
             if reply is None:
                 raise explain_status(os.waitstatus_to_exitcode(ended), setup.cpu_time_s)
-            if os.read(ours, 1):
+            if ours.recv(1):
                 raise ScoreFailure(Fault.CRASH, "gave more than one result")
             return reply
     finally:
         kill_tree(child)
-        os.close(ours)
+        ours.close()
 
 
-def _run_child(function: RewardFunction, payload: bytes, setup: WorkerSetup, result: int) -> NoReturn:
+def _read_result(result: BlockingChannel) -> bytes | None:
+    """What a child says; None where it ended without a word."""
+    try:
+        reply: bytes = result.receive()
+        return reply
+    except ChannelClosed:
+        if result.problem is not None:
+            raise ScoreFailure(Fault.TOO_LARGE, "flooded its worker's channel") from None
+        return None
+
+
+def _run_child(function: RewardFunction, payload: bytes, setup: RewardWorkerSetup, result: int) -> NoReturn:
     """The child: close every descriptor but output and the result's, put up the fences, score, end."""
     try:
         die_with_starter()
@@ -178,6 +182,6 @@ def _run_child(function: RewardFunction, payload: bytes, setup: WorkerSetup, res
         except ScoreFailure as failure:
             reply = encode_failure(failure)
         _OUTPUT.end()
-        write_frame(3, reply)
+        BlockingChannel(socket.socket(fileno=3), RAW).send(reply)
     finally:
         os._exit(0)
