@@ -97,7 +97,7 @@ async def local_worker(model: ModelConfig) -> AsyncIterator[Part]:
 async def local_reward() -> AsyncIterator[Part]:
     async with await Scorer.create(REWARD) as scorer:
         (pool,) = scorer._pools
-        yield (lambda: pool._idle[0].process.pid), use_scorer(scorer)
+        yield (lambda: pool._idle[0].process.process.pid), use_scorer(scorer)  # type: ignore[union-attr]
 
 
 def local_parts(model: ModelConfig) -> dict[str, Callable[[], Any]]:

@@ -479,9 +479,10 @@ def test_a_reply_after_the_last_ends_the_worker() -> None:
         async with await Scorer.create(make_config(sandbox=False)) as scorer:
             pool = scorer._pools[0]
             await scorer.score(make_task(), _say("x"))
-            worker: WorkerProcess = pool._idle[0]
+            worker = pool._idle[0].process
+            assert isinstance(worker, WorkerProcess)
             worker.process.channel.data_received(framed(forged_reply(1, b"{}")))
-            usable = worker.usable
+            usable = not worker.over
             return usable, [_value(await scorer.score(make_task(), _say("x" * size))) for size in (1, 2, 3)]
 
     assert asyncio.run(main()) == (False, [1.0, 2.0, 3.0])

@@ -394,7 +394,9 @@ class LocalProcess:
         exited = asyncio.wrap_future(self.child.exited)
         await asyncio.wait({exited}, timeout=self._end_timeout_s if timeout_s is None else timeout_s)
         self.child.kill()
-        await exited
+        await asyncio.wait({exited}, timeout=END_S)
+        if not exited.done():
+            log.warning("%s (pid %d) was killed, and was not gone after %g s", self.name, self.pid, END_S)
         await asyncio.wait({self._serving})
         await asyncio.to_thread(self.child.release)
 

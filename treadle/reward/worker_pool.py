@@ -16,11 +16,15 @@ from contextlib import contextmanager
 from treadle.config.reward import RewardConfig
 from treadle.context_vars import capture
 from treadle.errors import ConfigError, DeadlineError, RunError
+from treadle.process.supervisor import RestartPolicy, Supervisor
 from treadle.reward.function import Gather
 from treadle.reward.rate_limit import RateLimit
 from treadle.reward.result import Fault, RewardResult, ScoreFailure, blame_function
 from treadle.reward.sandbox.process import END_TIMEOUT_S, WorkerProcess
 from treadle.reward.sandbox.protocol import pack
+
+RESTART = RestartPolicy(attempts=1)
+"""A start that fails fails its score, which is tried again as scores are (`reward.retries`)."""
 
 
 class RewardWorkerPool:
@@ -34,7 +38,9 @@ class RewardWorkerPool:
         self._reward, self._rate, self._sandbox = reward, rate, sandbox
         self._places = asyncio.Semaphore(reward.num_workers)
         self._workers: set[WorkerProcess] = set()
-        self._idle: list[WorkerProcess] = []
+        supervisors = (Supervisor(self._start, RESTART) for _ in range(reward.num_workers))
+        self._idle: list[Supervisor[WorkerProcess]] = list(supervisors)
+        """Of the places that no score holds."""
         self._closed = False
 
     @classmethod
@@ -44,12 +50,11 @@ class RewardWorkerPool:
         """A pool whose workers are all up; ConfigError or RunError, and no process left, otherwise."""
         pool = cls(reward, names, rate, sandbox)
         try:
-            starts = (pool._start() for _ in range(reward.num_workers))
+            starts = (supervisor.current() for supervisor in pool._idle)
             started = await asyncio.gather(*starts, return_exceptions=True)
             for worker in started:
                 if isinstance(worker, BaseException):
                     raise worker
-                pool._idle.append(worker)
                 pool.needs, pool.missing = worker.report.needs, worker.report.missing
         except BaseException as error:
             await asyncio.shield(pool.close())
@@ -67,34 +72,24 @@ class RewardWorkerPool:
         """
         async with self._places:
             with self._explain_close():
-                worker = self._take() or await self._restart()
+                supervisor = self._idle.pop()
                 try:
+                    worker = await self._current(supervisor)
                     if turn:
                         await self._rate.turn()
                     return await worker.ask(self._pack_arguments(gather), names)
                 finally:
-                    if worker.usable:
-                        self._idle.append(worker)
-                    else:
-                        worker.kill()
+                    self._idle.append(supervisor)
 
     def _pack_arguments(self, gather: Gather) -> bytes:
         with blame_function(", ".join(self.names)):
             return pack((gather(self.needs), capture()))
 
-    def _take(self) -> WorkerProcess | None:
-        """An idle worker that did not die in the meantime."""
-        while self._idle:
-            worker = self._idle.pop()
-            if worker.usable:
-                return worker
-            worker.kill()
-        return None
-
-    async def _restart(self) -> WorkerProcess:
-        """A new worker, where the functions once could be loaded; that they now cannot is no mistake of the config."""
+    async def _current(self, supervisor: Supervisor[WorkerProcess]) -> WorkerProcess:
+        """A place's worker, started if it has to be: that its functions now cannot be loaded is no mistake of the
+        config."""
         try:
-            return await self._start()
+            return await supervisor.current()
         except (ConfigError, OSError) as error:
             names = ", ".join(self.names)
             raise ScoreFailure(Fault.CRASH, f"could not be loaded again: {error}", names) from error

@@ -174,9 +174,9 @@ class WorkerProcess:
         return measure(self.process.pid)
 
     @property
-    def usable(self) -> bool:
-        """Alive, and nothing came that was not asked for."""
-        return not self.process.child.killed and not self.process.over and self.process.channel.problem is None
+    def over(self) -> bool:
+        """Dead or killed, or something came that was not asked for."""
+        return self.process.child.killed or self.process.over or self.process.channel.problem is not None
 
     def kill(self) -> None:
         """Kill the whole tree now; `gone` is done when the system says so."""
