@@ -9,8 +9,8 @@ import pytest
 pytest.importorskip("ray")
 
 from tests import ray_cluster
-from tests.contract import test_policy
-from tests.contract.test_policy import Load, Networks, make_spec
+from tests.contract import test_policy_contract
+from tests.contract.test_policy_contract import Load, Networks, make_spec
 from treadle.cluster.ray.ranks import RemoteRanks
 from treadle.cluster.ray.seat import Seat
 from treadle.cluster.ray.solo import SoloRank, SoloSpec
@@ -52,5 +52,5 @@ def load(request: pytest.FixtureRequest, seat: Seat, directory: Path) -> Iterato
         ranks.close()  # harmless
 
 
-directory, networks = test_policy.directory, test_policy.networks
-globals().update({name: test for name, test in vars(test_policy).items() if name.startswith("test_")})
+directory, networks = test_policy_contract.directory, test_policy_contract.networks
+globals().update({name: test for name, test in vars(test_policy_contract).items() if name.startswith("test_")})
