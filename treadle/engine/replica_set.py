@@ -24,7 +24,7 @@ from treadle.errors import EngineFailure, MisuseError, nearest
 
 
 @dataclass(frozen=True, slots=True)
-class ReplicaStatus:
+class ReplicaSnapshot:
     """One replica as a person wants to see it."""
 
     name: str
@@ -75,8 +75,8 @@ class Replica:
         self.probe_at = inf
         self.probe: asyncio.Task[None] | None = None
 
-    def state(self) -> ReplicaStatus:
-        return ReplicaStatus(self.name, len(self.flights), self.ready, self.engine.version, self.last_error)
+    def state(self) -> ReplicaSnapshot:
+        return ReplicaSnapshot(self.name, len(self.flights), self.ready, self.engine.version, self.last_error)
 
 
 T = TypeVar("T")

@@ -22,7 +22,7 @@ from typing import Any
 from treadle.config.rollout import FailureConfig, LimitsConfig
 from treadle.engine.in_flight import InFlightRequest, InFlightRequests, PauseGate, WaitInterrupted
 from treadle.engine.protocol import ABORTED, Engine, Restarting, SupportsForget, SupportsSleep, WeightUpdate
-from treadle.engine.replica_set import InFlightStatus, Replica, ReplicaSet, ReplicaStatus, RoutingOptions
+from treadle.engine.replica_set import InFlightStatus, Replica, ReplicaSet, ReplicaSnapshot, RoutingOptions
 from treadle.engine.requests import AnswerCheck
 from treadle.errors import DeadlineError, EngineFailure, RequestRefused
 from treadle.types import Completion, Request, StopReason
@@ -197,7 +197,7 @@ class Router:
         if home is not None and isinstance(home.engine, SupportsForget):
             home.engine.forget(session)
 
-    def snapshot(self) -> tuple[ReplicaStatus, ...]:
+    def snapshot(self) -> tuple[ReplicaSnapshot, ...]:
         """Every replica, those that leave included."""
         return tuple(replica.state() for replica in self._fleet.replicas)
 

@@ -86,7 +86,7 @@ def num_processes(rollout: RolloutConfig) -> int:
 
 
 @dataclass(frozen=True, slots=True)
-class WorkerSetup:
+class AgentWorkerSetup:
     """What a worker process is told first."""
 
     rollout: RolloutConfig
@@ -175,7 +175,7 @@ class UpstreamEngine:
             self.peer.notify(WaitReport((replace(wait, since=0.0),)), at_once=True)
 
 
-async def serve_worker(parent: ParentConnection, setup: WorkerSetup) -> None:
+async def serve_worker(parent: ParentConnection, setup: AgentWorkerSetup) -> None:
     """Set up a worker, then run jobs until the manager's end closes."""
     engine = UpstreamEngine(setup.sends_text)
     worker = await AgentLoopWorker.create(
@@ -227,7 +227,9 @@ class _Verdict:
 class RemoteAgentWorker:
     """A `HiredWorker`. One that dies is replaced when the next job comes."""
 
-    def __init__(self, name: str, setup: WorkerSetup, engine: TokenGenerator, launcher: Callable[[], Launcher]) -> None:
+    def __init__(
+        self, name: str, setup: AgentWorkerSetup, engine: TokenGenerator, launcher: Callable[[], Launcher]
+    ) -> None:
         self._name = name
         self._setup = setup
         self._engine = engine
@@ -256,7 +258,7 @@ class RemoteAgentWorker:
         sends_text: bool = True,
     ) -> Self:
         """A worker whose process has answered, or an error. `launcher` says where, whenever one is started."""
-        worker = cls(name, WorkerSetup(rollout, model, sends_text), engine, launcher)
+        worker = cls(name, AgentWorkerSetup(rollout, model, sends_text), engine, launcher)
         await worker._supervisor.current()
         return worker
 

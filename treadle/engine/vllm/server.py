@@ -27,7 +27,7 @@ from treadle.engine.vllm.request_tracker import RequestTracker
 from treadle.errors import TreadleError
 
 
-class Session:
+class ClientConnection:
     """One client."""
 
     def __init__(self, link: ReplicaSocket, number: int, serving: RequestTracker[Any], dead: asyncio.Event) -> None:
@@ -122,7 +122,7 @@ async def _welcome(listener: socket.socket, serving: RequestTracker[Any], vocabu
     async def meet(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         link = ReplicaSocket(reader, writer)
         link.send_object(FrameKind.RESULT, 0, hello)
-        await Session(link, next(numbers), serving, dead).run()
+        await ClientConnection(link, next(numbers), serving, dead).run()
 
     await _accept(listener, meet, dead)
 
