@@ -4,8 +4,8 @@ A read is `<owner>.<key>`, where the owner is a variable or attribute named like
 `self._limits.stall_report_s`), a variable that was assigned from one (`turns = rollout.multi_turn`) or annotated with
 the section's class, or `self` inside that class. A section in a map of sections is held in a variable named like one
 of them: `loop` for `loops`, `server` for `mcp_servers`, `function` for `functions`.
-Checks (`config/rules.py`, `config/training_rules.py`) and old spellings (`config/legacy`) look at keys but do not use
-them: they do not count.
+Checks (`config/rules.py`, `config/training_rules.py`) and old spellings (`config/legacy.py`, `migrate/`) look at keys
+but do not use them: they do not count.
 
 Keys that are declared ahead of the code that will read them stand in PENDING, by class, with the folder that will.
 """
@@ -28,7 +28,7 @@ PACKAGE = Path(treadle.__file__).parent
 PENDING: dict[str, dict[str, str]] = {}
 """Class, then folder, then the keys that folder will read."""
 
-NOT_COUNTED = ("config/rules.py", "config/training_rules.py", "config/legacy/")
+NOT_COUNTED = ("config/rules.py", "config/training_rules.py", "config/legacy.py", "migrate/")
 
 
 def own_keys(cls: type[Section]) -> list[str]:

@@ -6,14 +6,8 @@ import pytest
 
 from tests.configs import ROLLOUT, TRAINING, mistake, mistakes, rollout_config, training_config
 from treadle.config import ConfigWarning, ModelConfig, RolloutConfig, TrainConfig, loads, rules
-from treadle.config.rules import (
-    ROLLOUT_RULES,
-    TRAINING_CAUTIONS,
-    TRAINING_RULES,
-    UNKNOWN,
-    UnknownValueRead,
-    check_rules,
-)
+from treadle.config.rules import ROLLOUT_RULES, UNKNOWN, UnknownValueRead, check_rules
+from treadle.config.training_rules import TRAINING_CAUTIONS, TRAINING_RULES
 
 ASYNC = ["rollout.nnodes=1", "algorithm.rollout_correction.rollout_is=token"]
 

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from treadle.errors import ConfigError
-from treadle.migrate.shell.grammar import parse
+from treadle.migrate.shell.parser import parse
 from treadle.migrate.source import Launch, read_launch
 
 START = "python3 -m verl.trainer.main_ppo"

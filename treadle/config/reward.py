@@ -1,11 +1,12 @@
 """The `reward` section: which functions and models score a trajectory, and the limits they run under."""
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Literal
 
 from treadle.config.rollout import FailureConfig, LimitsConfig, ModelConfig, OpenAIConfig, RolloutConfig, ScriptedConfig
 from treadle.config.section import REQUIRED, Options, Section, Strings, key
+from treadle.config.validate import Clashes
 
 REWARD_FUNCTIONS = (
     "exact_match",
@@ -232,11 +233,7 @@ class RewardConfig(Section):
         return tuple(dict.fromkeys(openai.api_key_env for openai in (*classifiers, *judges)))
 
 
-Clash = Iterator[tuple[str, str, str | None]]
-"""The key to blame, what is wrong, and how to mend it."""
-
-
-def scores_are_bounded(reward: RewardConfig) -> Clash:
+def scores_are_bounded(reward: RewardConfig) -> Clashes:
     """Names and numbers that must fit together, whatever gives the scores."""
     low, high = reward.bounds
     if low >= high:
@@ -251,7 +248,7 @@ def scores_are_bounded(reward: RewardConfig) -> Clash:
                 yield f"reward.{kind}.{name}.{leaf}", problem, None
 
 
-def group_rewards_are_whole(reward: RewardConfig) -> Clash:
+def group_rewards_are_whole(reward: RewardConfig) -> Clashes:
     """What scope group needs."""
     for name, function in reward.functions.items():
         place = f"reward.functions.{name}"
@@ -263,7 +260,7 @@ def group_rewards_are_whole(reward: RewardConfig) -> Clash:
             yield from _penalty_knows_what_is_correct(f"{place}.kwargs", function, reward)
 
 
-def _penalty_knows_what_is_correct(place: str, function: RewardFunctionConfig, reward: RewardConfig) -> Clash:
+def _penalty_knows_what_is_correct(place: str, function: RewardFunctionConfig, reward: RewardConfig) -> Clashes:
     samples = [name for name in reward.weights() if name not in reward.group_parts()]
     samples += reward.declared_parts()
     part = function.kwargs.get("part")
@@ -274,7 +271,7 @@ def _penalty_knows_what_is_correct(place: str, function: RewardFunctionConfig, r
         yield f"{place}.part", f"{part!r} is no part of scope sample; there are {', '.join(samples)}", None
 
 
-def reward_models_are_whole(reward: RewardConfig) -> Clash:
+def reward_models_are_whole(reward: RewardConfig) -> Clashes:
     """What must hold between the keys of reward models."""
     for name in reward.classifiers:
         if name in reward.functions:
@@ -288,7 +285,7 @@ def reward_models_are_whole(reward: RewardConfig) -> Clash:
         yield from _judge_can_be_read(f"reward.judges.{name}", reward.judges[name])
 
 
-def _classifier_is_whole(place: str, classifier: ClassifierConfig) -> Clash:
+def _classifier_is_whole(place: str, classifier: ClassifierConfig) -> Clashes:
     if not _DEVICE.fullmatch(str(classifier.device)):
         yield f"{place}.device", f"must be cpu, cuda or cuda:N, got {classifier.device!r}", None
     if classifier.placement == "endpoint" and not classifier.endpoint.base_url:
@@ -299,7 +296,7 @@ def _classifier_is_whole(place: str, classifier: ClassifierConfig) -> Clash:
         yield f"{place}.max_num_batched_tokens", problem, f"raise it to {classifier.max_length}"
 
 
-def _judge_has_an_engine(place: str, judge: JudgeConfig) -> Clash:
+def _judge_has_an_engine(place: str, judge: JudgeConfig) -> Clashes:
     engine = judge.engine
     if engine.name in ("native", "vllm") and judge.path is None:
         yield f"{place}.path", f"is needed by engine.name: {engine.name}", "give the directory of the judge's model"
@@ -323,7 +320,7 @@ def _judge_has_an_engine(place: str, judge: JudgeConfig) -> Clash:
         yield f"{place}.response_length", problem, "lower it, or raise engine.max_model_len"
 
 
-def _judge_can_be_read(place: str, judge: JudgeConfig) -> Clash:
+def _judge_can_be_read(place: str, judge: JudgeConfig) -> Clashes:
     if judge.parser is not None and judge.words:
         yield f"{place}.words", "is given, but parser reads the answer", "remove one of them"
     if judge.bounds is not None:

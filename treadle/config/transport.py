@@ -10,11 +10,11 @@ Refuses to know how any of them works. Invariant: plan and runtime ask here, so 
     disk        files in a directory that both sides see
 """
 
-from collections.abc import Iterator
 from pathlib import PurePath
 from typing import Literal
 
 from treadle.config.root import TrainConfig
+from treadle.config.validate import Clashes
 
 TransportKind = Literal["own", "shared", "store", "collective", "disk"]
 
@@ -61,7 +61,7 @@ def describe_transport(config: TrainConfig) -> str:
     return words[choose_transport(config)]
 
 
-def transport_can_work(config: TrainConfig) -> Iterator[tuple[str, str, str | None]]:
+def transport_can_work(config: TrainConfig) -> Clashes:
     """The rule: a way must lead from this policy to these engines, and what describes another way is a mistake."""
     weights, backend, way = config.trainer.weights, config.cluster.backend, choose_transport(config)
     transport = weights.transport
@@ -80,7 +80,7 @@ def transport_can_work(config: TrainConfig) -> Iterator[tuple[str, str, str | No
         yield from _describes_its_way(config, way)
 
 
-def _describes_its_way(config: TrainConfig, way: TransportKind) -> Iterator[tuple[str, str, str | None]]:
+def _describes_its_way(config: TrainConfig, way: TransportKind) -> Clashes:
     weights = config.trainer.weights
     if weights.directory is not None and way != "disk":
         fix = f"set {_KEY}.transport=disk, or leave it null"

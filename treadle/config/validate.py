@@ -6,11 +6,14 @@ number is finite.
 """
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from math import isfinite
 from types import NoneType, UnionType
 from typing import Any, Literal, NoReturn, Self, Union, get_args, get_origin
+
+Clashes = Iterator[tuple[str, str, str | None]]
+"""What a rule between keys yields: the key to blame, what is wrong, and how to mend it."""
 
 _IMPORT_PATH = re.compile(r"([^\W\d]\w*(\.[^\W\d]\w*)*|[^:\0]+\.py):[^\W\d]\w*(\.[^\W\d]\w*)*")
 _LONGEST_SHOWN = 120

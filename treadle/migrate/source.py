@@ -15,8 +15,9 @@ from treadle.config.section import Source as OriginSource
 from treadle.errors import ConfigError, Mistake, nearest
 from treadle.migrate.report import MigratedKey
 from treadle.migrate.rule import RuleKind
-from treadle.migrate.shell.grammar import parse
-from treadle.migrate.shell.interpreter import HOME, ExpandedWord, Interpreter
+from treadle.migrate.shell.expansion import HOME, ExpandedWord
+from treadle.migrate.shell.interpreter import Interpreter
+from treadle.migrate.shell.parser import parse
 from treadle.types import NOTHING
 
 MODULES: tuple[tuple[str, str], ...] = (
