@@ -1,4 +1,4 @@
-"""Asyncio helpers: foreign code in tasks, shielded cleanup, a bounded buffer, an event loop in a thread.
+"""Asyncio helpers: foreign code in tasks, concurrency, deadlines, shielded cleanup, a bounded buffer, a loop thread.
 
 Tells a cancellation or an interrupt of the caller, which passes, from `sys.exit()`, `KeyboardInterrupt` or a task
 that cancelled itself inside a user's tool, which is an error like any other. Names the place in the user's files that
@@ -6,6 +6,8 @@ an error message shows.
 
     in_own_task      foreign code in a task of its own; CancelledError only where the caller was cancelled
     run_shielded     cleanup that runs to its end or its deadline, also while the caller is cancelled
+    run_concurrently results of coroutines run together; `first_error` unwraps the error of a task group
+    within           a deadline; raises `Expired`, so that a TimeoutError of the work itself stays one
     BoundedBuffer    `put` waits while it is full, `take` waits while it is empty and not closed
     LoopThread       an event loop in a thread; `run` is awaited from another loop, `run_blocking` is called from
                      plain code; the caller's context variables arrive in both
@@ -20,8 +22,9 @@ import signal
 import sysconfig
 import threading
 from collections import deque
-from collections.abc import Callable, Coroutine, Iterable
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator, Sequence
 from concurrent.futures import Future
+from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 from traceback import FrameSummary, extract_tb
@@ -29,6 +32,8 @@ from types import CodeType
 from typing import Any, Generic, TypeVar
 
 from treadle.errors import DeadlineError, MisuseError, RunError
+
+log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
@@ -38,15 +43,15 @@ GIVE_UP_S = 5.0
 _MAX_TEXT = 1000
 
 _ABANDONED: set[asyncio.Task[Any]] = set()
-"""Tasks that nobody waits for any more; held, since an event loop holds its tasks only weakly."""
+"""Tasks that are no longer awaited; held, since an event loop holds its tasks only weakly."""
 
 
 class SelfCancelled(Exception):
-    """A task was cancelled by the code that it runs: nobody outside asked for it."""
+    """A task was cancelled by the code that it runs, not from outside."""
 
 
 def is_external_stop(error: BaseException) -> bool:
-    """Whether an exception was asked for by whoever runs this code, and must pass."""
+    """Whether an exception is a cancellation or an interrupt of the caller, and must pass."""
     if isinstance(error, asyncio.CancelledError):
         task = asyncio.current_task()
         return task is None or task.cancelling() > 0
@@ -57,7 +62,7 @@ def is_external_stop(error: BaseException) -> bool:
 
 
 async def in_own_task(work: Coroutine[Any, Any, T], give_up_s: float = GIVE_UP_S) -> T:
-    """What `work` gives. In a task of its own, so that what it does to its task is told from what the caller's is told.
+    """What `work` gives. Runs in a task of its own, so that a cancellation from inside is told from one of the caller.
 
     SelfCancelled where it cancelled itself. A cancelled caller waits for its end, and at most `give_up_s`.
     """
@@ -158,9 +163,6 @@ def _libraries() -> tuple[str, ...]:
     return (*(folders(name) for name in ("stdlib", "purelib", "platlib")), *ours)
 
 
-log = logging.getLogger(__name__)
-
-
 async def run_shielded(work: Coroutine[Any, Any, None], deadline_s: float, what: str) -> None:
     """Run `work` to its end, or to the deadline, whatever happens to the caller. A failure is logged, not raised."""
     task = asyncio.create_task(as_result(work), name=what)
@@ -184,8 +186,52 @@ async def run_shielded(work: Coroutine[Any, Any, None], deadline_s: float, what:
         raise cancelled
 
 
+async def run_concurrently(work: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
+    """Run coroutines together; a single one is simply awaited."""
+    if len(work) == 1:
+        return [await work[0]]
+    async with asyncio.TaskGroup() as group:
+        running = [group.create_task(item) for item in work]
+    return task_results(running)
+
+
+def task_results(ended: Sequence[asyncio.Task[T]]) -> list[T]:
+    """Results of tasks that have ended. A task group ignores one that was cancelled: a sample would be missing."""
+    lost = sum(task.cancelled() for task in ended)
+    if lost:
+        raise RunError(f"{lost} of {len(ended)} samples were cancelled from inside: their results are missing")
+    return [task.result() for task in ended]
+
+
+@contextmanager
+def first_error() -> Iterator[None]:
+    """Around a task group: raise the error that ended it instead of an exception group."""
+    try:
+        yield
+    except BaseExceptionGroup as group:
+        error: BaseException = group
+        while isinstance(error, BaseExceptionGroup):
+            error = error.exceptions[0]
+        raise error from None
+
+
+class Expired(Exception):
+    """A tool had its time and gave no answer."""
+
+
+async def within(timeout_s: float, work: Awaitable[T]) -> T:
+    """What `work` gives; Expired when the time is over. A TimeoutError of the work's own stays one."""
+    try:
+        async with asyncio.timeout(timeout_s) as limit:
+            return await work
+    except TimeoutError as error:
+        if limit.expired():
+            raise Expired from error
+        raise
+
+
 class BoundedBuffer(Generic[T]):
-    """Items in the order they were put."""
+    """First-in first-out buffer: `put` waits while it is full, `take` while it is empty and not closed."""
 
     def __init__(self, most: int) -> None:
         self._most = most
@@ -206,7 +252,7 @@ class BoundedBuffer(Generic[T]):
             self._changed.notify_all()
 
     async def take(self) -> list[T]:
-        """Everything there is, at least one item; an empty list once the feed is closed and empty."""
+        """Everything there is, at least one item; an empty list once the buffer is closed and empty."""
         async with self._changed:
             await self._changed.wait_for(lambda: self._items or self._closed)
             taken = list(self._items)

@@ -19,8 +19,8 @@ from treadle.process import codec
 from treadle.process.codec import Garbage
 from treadle.process.main import read_started, write_not_started
 from treadle.process.rpc import RpcCancel, RpcError, RpcNotify, RpcReply, RpcRequest
+from treadle.rollout.protocol import Dropped
 from treadle.rollout.remote_worker import WORKER_CODEC, WaitReport
-from treadle.rollout.worker import Dropped
 from treadle.types import Request, SamplingParams, Score, Trajectory
 
 encode, decode = WORKER_CODEC.encode, WORKER_CODEC.decode

@@ -17,7 +17,8 @@ from tests import rollouts
 from tests.chatter import STOPS, chatting, speaking
 from treadle.journal import Journal, JournalReader, RunStatus, read_starts
 from treadle.rollout.completion_log import CompletionLog
-from treadle.rollout.worker import AgentLoopWorker, Job
+from treadle.rollout.protocol import Job
+from treadle.rollout.worker import AgentLoopWorker
 from treadle.trainer.resume import RunHistory
 from treadle.types import Completion, Request, SamplingParams, Trajectory
 

@@ -12,8 +12,9 @@ from treadle.engine.scripted import ScriptedEngine
 from treadle.errors import ConfigError
 from treadle.rollout.agent_loop import AgentLoopBase
 from treadle.rollout.environment import Reply
+from treadle.rollout.protocol import Dropped, Job
 from treadle.rollout.session import Session
-from treadle.rollout.worker import AgentLoopWorker, Dropped, Job
+from treadle.rollout.worker import AgentLoopWorker
 from treadle.types import SamplingParams, Status, StopReason, ToolStatus, Trajectory
 
 TOOLS = {"default_agent_loop": "tool_agent", "tools": ("tests.rollouts:add",)}

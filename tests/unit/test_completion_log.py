@@ -20,8 +20,9 @@ from treadle.engine.protocol import WeightUpdate
 from treadle.engine.scripted import ScriptedEngine
 from treadle.errors import EngineFailure, MisuseError, RunError
 from treadle.journal import Journal, JournalReader
-from treadle.rollout.completion_log import CompletionLog, digest
-from treadle.rollout.worker import AgentLoopWorker, Job
+from treadle.rollout.completion_log import CompletionLog, prompt_digest
+from treadle.rollout.protocol import Job
+from treadle.rollout.worker import AgentLoopWorker
 from treadle.types import Completion, RecordedCompletion, Request, SamplingParams, StopReason, Trajectory
 
 INTERVAL_S = 5.0
@@ -45,7 +46,9 @@ def answer(*ids: int, stop: StopReason = StopReason.STOP) -> Completion:
 
 
 def part_of(request: Request, number: int, completion: Completion) -> RecordedCompletion:
-    return RecordedCompletion(request.uid, request.sample, number, len(request.ids), digest(request.ids), completion)
+    return RecordedCompletion(
+        request.uid, request.sample, number, len(request.ids), prompt_digest(request.ids), completion
+    )
 
 
 @contextmanager
@@ -78,11 +81,11 @@ def counted(monkeypatch: pytest.MonkeyPatch, journal: Journal) -> list[str]:
 def test_without_a_journal_requests_are_passed_on() -> None:
     async def main() -> None:
         engine = Engine()
-        recall = CompletionLog(engine, None)
-        assert await recall.generate(ask("hello")) == answer(5)
-        recall.forget("task/0")
-        await recall.flush()
-        recall.close()
+        completion_log = CompletionLog(engine, None)
+        assert await completion_log.generate(ask("hello")) == answer(5)
+        completion_log.forget("task/0")
+        await completion_log.flush()
+        completion_log.close()
         assert len(engine.asked) == 1
 
     asyncio.run(main())
@@ -92,13 +95,13 @@ def test_a_session_shorter_than_the_interval_never_touches_the_journal(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def main(journal: Journal) -> None:
-        recall = CompletionLog(Engine(0.9 * INTERVAL_S), journal)
+        completion_log = CompletionLog(Engine(0.9 * INTERVAL_S), journal)
         for sample in range(3):
-            await recall.generate(ask(sample=sample))
+            await completion_log.generate(ask(sample=sample))
             await asyncio.sleep(0.9 * INTERVAL_S)
-            recall.forget(f"task/{sample}")
+            completion_log.forget(f"task/{sample}")
         await asyncio.sleep(10 * INTERVAL_S)
-        recall.close()
+        completion_log.close()
 
     with opened(tmp_path) as journal:
         calls = counted(monkeypatch, journal)
@@ -110,20 +113,20 @@ def test_the_parts_of_an_open_session_are_written_when_they_are_old_enough(tmp_p
     first, second = ask("a"), ask("ab")
 
     async def main(journal: Journal) -> None:
-        recall = CompletionLog(Engine(), journal)
-        await recall.generate(first)
+        completion_log = CompletionLog(Engine(), journal)
+        await completion_log.generate(first)
         await asyncio.sleep(0.6 * INTERVAL_S)
-        await recall.generate(second)
-        await recall.generate(ask("x", sample=1))
+        await completion_log.generate(second)
+        await completion_log.generate(ask("x", sample=1))
         assert kept(journal) == []
         await asyncio.sleep(0.5 * INTERVAL_S)
         assert kept(journal) == [part_of(first, 0, answer(1)), part_of(second, 1, answer(2))]
         await asyncio.sleep(INTERVAL_S)
         assert [(part.sample, part.number) for part in kept(journal)] == [(0, 0), (0, 1), (1, 0)]
-        recall.forget("task/0")
+        completion_log.forget("task/0")
         assert [(part.sample, part.number) for part in kept(journal)] == [(1, 0)]
-        await recall.generate(ask("y"))
-        recall.close()
+        await completion_log.generate(ask("y"))
+        completion_log.close()
         assert [(part.sample, part.number) for part in kept(journal)] == [(0, 0), (1, 0)]
 
     in_journal(tmp_path, main)
@@ -131,23 +134,23 @@ def test_the_parts_of_an_open_session_are_written_when_they_are_old_enough(tmp_p
 
 def test_nothing_runs_while_nothing_is_unwritten(tmp_path: Path) -> None:
     async def main(journal: Journal) -> None:
-        recall = CompletionLog(Engine(), journal)
-        await recall.generate(ask())
+        completion_log = CompletionLog(Engine(), journal)
+        await completion_log.generate(ask())
         await asyncio.sleep(2 * INTERVAL_S)
-        assert recall._timer is None and not recall._unwritten
+        assert completion_log._timer is None and not completion_log._unwritten
 
     in_journal(tmp_path, main)
 
 
 def test_a_flush_writes_at_once(tmp_path: Path) -> None:
     async def main(journal: Journal) -> None:
-        recall = CompletionLog(Engine(), journal)
+        completion_log = CompletionLog(Engine(), journal)
         for sample in range(600):
-            await recall.generate(ask(sample=sample))
-        await recall.flush()
+            await completion_log.generate(ask(sample=sample))
+        await completion_log.flush()
         with JournalReader.open(tmp_path) as reader:
             assert len(reader.parts("task")) == 600
-        recall.close()
+        completion_log.close()
 
     in_journal(tmp_path, main)
 
@@ -159,32 +162,32 @@ def test_recovered_parts_are_answered_without_the_engine_until_they_end(tmp_path
 
     async def main(journal: Journal) -> None:
         engine = Engine()
-        recall = CompletionLog(engine, journal)
+        completion_log = CompletionLog(engine, journal)
         journal.add_parts(parts := [part_of(first, 0, half), part_of(second, 1, rest)])
-        recall.recover(parts)
-        assert await recall.generate(first) == half
-        assert await recall.generate(second) == rest
-        assert (engine.asked, recall.num_recovered) == ([], 3)
+        completion_log.recover(parts)
+        assert await completion_log.generate(first) == half
+        assert await completion_log.generate(second) == rest
+        assert (engine.asked, completion_log.num_recovered) == ([], 3)
         third = ask("hello again")
-        await recall.generate(third)
+        await completion_log.generate(third)
         assert engine.asked == [third]
-        await recall.flush()
+        await completion_log.flush()
         assert kept(journal) == [*parts, part_of(third, 2, answer(11))]
-        recall.forget("task/0")
+        completion_log.forget("task/0")
         assert kept(journal) == []
-        recall.close()
+        completion_log.close()
 
     in_journal(tmp_path, main)
 
 
 def test_recovered_parts_leave_the_journal_with_their_session(tmp_path: Path) -> None:
     async def main(journal: Journal) -> None:
-        recall = CompletionLog(Engine(), journal)
+        completion_log = CompletionLog(Engine(), journal)
         journal.add_parts(parts := [part_of(ask(), 0, answer(1))])
-        recall.recover(parts)
-        await recall.generate(ask())
+        completion_log.recover(parts)
+        await completion_log.generate(ask())
         assert kept(journal) == parts
-        recall.forget("task/0")
+        completion_log.forget("task/0")
         assert kept(journal) == []
 
     in_journal(tmp_path, main)
@@ -201,15 +204,15 @@ def test_from_the_first_difference_on_the_engine_is_asked(tmp_path: Path, reques
 
     async def main(journal: Journal) -> None:
         engine = Engine()
-        recall = CompletionLog(engine, journal)
-        recall.recover(parts)
-        await recall.generate(request_)
-        await recall.generate(second)
+        completion_log = CompletionLog(engine, journal)
+        completion_log.recover(parts)
+        await completion_log.generate(request_)
+        await completion_log.generate(second)
         assert engine.asked == [request_, second]
-        assert recall.num_recovered == 0
-        await recall.flush()
+        assert completion_log.num_recovered == 0
+        await completion_log.flush()
         assert [part.completion for part in kept(journal)] == [answer(len(request_.ids)), answer(len(second.ids))]
-        recall.close()
+        completion_log.close()
 
     in_journal(tmp_path, main)
 
@@ -217,13 +220,13 @@ def test_from_the_first_difference_on_the_engine_is_asked(tmp_path: Path, reques
 def test_parts_of_one_session_are_no_answer_for_another(tmp_path: Path) -> None:
     async def main(journal: Journal) -> None:
         engine = Engine()
-        recall = CompletionLog(engine, journal)
-        recall.recover([part_of(ask(), 0, answer(9))])
-        assert await recall.generate(ask(sample=1)) == answer(5)
-        assert await recall.generate(ask(uid="other")) == answer(5)
-        assert await recall.generate(ask()) == answer(9)
+        completion_log = CompletionLog(engine, journal)
+        completion_log.recover([part_of(ask(), 0, answer(9))])
+        assert await completion_log.generate(ask(sample=1)) == answer(5)
+        assert await completion_log.generate(ask(uid="other")) == answer(5)
+        assert await completion_log.generate(ask()) == answer(9)
         assert len(engine.asked) == 2
-        recall.close()
+        completion_log.close()
 
     in_journal(tmp_path, main)
 
@@ -237,13 +240,13 @@ def test_forks_that_ask_side_by_side_are_told_apart_by_the_order_they_asked_in(t
             return await super().generate(request)
 
     async def main(journal: Journal) -> None:
-        recall = CompletionLog(Uneven(), journal)
-        asking = asyncio.gather(recall.generate(slow), recall.generate(fast))
+        completion_log = CompletionLog(Uneven(), journal)
+        asking = asyncio.gather(completion_log.generate(slow), completion_log.generate(fast))
         await asyncio.sleep(2 * INTERVAL_S)
         parts = kept(journal)
         assert parts == [part_of(fast, 1, answer(4))]
         asking.cancel()
-        recall.close()
+        completion_log.close()
 
         engine = Engine()
         after = CompletionLog(engine, journal)
@@ -260,42 +263,44 @@ def test_forks_that_come_in_another_order_get_their_own_answers(tmp_path: Path) 
 
     async def main(journal: Journal) -> None:
         engine = Engine()
-        recall = CompletionLog(engine, journal)
-        recall.recover([replace(part_of(first, 0, answer(1)), row=1), replace(part_of(second, 0, answer(2)), row=2)])
-        assert (await recall.generate(second)).ids == (2,)
-        assert (await recall.generate(first)).ids == (1,)
+        completion_log = CompletionLog(engine, journal)
+        completion_log.recover(
+            [replace(part_of(first, 0, answer(1)), row=1), replace(part_of(second, 0, answer(2)), row=2)]
+        )
+        assert (await completion_log.generate(second)).ids == (2,)
+        assert (await completion_log.generate(first)).ids == (1,)
         assert not engine.asked
-        recall.close()
+        completion_log.close()
 
     in_journal(tmp_path, main)
 
 
 def test_a_session_that_is_forgotten_while_it_waits_leaves_nothing(tmp_path: Path) -> None:
     async def main(journal: Journal) -> None:
-        recall = CompletionLog(Engine(1.0), journal)
-        waiting = asyncio.ensure_future(recall.generate(ask()))
+        completion_log = CompletionLog(Engine(1.0), journal)
+        waiting = asyncio.ensure_future(completion_log.generate(ask()))
         await asyncio.sleep(0.5)
-        recall.forget("task/0")
+        completion_log.forget("task/0")
         await waiting
-        await recall.flush()
+        await completion_log.flush()
         assert kept(journal) == []
-        assert not recall._open and not recall._unwritten
+        assert not completion_log._open and not completion_log._unwritten
 
     in_journal(tmp_path, main)
 
 
 def test_memory_is_what_open_sessions_hold(tmp_path: Path) -> None:
     async def main(journal: Journal) -> None:
-        recall = CompletionLog(Engine(), journal)
-        recall.recover([part_of(ask(sample=7), 0, answer(1))])
+        completion_log = CompletionLog(Engine(), journal)
+        completion_log.recover([part_of(ask(sample=7), 0, answer(1))])
         for sample in range(50):
-            await recall.generate(ask(sample=sample))
+            await completion_log.generate(ask(sample=sample))
         await asyncio.sleep(2 * INTERVAL_S)
-        assert all(not memory.unwritten for memory in recall._open.values())
+        assert all(not memory.unwritten for memory in completion_log._open.values())
         for sample in range(50):
-            recall.forget(f"task/{sample}")
-            recall.forget(f"task/{sample}")
-        assert not recall._open and not recall._unwritten
+            completion_log.forget(f"task/{sample}")
+            completion_log.forget(f"task/{sample}")
+        assert not completion_log._open and not completion_log._unwritten
         assert kept(journal) == []
 
     in_journal(tmp_path, main)
@@ -310,28 +315,28 @@ def test_an_engine_that_fails_leaves_no_part(tmp_path: Path) -> None:
             return await super().generate(request)
 
     async def main(journal: Journal) -> None:
-        recall = CompletionLog(Broken(), journal)
+        completion_log = CompletionLog(Broken(), journal)
         with pytest.raises(EngineFailure):
-            await recall.generate(ask())
-        await recall.generate(ask())
-        await recall.flush()
+            await completion_log.generate(ask())
+        await completion_log.generate(ask())
+        await completion_log.flush()
         assert [part.number for part in kept(journal)] == [1]
-        recall.close()
+        completion_log.close()
 
     in_journal(tmp_path, main)
 
 
 def test_while_the_journal_is_full_parts_wait(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     async def main(journal: Journal) -> None:
-        recall = CompletionLog(Engine(), journal)
+        completion_log = CompletionLog(Engine(), journal)
         with monkeypatch.context() as patch:
             patch.setattr(Journal, "full", True)
-            await recall.generate(ask())
+            await completion_log.generate(ask())
             await asyncio.sleep(3 * INTERVAL_S)
             assert kept(journal) == []
         await asyncio.sleep(INTERVAL_S)
         assert len(kept(journal)) == 1
-        recall.close()
+        completion_log.close()
 
     in_journal(tmp_path, main)
 
@@ -340,13 +345,13 @@ def test_a_dead_journal_is_heard_of_from_those_who_watch_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     async def main(journal: Journal) -> None:
-        recall = CompletionLog(Engine(), journal)
+        completion_log = CompletionLog(Engine(), journal)
         monkeypatch.setattr(journal._writer, "error", RunError("the disk is full"))
-        await recall.generate(ask())
+        await completion_log.generate(ask())
         await asyncio.sleep(3 * INTERVAL_S)
         with pytest.raises(RunError, match="the disk is full"):
-            await recall.flush()
-        recall.close()
+            await completion_log.flush()
+        completion_log.close()
         monkeypatch.undo()
 
     with caplog.at_level(logging.ERROR), opened(tmp_path) as journal:
@@ -356,11 +361,11 @@ def test_a_dead_journal_is_heard_of_from_those_who_watch_it(
 
 def test_a_session_that_began_cannot_be_recovered(tmp_path: Path) -> None:
     async def main(journal: Journal) -> None:
-        recall = CompletionLog(Engine(), journal)
-        await recall.generate(ask())
+        completion_log = CompletionLog(Engine(), journal)
+        await completion_log.generate(ask())
         with pytest.raises(AssertionError, match="task/0 has begun"):
-            recall.recover([part_of(ask(), 0, answer(1))])
-        recall.close()
+            completion_log.recover([part_of(ask(), 0, answer(1))])
+        completion_log.close()
 
     in_journal(tmp_path, main)
 
@@ -368,10 +373,10 @@ def test_a_session_that_began_cannot_be_recovered(tmp_path: Path) -> None:
 def test_a_closed_journal_that_lacks_parts_is_misuse(tmp_path: Path) -> None:
     async def main() -> None:
         with opened(tmp_path) as journal:
-            recall = CompletionLog(Engine(), journal)
-            await recall.generate(ask())
+            completion_log = CompletionLog(Engine(), journal)
+            await completion_log.generate(ask())
         with pytest.raises(MisuseError, match="is closed"):
-            recall.close()
+            completion_log.close()
 
     run(main())
 
@@ -382,20 +387,20 @@ def test_a_closed_journal_that_lacks_parts_is_misuse(tmp_path: Path) -> None:
 class Life:
     """One process' share of the work: engine, recall and worker."""
 
-    def __init__(self, engine: ScriptedEngine, recall: CompletionLog, worker: AgentLoopWorker) -> None:
+    def __init__(self, engine: ScriptedEngine, completion_log: CompletionLog, worker: AgentLoopWorker) -> None:
         self.engine = engine
-        self.recall = recall
+        self.completion_log = completion_log
         self.worker = worker
 
     @classmethod
     async def begin(cls, journal: Journal | None, interval_s: float) -> "Life":
         made = rollouts.renderer()
         engine = rollouts.engine(speaking(12), latency_s=4.0, latency_tail=3.0)
-        recall = CompletionLog(engine, journal, interval_s=interval_s)
+        completion_log = CompletionLog(engine, journal, interval_s=interval_s)
         rollout = chatting(400, turns=4, pause_s=0.5)
         model: Any = None
-        worker = await AgentLoopWorker.create(rollout=rollout, model=model, engine=recall, renderer=made)
-        return cls(engine, recall, worker)
+        worker = await AgentLoopWorker.create(rollout=rollout, model=model, engine=completion_log, renderer=made)
+        return cls(engine, completion_log, worker)
 
     async def sample(self, sample: int) -> Trajectory:
         sampling = SamplingParams(400, stop_token_ids=STOPS, seed=5)
@@ -434,7 +439,7 @@ def uninterrupted(sample: int) -> list[tuple[Any, ...]]:
 async def killed(run_dir: Path, dies_at: float, updates: list[float], interval_s: float) -> None:
     with opened(run_dir) as journal:
         life = await Life.begin(journal, interval_s)
-        life.recall.recover(spoken_parts(run_dir))
+        life.completion_log.recover(spoken_parts(run_dir))
         work: list[Coroutine[Any, Any, Any]] = [life.sample(0), life.sample(1), life.interrupt_at(updates)]
         with suppress(TimeoutError):
             await asyncio.wait_for(asyncio.gather(*work), dies_at)
@@ -443,9 +448,9 @@ async def killed(run_dir: Path, dies_at: float, updates: list[float], interval_s
 async def finished(run_dir: Path, interval_s: float) -> tuple[list[Trajectory], int]:
     with opened(run_dir) as journal:
         life = await Life.begin(journal, interval_s)
-        life.recall.recover(spoken_parts(run_dir))
+        life.completion_log.recover(spoken_parts(run_dir))
         done = [await life.sample(0), await life.sample(1)]
-        return done, life.recall.num_recovered
+        return done, life.completion_log.num_recovered
 
 
 MOMENTS = st.floats(0.0, 40.0)
@@ -495,8 +500,8 @@ def test_a_tool_that_answers_otherwise_costs_only_what_came_after_it(tmp_path: P
     async def main() -> int:
         with opened(tmp_path) as journal:
             life = await Life.begin(journal, 0.5)
-            life.recall.recover(spoilt)
+            life.completion_log.recover(spoilt)
             assert tokens(await life.sample(0)) == expected
-            return life.recall.num_recovered
+            return life.completion_log.num_recovered
 
     assert run(main()) == len(parts[0].completion.ids)

@@ -21,7 +21,7 @@ from treadle.errors import (
     ToolFailure,
 )
 from treadle.rollout.dispatch import Dispatcher, RolloutRequest
-from treadle.rollout.worker import Dropped, Job
+from treadle.rollout.protocol import Dropped, Job
 from treadle.types import Outcome, SamplingParams, Score, StopReason, Trajectory
 
 ORDER = RolloutRequest(SamplingParams(8), n=4)

@@ -25,8 +25,8 @@ from treadle.reward.result import Fault, ScoreFailure
 from treadle.reward.scorer import Scorer
 from treadle.rollout.completion_log import RecoveredTask
 from treadle.rollout.dispatch import Dispatcher, RolloutRequest
+from treadle.rollout.protocol import Dropped, Job
 from treadle.rollout.run import RolloutResult, run_rollout
-from treadle.rollout.worker import Dropped, Job
 from treadle.types import Group, Outcome, Row, SamplingParams, Score, StopReason, Task, Trajectory
 
 HERE = __name__

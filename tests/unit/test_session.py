@@ -16,7 +16,8 @@ from treadle.engine import rng
 from treadle.errors import EngineFailure, MisuseError
 from treadle.rollout.parsers import parser
 from treadle.rollout.protocol import Services
-from treadle.rollout.session import Session, SessionRecord
+from treadle.rollout.session import Session
+from treadle.rollout.trajectory_builder import SessionRecord
 from treadle.types import Completion, Request, Row, SamplingParams, StopReason, ToolCall, ToolResult, ToolStatus
 
 PROMPT = (1, 2, 3)

@@ -12,11 +12,11 @@ from typing import Any
 import httpx
 import pytest
 
+from treadle.aio import Expired
 from treadle.config.rollout import MultiTurnConfig
 from treadle.errors import EngineFailure, ToolFailure
 from treadle.rollout.tools import FunctionTool, SessionTools, Toolbox, tool
 from treadle.rollout.tools import invoke as attempts_module
-from treadle.rollout.tools.base import Expired
 from treadle.rollout.tools.function import unique_by_name
 from treadle.rollout.tools.thread_pool import DaemonThreadPool
 from treadle.rollout.tools.validators import compile_validator

@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
 
+from treadle.aio import first_error
 from treadle.engine.protocol import Engine, ProcessEngine, SupportsSleep, WeightUpdate
 from treadle.engine.replica_supervisor import ReplicaSupervisor
-from treadle.rollout.dispatch import first_error
 from treadle.weights.sync import WeightLock, WeightReceiver
 
 T = TypeVar("T")

@@ -97,7 +97,7 @@ def special_tokens(tokenizer: ChatTokenizer) -> dict[str, int]:
 
 
 def _make_encode(tokenizer: ChatTokenizer) -> Encode:
-    """The fastest exact call: the batch form of the Rust core skips the offsets that nobody reads here."""
+    """The fastest exact call: the batch form of the Rust core skips the offsets, which are not used here."""
     if tokenizer.is_fast:
         core = tokenizer.backend_tokenizer
         core.no_truncation()
@@ -121,7 +121,7 @@ def _make_encode(tokenizer: ChatTokenizer) -> Encode:
 
 
 def _mend(text: str) -> str:
-    """Half a surrogate pair has no bytes, hence no ids; whoever produced it meant some other character."""
+    """Half a surrogate pair has no bytes, hence no ids; its source meant some other character."""
     return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
 
 

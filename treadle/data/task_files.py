@@ -20,7 +20,7 @@ from treadle.types import Message, Task
 
 FORMATS = (".jsonl", ".ndjson", ".json", ".parquet")
 SOURCE_FORMS = "JSONL or Parquet files, reasoning_gym:NAME, or package.module:function"
-"""What an entry of a file list may be, for people who gave something else."""
+"""What an entry of a file list may be, for the error message about one that is not."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -38,7 +38,7 @@ class Audit:
     trained_again: int
     """Tasks of steps that a crash undid."""
     reused: int
-    """Trajectories that an earlier start had finished, and nobody sampled again."""
+    """Trajectories that an earlier start had finished, and that were not sampled again."""
     continued: int
     """Sessions that went on from tokens of an earlier start."""
     problems: tuple[str, ...]
@@ -242,7 +242,7 @@ def _expect(books: _TaskStates, position: int, expected: _TaskStatus | None, wha
 
 
 def _find_gaps(books: _TaskStates) -> None:
-    """Positions that nobody admitted; as ranges, since one wrong position may leave a gap of any size."""
+    """Positions never admitted; as ranges, since one wrong position may leave a gap of any size."""
     expected = books.first.position
     known = (position for position in books.places if books.first.position <= position < books.admitted)
     for position in (*sorted(known), books.admitted):

@@ -68,7 +68,7 @@ class ChartMark:
 
 @dataclass(frozen=True, slots=True)
 class ChartNote:
-    """What a reader sees who points at some columns."""
+    """Tooltip of some columns."""
 
     begins: float
     ends: float

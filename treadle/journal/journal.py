@@ -267,7 +267,7 @@ def _cannot_write(run_dir: Path, error: OSError) -> RunError:
 
 
 def _close_all() -> None:
-    """A journal that nobody closed: its last records are written before the process ends."""
+    """A journal that was not closed: its last records are written before the process ends."""
     for journal in tuple(_open_journals):
         try:
             journal.close_blocking(RunStatus.INTERRUPTED, "the process ended first", _EXIT_TIMEOUT_S)

@@ -44,7 +44,7 @@ class PartsAdded(NamedTuple):
 
 
 class SessionEnded(NamedTuple):
-    """A session whose parts nobody needs any more."""
+    """A session whose parts are no longer needed."""
 
     uid: str
     sample: int

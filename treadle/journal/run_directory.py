@@ -59,7 +59,7 @@ class RunFile:
 
     @classmethod
     def open(cls, run_dir: Path, command: Sequence[str], now: float) -> "RunFile":
-        """List this start. Earlier ones that still read as running died without a word: nobody else holds the lock."""
+        """List this start. Earlier ones that still read as running were killed: no other process holds the lock."""
         earlier = tuple(
             replace(start, status=RunStatus.CRASHED, cause="it died without a word")
             if start.status is RunStatus.RUNNING
@@ -174,7 +174,7 @@ class RunLock:
 
     @classmethod
     def take(cls, run_dir: Path, now: float) -> "RunLock":
-        """Hold the directory, or raise RunError that names who does."""
+        """Hold the directory, or raise RunError that names the process that does."""
         path = run_dir / LOCK_FILE
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:

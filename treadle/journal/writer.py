@@ -108,7 +108,7 @@ class JournalWriter:
         try:
             with closing(self._store):
                 self._write_until_stopped()
-        except Exception as error:  # noqa: BLE001 - whatever it is, everyone who waits must hear of it
+        except Exception as error:  # noqa: BLE001 - whatever it is, every waiter must get it
             self._end(error)
         else:
             self._end(None)
@@ -125,7 +125,7 @@ class JournalWriter:
             self._make_room()
 
     def _write(self, size: int) -> None:
-        """Write the next `size` things of the queue, and tell those who wait for them."""
+        """Write the next `size` things of the queue, and release those that wait for them."""
         taken = [self._queue.popleft() for _ in range(size)]
         self._in_hand = [thing for thing in taken if isinstance(thing, Stamped)]
         marks = [thing for thing in taken if isinstance(thing, Future)]
@@ -171,7 +171,7 @@ class JournalWriter:
         )
 
     def _release(self) -> None:
-        """Nobody waits for a thread that has ended."""
+        """Release all waiters: the thread has ended."""
         with self._releasing:
             for waiting in (self._told, self._queue, self._room):
                 while waiting:

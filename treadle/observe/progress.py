@@ -251,7 +251,7 @@ class LiveProgress:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Show the last numbers. A stream that nobody reads is left behind after a moment."""
+        """Show the last numbers. A stream that is not read is abandoned after a moment."""
         self._over.set()
         self._thread.join(_EXIT_TIMEOUT_S)
 
@@ -271,7 +271,7 @@ class LiveProgress:
             finally:
                 screen.close()
         except (OSError, ValueError):
-            return  # the stream is gone, and with it whoever looked on
+            return  # the stream is gone, and with it the viewer
 
     def _choose(self) -> tuple[ProgressScreen, float]:
         if not self._stream.isatty():

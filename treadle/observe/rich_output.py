@@ -27,7 +27,7 @@ _STYLES = {"ready": "green", "paused": "yellow", "dead": "red"}
 class _ProgressConsole(Console):
     def on_broken_pipe(self) -> NoReturn:
         """Rich would end the process here."""
-        raise BrokenPipeError("nobody reads the terminal any more")
+        raise BrokenPipeError("the terminal is gone")
 
 
 class TerminalScreen:

@@ -24,7 +24,7 @@ class Spans:
         self._epoch = time.time() - clock()
         self._intervals: list[Interval] = []
         self.current = ""
-        """The span that is open, for whoever shows what a run is doing."""
+        """The span that is open, for views of what a run is doing."""
 
     @contextmanager
     def __call__(self, name: str) -> Iterator[None]:

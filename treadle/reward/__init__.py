@@ -23,7 +23,7 @@ What a worker process protects the run from
 - Noise: standard input is empty; output and core dumps are dropped.
 - The parent's death, by SIGKILL too: the kernel kills the worker's process group.
 - Secrets: a worker's environment is an allow-list, and what `env` of its functions names.
-- Order: replies are numbered; one that nobody asked for ends the worker.
+- Order: replies are numbered; an unrequested one ends the worker.
 - Code of a model: functions with `sandbox: true`, and `math` and `reasoning_gym`, may neither write, connect nor reach
   other processes (`treadle.reward.sandbox`). No built-in runs an answer as code.
 

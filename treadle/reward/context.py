@@ -16,11 +16,11 @@ from treadle.types import Completion, Request
 StartEngines = Callable[
     [RolloutConfig, ModelConfig, Renderer, str | None, Sequence[Gpu] | None], Awaitable[Sequence[Engine]]
 ]
-"""Starts every replica of a section. The last arguments are the key of an endpoint, and the GPUs, if somebody chose."""
+"""Starts every replica of a section. The last arguments: the key of an endpoint, and the GPUs, if some were chosen."""
 
 
 class JudgeGenerator(Protocol):
-    """Whoever answers requests."""
+    """Answers requests."""
 
     async def generate(self, request: Request) -> Completion: ...
 
@@ -43,4 +43,4 @@ class RewardContext:
 
 
 NO_CONTEXT = RewardContext()
-"""A scorer with nothing around it."""
+"""A scorer outside a rollout."""

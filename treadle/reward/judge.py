@@ -52,7 +52,7 @@ _PLACES = {"model.": "", "rollout.limits.": "engine.", "rollout.": "engine."}
 
 @dataclass(frozen=True, slots=True)
 class JudgeEngine:
-    """An engine that answers, and who turns messages into its ids. `router` is the judge's own, if it has one."""
+    """An engine, and the renderer that turns messages into its ids. `router` is the judge's own, if it has one."""
 
     engine: JudgeGenerator
     renderer: Renderer

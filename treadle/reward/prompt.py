@@ -125,7 +125,7 @@ GROUP_FIELDS: Mapping[str, Callable[[Task, Sequence[Trajectory]], Any]] = {
 """The same for a template about all samples of a task."""
 
 _OPEN, _CLOSE = "\ue000", "\ue001"
-"""Around each value while a template is rendered. No model ever reads these two characters, whoever writes them."""
+"""Around each value while a template is rendered. No model ever reads these two characters, from whatever source."""
 
 _MARK = re.compile(f"([{_OPEN}{_CLOSE}])")
 
@@ -182,7 +182,7 @@ def _unmark(text: str) -> tuple[str, bytes]:
 
 
 def _mark(value: Any) -> str:
-    """A value between marks. What a block captured has marks of its own; nobody closes one that was opened outside."""
+    """A value between marks. What a block captured has marks of its own; no value closes one opened outside it."""
     text = str(value)
     return f"{_OPEN}{text if _is_balanced(text) else _MARK.sub('', text)}{_CLOSE}"
 

@@ -26,7 +26,7 @@ T = TypeVar("T")
 
 
 class RewardModel(Protocol):
-    """Whatever gives a trajectory a score."""
+    """Gives a trajectory a score."""
 
     async def score(self, task: Task, trajectory: Trajectory) -> Score: ...
 

@@ -3,9 +3,10 @@
 from treadle.rollout.agent_loop import AgentLoopBase, SingleTurnAgentLoop, ToolAgentLoop
 from treadle.rollout.environment import Environment, EnvironmentAgentLoop, Reply
 from treadle.rollout.manager import AgentLoopManager
+from treadle.rollout.protocol import Dropped
 from treadle.rollout.service import RolloutKind, RolloutParts
 from treadle.rollout.session import Session
-from treadle.rollout.worker import AgentLoopWorker, Dropped
+from treadle.rollout.worker import AgentLoopWorker
 
 __all__ = [
     "AgentLoopBase",

@@ -55,7 +55,7 @@ def needs_new_noise(outcome: Outcome) -> bool:
     return not outcome.ok and outcome.boundary is not Boundary.ENGINE
 
 
-def digest(ids: tuple[int, ...]) -> int:
+def prompt_digest(ids: tuple[int, ...]) -> int:
     """Tells requests apart. Python salts the hashes of text but not those of numbers, so processes agree on it."""
     return hash(ids)
 
@@ -101,38 +101,38 @@ class CompletionLog:
         if self._journal is None:
             return await self._engine.generate(request)
         session = request.session
-        memory = self._open.get(session)
-        if memory is None:
-            memory = self._open[session] = _SessionLog(request.uid, request.sample)
-        number = memory.asked[request.row]
-        memory.asked[request.row] += 1
-        if memory.recovered and (known := _match(memory, number, request)) is not None:
+        log = self._open.get(session)
+        if log is None:
+            log = self._open[session] = _SessionLog(request.uid, request.sample)
+        number = log.asked[request.row]
+        log.asked[request.row] += 1
+        if log.recovered and (known := _match(log, number, request)) is not None:
             self.num_recovered += len(known.ids)
             return known
         completion = await self._engine.generate(request)
-        if not memory.is_over:
-            self._remember(memory, number, request, completion)
+        if not log.is_over:
+            self._log_completion(log, number, request, completion)
         return completion
 
     def recover(self, parts: Iterable[RecordedCompletion]) -> None:
         """Go on from these parts: for sessions that have not begun yet."""
         for part in parts:
             session = f"{part.uid}/{part.sample}"
-            memory = self._open.get(session)
-            if memory is None:
-                memory = self._open[session] = _SessionLog(part.uid, part.sample, is_written=True)
-            assert not memory.asked, f"session {session} has begun"
-            memory.recovered[part.row, part.number] = part
+            log = self._open.get(session)
+            if log is None:
+                log = self._open[session] = _SessionLog(part.uid, part.sample, is_written=True)
+            assert not log.asked, f"session {session} has begun"
+            log.recovered[part.row, part.number] = part
 
     def forget(self, session: str) -> None:
         """A session has ended, or begins anew. Call it after the trajectory was given to the journal, not before."""
-        memory = self._open.pop(session, None)
-        if memory is None:
+        log = self._open.pop(session, None)
+        if log is None:
             return
-        memory.is_over = True
-        self._unwritten.pop(memory, None)
-        if memory.is_written and self._journal is not None:
-            self._journal.drop_parts(memory.uid, memory.sample)
+        log.is_over = True
+        self._unwritten.pop(log, None)
+        if log.is_written and self._journal is not None:
+            self._journal.drop_parts(log.uid, log.sample)
 
     async def flush(self) -> None:
         """Return once every answer so far is in the journal."""
@@ -148,14 +148,14 @@ class CompletionLog:
         with suppress(RunError):  # a dead journal has ended the run already
             self._write(list(self._unwritten))
 
-    def _remember(self, memory: _SessionLog, number: int, request: Request, completion: Completion) -> None:
-        if not memory.unwritten:
+    def _log_completion(self, log: _SessionLog, number: int, request: Request, completion: Completion) -> None:
+        if not log.unwritten:
             loop = asyncio.get_running_loop()
-            memory.since = loop.time()
-            self._unwritten[memory] = None
+            log.since = loop.time()
+            self._unwritten[log] = None
             if self._timer is None:
                 self._timer = loop.call_later(self._interval_s, self._tick)
-        memory.unwritten.append((number, len(request.ids), digest(request.ids), completion, request.row))
+        log.unwritten.append((number, len(request.ids), prompt_digest(request.ids), completion, request.row))
 
     def _tick(self) -> None:
         """Write what is old enough, and come back for the rest; with a full journal, for everything."""
@@ -164,34 +164,32 @@ class CompletionLog:
         old = loop.time() - self._interval_s + 1e-6
         if not self._journal.full:
             try:
-                self._write(list(takewhile(lambda memory: memory.since <= old, self._unwritten)))
+                self._write(list(takewhile(lambda log: log.since <= old, self._unwritten)))
             except RunError:
-                return  # the journal is dead, and whoever watches it ends the run
+                return  # the journal is dead, and `watch` ends the run
         oldest = next(iter(self._unwritten), None)
         wait_s = 0.0 if oldest is None else max(pause_s, oldest.since - old)
         self._timer = None if oldest is None else loop.call_later(wait_s, self._tick)
 
-    def _write(self, memories: Sequence[_SessionLog]) -> None:
-        if self._journal is None or not memories:
+    def _write(self, logs: Sequence[_SessionLog]) -> None:
+        if self._journal is None or not logs:
             return
-        parts = [
-            RecordedCompletion(memory.uid, memory.sample, *answer) for memory in memories for answer in memory.unwritten
-        ]
+        parts = [RecordedCompletion(log.uid, log.sample, *answer) for log in logs for answer in log.unwritten]
         for start in range(0, len(parts), _PARTS_PER_RECORD):
             self._journal.add_parts(parts[start : start + _PARTS_PER_RECORD])
-        for memory in memories:
-            memory.unwritten = []
-            memory.is_written = True
-            del self._unwritten[memory]
+        for log in logs:
+            log.unwritten = []
+            log.is_written = True
+            del self._unwritten[log]
 
 
-def _match(memory: _SessionLog, number: int, request: Request) -> Completion | None:
+def _match(log: _SessionLog, number: int, request: Request) -> Completion | None:
     """The recovered answer to this request; if it was another request then, nothing that followed in its row counts."""
-    part = memory.recovered.pop((request.row, number), None)
+    part = log.recovered.pop((request.row, number), None)
     if part is None:
         return None
     fits = len(part.completion.ids) <= request.sampling.max_tokens
-    if fits and part.asked == len(request.ids) and part.digest == digest(request.ids):
+    if fits and part.asked == len(request.ids) and part.digest == prompt_digest(request.ids):
         return part.completion
-    memory.recovered = {key: later for key, later in memory.recovered.items() if key[0] != request.row}
+    log.recovered = {key: later for key, later in log.recovered.items() if key[0] != request.row}
     return None

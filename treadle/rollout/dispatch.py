@@ -9,19 +9,19 @@ failure budget ends the run.
 
 import asyncio
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Container, Coroutine, Iterator, Sequence
-from contextlib import asynccontextmanager, contextmanager
+from collections.abc import AsyncIterator, Callable, Container, Iterator, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
-from typing import Any, Protocol, TypeVar
 
-from treadle.aio import BoundedBuffer
+from treadle.aio import BoundedBuffer, run_concurrently, task_results
+from treadle.aio import first_error as first_error
 from treadle.config import FailureConfig, RolloutConfig
 from treadle.engine.in_flight import InFlightRequest, InFlightRequests, PauseGate, WaitInterrupted
-from treadle.errors import Boundary, BudgetSpent, DeadlineError, MisuseError, RewardFailure, RunError
+from treadle.errors import Boundary, BudgetSpent, DeadlineError, MisuseError, RewardFailure
 from treadle.journal import Journal
 from treadle.observe import Wait
 from treadle.rollout.completion_log import NOTHING_RECOVERED, RecoveredTask, needs_new_noise
-from treadle.rollout.worker import Dropped, Job
+from treadle.rollout.protocol import AgentWorker, Dropped, Job, RolloutObserver, TrajectoryScorer
 from treadle.types import Batch, Group, Outcome, Provenance, SamplingParams, Score, Task, Trajectory
 
 
@@ -56,39 +56,6 @@ RETRIED_BOUNDARIES = frozenset({Boundary.ENGINE, Boundary.TOOL, Boundary.ENVIRON
 """Failures that another attempt may escape. A prompt stays as it is, and a scorer has retries of its own."""
 
 
-class AgentWorker(Protocol):
-    """Whoever makes attempts: a worker here, or one behind a process border."""
-
-    async def run(self, job: Job) -> Trajectory | Dropped: ...
-
-
-class TrajectoryScorer(Protocol):
-    """Whoever scores trajectories."""
-
-    @property
-    def scores_groups(self) -> bool:
-        """Whether a sample has its whole score only from `score_group`, once all samples of its task have ended."""
-        ...
-
-    async def score(self, task: Task, trajectory: Trajectory) -> Score | None: ...
-
-    async def score_group(self, task: Task, trajectories: Sequence[Trajectory]) -> list[Score]: ...
-
-
-class RolloutObserver(Protocol):
-    """Told as trajectories come and go, on the manager's loop; must not block."""
-
-    def start(self) -> None: ...
-
-    def retry(self, finished: Trajectory) -> None: ...
-
-    def finish(self, finished: Trajectory) -> None: ...
-
-    def drop(self) -> None: ...
-
-
-T = TypeVar("T")
-
 FindUnscored = Callable[[str, int], Trajectory | None]
 """Finds the trajectory of a uid and a sample, if there is one."""
 
@@ -105,13 +72,13 @@ class RolloutRequest:
     n: int
     done: Container[tuple[str, int]] = ()
     unscored: FindUnscored = no_trajectory
-    """Samples whose tokens there are already, and that need a score."""
+    """Samples that have tokens already, and need a score."""
     stamp: Callable[[Task], Provenance] | None = None
     """Says what the trajectories of a task are made from."""
 
 
 class Dispatcher:
-    """Hands jobs to workers and puts what comes back together. The workers share `replicas` engines."""
+    """Gives jobs to workers and assembles groups from the results. The workers share `replicas` engines."""
 
     def __init__(
         self,
@@ -143,22 +110,22 @@ class Dispatcher:
         for (uid, sample), since in self._scoring.items():
             yield Wait(uid, sample, "score", since, "the scorer", "the session ended")
 
-    async def generate(self, tasks: Sequence[Task], order: RolloutRequest) -> Batch:
+    async def generate(self, tasks: Sequence[Task], request: RolloutRequest) -> Batch:
         """Groups in the order of the tasks, once every sample has ended."""
         _refuse_repeats(tasks)
         with first_error():
             async with asyncio.TaskGroup() as work:
-                running = [work.create_task(self._group(task, order)) for task in tasks]
-        groups = _results(running)
+                running = [work.create_task(self._group(task, request)) for task in tasks]
+        groups = task_results(running)
         dropped = tuple(group.uid for group in groups if isinstance(group, Dropped))
         return Batch(tuple(group for group in groups if isinstance(group, Group)), dropped)
 
     async def group(
-        self, task: Task, order: RolloutRequest, past: RecoveredTask = NOTHING_RECOVERED
+        self, task: Task, request: RolloutRequest, recovered: RecoveredTask = NOTHING_RECOVERED
     ) -> Group | Dropped:
         """One group, once every sample has ended; what an earlier run finished is taken over."""
         with first_error():
-            return await self._group(task, order, past)
+            return await self._group(task, request, recovered)
 
     @asynccontextmanager
     async def drained(self, *, restart: bool) -> AsyncIterator[None]:
@@ -176,32 +143,36 @@ class Dispatcher:
             self._gate.resume()
 
     async def stream(
-        self, tasks: Sequence[Task], order: RolloutRequest, feed: BoundedBuffer[Trajectory | Dropped]
+        self, tasks: Sequence[Task], request: RolloutRequest, buffer: BoundedBuffer[Trajectory | Dropped]
     ) -> None:
-        """Every sample into `feed` as it ends, or with rewards of scope group as its group does; dropped tasks once
+        """Every sample into `buffer` as it ends, or with rewards of scope group as its group does; dropped tasks once
         each."""
         _refuse_repeats(tasks)
         try:
             with first_error():
                 async with asyncio.TaskGroup() as work:
-                    running = [work.create_task(self._stream_task(task, order, feed)) for task in tasks]
-            _results(running)
+                    running = [work.create_task(self._stream_task(task, request, buffer)) for task in tasks]
+            task_results(running)
         finally:
-            await feed.close()
+            await buffer.close()
 
-    async def _stream_task(self, task: Task, order: RolloutRequest, feed: BoundedBuffer[Trajectory | Dropped]) -> None:
+    async def _stream_task(
+        self, task: Task, request: RolloutRequest, buffer: BoundedBuffer[Trajectory | Dropped]
+    ) -> None:
         if self._group_scorer is not None:
-            return await self._stream_group(task, order, feed)
+            return await self._stream_group(task, request, buffer)
 
         async def one(sample: int) -> None:
-            result = await self._sample(task, sample, order, Counter())
+            result = await self._sample(task, sample, request, Counter())
             if isinstance(result, Trajectory) or sample == 0:
-                await feed.put(result)
+                await buffer.put(result)
 
-        await _run_concurrently([one(sample) for sample in self._missing(task, order)])
+        await run_concurrently([one(sample) for sample in self._missing_samples(task, request)])
 
-    async def _stream_group(self, task: Task, order: RolloutRequest, feed: BoundedBuffer[Trajectory | Dropped]) -> None:
-        missing, n = self._missing(task, order), task.n or order.n
+    async def _stream_group(
+        self, task: Task, request: RolloutRequest, buffer: BoundedBuffer[Trajectory | Dropped]
+    ) -> None:
+        missing, n = self._missing_samples(task, request), task.n or request.n
         if not missing:
             return
         if len(missing) < n:
@@ -210,31 +181,33 @@ class Dispatcher:
                 "group, all samples of a task are scored together"
             )
         redraws = Counter[int]()
-        results = await _run_concurrently([self._sample(task, sample, order, redraws) for sample in missing])
+        results = await run_concurrently([self._sample(task, sample, request, redraws) for sample in missing])
         drawn = tuple(result for result in results if isinstance(result, Trajectory))
         for dropped in [result for result in results if isinstance(result, Dropped)][:1]:
-            await feed.put(dropped)
+            await buffer.put(dropped)
         for trajectory in (await self._score_group(Group(task, drawn), redraws)).trajectories:
-            await feed.put(trajectory)
+            await buffer.put(trajectory)
 
-    def _missing(self, task: Task, order: RolloutRequest) -> list[int]:
-        return [sample for sample in range(task.n or order.n) if (task.uid, sample) not in order.done]
+    def _missing_samples(self, task: Task, request: RolloutRequest) -> list[int]:
+        return [sample for sample in range(task.n or request.n) if (task.uid, sample) not in request.done]
 
     async def _group(
-        self, task: Task, order: RolloutRequest, past: RecoveredTask = NOTHING_RECOVERED
+        self, task: Task, request: RolloutRequest, recovered: RecoveredTask = NOTHING_RECOVERED
     ) -> Group | Dropped:
         """The samples of one task. With too few survivors, those that failed are drawn once more."""
-        finished = {trajectory.sample: trajectory for trajectory in past.finished}
+        finished = {trajectory.sample: trajectory for trajectory in recovered.finished}
         if self._scorer is not None:
-            unscored = {sample: known for sample, known in finished.items() if known.reward is None}
-            if self._group_scorer is not None and (unscored or len(finished) < len(self._missing(task, order))):
+            unscored = {sample: sampled for sample, sampled in finished.items() if sampled.reward is None}
+            if self._group_scorer is not None and (
+                unscored or len(finished) < len(self._missing_samples(task, request))
+            ):
                 unscored = finished  # a score in a group is of that very group
-            order = replace(order, unscored=lambda uid, sample: unscored.pop(sample, None))
-            finished = {sample: known for sample, known in finished.items() if sample not in unscored}
-        missing = [sample for sample in self._missing(task, order) if sample not in finished]
-        redraws = Counter(past.redraws)
-        results = await _run_concurrently(
-            [self._sample(task, sample, order, redraws, past.attempt) for sample in missing]
+            request = replace(request, unscored=lambda uid, sample: unscored.pop(sample, None))
+            finished = {sample: sampled for sample, sampled in finished.items() if sample not in unscored}
+        missing = [sample for sample in self._missing_samples(task, request) if sample not in finished]
+        redraws = Counter(recovered.redraws)
+        results = await run_concurrently(
+            [self._sample(task, sample, request, redraws, recovered.attempt) for sample in missing]
         )
         if any(isinstance(result, Dropped) for result in results):
             return next(result for result in results if isinstance(result, Dropped))
@@ -248,15 +221,15 @@ class Dispatcher:
         if len(group.survivors) >= enough:
             return group
         failed = [trajectory for trajectory in group.trajectories if not trajectory.outcome.ok]
-        again = await _run_concurrently(
-            [self._sample(task, old.sample, order, redraws, old.attempt + 1) for old in failed]
+        again = await run_concurrently(
+            [self._sample(task, old.sample, request, redraws, old.attempt + 1) for old in failed]
         )
         redone = {new.sample: new for new in again if isinstance(new, Trajectory)}
         group = Group(task, tuple(redone.get(old.sample, old) for old in group.trajectories))
         return await self._score_group(group, redraws)
 
     async def _sample(
-        self, task: Task, sample: int, order: RolloutRequest, redraws: Counter[int], attempt: int = 0
+        self, task: Task, sample: int, request: RolloutRequest, redraws: Counter[int], attempt: int = 0
     ) -> Trajectory | Dropped:
         """One sample: attempts until one does not fail or the retries are spent; then counted against the budget.
 
@@ -268,15 +241,18 @@ class Dispatcher:
         asked = clock()
         async with self._places:
             queue_s = clock() - asked
-            self._tell("start")
-            known = order.unscored(task.uid, sample)
-            result = await self._attempt(task, sample, order, redraws, attempt, queue_s, known)
+            for observer in self._observers:
+                observer.start()
+            sampled = request.unscored(task.uid, sample)
+            result = await self._attempt(task, sample, request, redraws, attempt, queue_s, sampled)
             while isinstance(result, Trajectory) and result.outcome.boundary in RETRIED_BOUNDARIES and attempt < last:
-                self._tell("retry", result)
+                for observer in self._observers:
+                    observer.retry(result)
                 attempt += 1
-                result = await self._attempt(task, sample, order, redraws, attempt, queue_s)
+                result = await self._attempt(task, sample, request, redraws, attempt, queue_s)
         if isinstance(result, Dropped):
-            self._tell("drop")
+            for observer in self._observers:
+                observer.drop()
         elif not self._waits_for_group(result):
             self._finish(result)
         return result
@@ -285,30 +261,31 @@ class Dispatcher:
         return self._group_scorer is not None and trajectory.outcome.ok
 
     def _finish(self, trajectory: Trajectory) -> None:
-        self._tell("finish", trajectory)
+        for observer in self._observers:
+            observer.finish(trajectory)
         self._budget.add(trajectory.outcome)
 
     async def _attempt(
         self,
         task: Task,
         sample: int,
-        order: RolloutRequest,
+        request: RolloutRequest,
         redraws: Counter[int],
         attempt: int,
         queue_s: float,
-        known: Trajectory | None = None,
+        sampled: Trajectory | None = None,
     ) -> Trajectory | Dropped:
-        """One attempt, scored and recorded; with `known`, whose tokens there are, only scored and recorded.
+        """One attempt, scored and recorded; with `sampled`, which has its tokens, only scored and recorded.
 
         `queue_s`: how long the sample has waited for its place.
         """
-        result = known or await self._run(Job(task, sample, order.sampling, attempt, redraws[sample]), queue_s)
+        result = sampled or await self._run(Job(task, sample, request.sampling, attempt, redraws[sample]), queue_s)
         if isinstance(result, Dropped):
             return result
-        if order.stamp is not None:
-            result = replace(result, provenance=order.stamp(task))
+        if request.stamp is not None:
+            result = replace(result, provenance=request.stamp(task))
         if result.outcome.ok and self._scorer is not None:
-            result = await self._scored(task, result, self._scorer)
+            result = await self._score(task, result, self._scorer)
         redraws[sample] += needs_new_noise(result.outcome)
         await self._record(_without_score(result) if self._waits_for_group(result) else result)
         return result
@@ -343,11 +320,7 @@ class Dispatcher:
             finally:
                 self._attempts.finish(attempt)
 
-    def _tell(self, event: str, *about: Trajectory) -> None:
-        for observer in self._observers:
-            getattr(observer, event)(*about)
-
-    async def _scored(self, task: Task, trajectory: Trajectory, scorer: TrajectoryScorer) -> Trajectory:
+    async def _score(self, task: Task, trajectory: Trajectory, scorer: TrajectoryScorer) -> Trajectory:
         clock = asyncio.get_running_loop().time
         began = clock()
         outcome, reward = trajectory.outcome, None
@@ -396,7 +369,7 @@ class Dispatcher:
 
 
 def _without_score(trajectory: Trajectory) -> Trajectory:
-    """As it is recorded while its group goes on: whoever finds it there knows that it needs a score."""
+    """As it is recorded while its group goes on: a reader of the journal sees that it needs a score."""
     return replace(trajectory, reward=None, provenance=replace(trajectory.provenance, scoring=""))
 
 
@@ -405,32 +378,3 @@ def _refuse_repeats(tasks: Sequence[Task]) -> None:
     repeated = [uid for uid, count in counts.items() if count > 1]
     if repeated:
         raise MisuseError(f"{len(repeated)} tasks share a uid with another, such as {repeated[0]!r}: uids must differ")
-
-
-async def _run_concurrently(work: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
-    """Run coroutines together; a single one is simply awaited."""
-    if len(work) == 1:
-        return [await work[0]]
-    async with asyncio.TaskGroup() as group:
-        running = [group.create_task(item) for item in work]
-    return _results(running)
-
-
-def _results(ended: Sequence[asyncio.Task[T]]) -> list[T]:
-    """What tasks came to. A task group takes no notice of one that was cancelled: a sample would be missing."""
-    lost = sum(task.cancelled() for task in ended)
-    if lost:
-        raise RunError(f"{lost} of {len(ended)} samples were cancelled from inside: their results are missing")
-    return [task.result() for task in ended]
-
-
-@contextmanager
-def first_error() -> Iterator[None]:
-    """Out of a task group, raise the error that ended it instead of a group of one."""
-    try:
-        yield
-    except BaseExceptionGroup as group:
-        error: BaseException = group
-        while isinstance(error, BaseExceptionGroup):
-            error = error.exceptions[0]
-        raise error from None

@@ -33,7 +33,7 @@ async def start_engines(
     api_key: str | None,
     gpus: Sequence[Gpu] | None = None,
 ) -> list[Engine]:
-    """Every replica, started; or an error within the launch deadline. On the first GPUs here, where nobody chose.
+    """Every replica, started; or an error within the launch deadline. On the first GPUs here, unless `gpus` is given.
 
     Those in processes of their own are started again when they die.
     """

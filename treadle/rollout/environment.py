@@ -12,12 +12,12 @@ from functools import partial
 from threading import Event
 from typing import Any, Protocol
 
+from treadle.aio import Expired, within
 from treadle.config import RolloutConfig
 from treadle.config.plugin import load_object
 from treadle.errors import EnvironmentFailure, blame
 from treadle.rollout.agent_loop import AgentLoopBase, tool_message
 from treadle.rollout.session import Session
-from treadle.rollout.tools.base import Expired, within
 from treadle.types import Message
 
 
@@ -102,7 +102,7 @@ class EnvironmentAgentLoop(AgentLoopBase):
 
 
 def _build_or_close(build: Callable[..., Any], given_up: Event, *arguments: Any, **kwargs: Any) -> Any:
-    """In a thread: an environment that nobody waits for any more is closed by the thread that built it."""
+    """In a thread: an environment whose caller has given up is closed by the thread that built it."""
     built = build(*arguments, **kwargs)
     close = getattr(built, "close", None)
     if given_up.is_set() and close is not None and not inspect.iscoroutinefunction(close):

@@ -20,8 +20,8 @@ from treadle.engine.protocol import WeightUpdate
 from treadle.errors import MisuseError
 from treadle.rollout.completion_log import NOTHING_RECOVERED, RecoveredTask
 from treadle.rollout.dispatch import FindUnscored, no_trajectory
+from treadle.rollout.protocol import Dropped
 from treadle.rollout.service import RolloutKind, RolloutParts, RolloutService
-from treadle.rollout.worker import Dropped
 from treadle.types import Batch, Group, Task, Trajectory
 
 STREAM_BUFFER = 256
@@ -32,14 +32,14 @@ FROM_CONFIG = RolloutParts()
 
 
 class AgentLoopManager:
-    """Built by `create` or `create_blocking`; the constructor only holds what they started."""
+    """Public interface of a rollout, built by `create` or `create_blocking`."""
 
     def __init__(self, rollout: RolloutConfig, thread: LoopThread, service: RolloutService) -> None:
         self._rollout = rollout
         self._thread = thread
         self._service = service
         self._unawaited: dict[int, str] = {}
-        """Calls that nobody has awaited or iterated yet, by number."""
+        """Calls not yet awaited or iterated, by number."""
         self._calls = 0
         self._closed = False
 
@@ -109,7 +109,7 @@ class AgentLoopManager:
         """Trajectories as each one ends. `done` names samples, by uid and number, that are not drawn again; those that
         `unscored` finds are scored as they are.
 
-        A stream that nobody iterates does nothing; closing the manager then raises.
+        A stream that is not iterated does nothing; closing the manager then raises.
         """
         return self._stream(self._expect("stream"), tasks, kind, done, unscored)
 
@@ -122,10 +122,10 @@ class AgentLoopManager:
         unscored: FindUnscored,
     ) -> AsyncIterator[Trajectory | Dropped]:
         self._unawaited.pop(call, None)
-        feed = await self._thread.run(_new_feed())
-        work = self._thread.submit(self._service.stream(tasks, kind, done, feed, unscored))
+        buffer = BoundedBuffer[Trajectory | Dropped](STREAM_BUFFER)
+        work = self._thread.submit(self._service.stream(tasks, kind, done, buffer, unscored))
         try:
-            while ready := await self._thread.run(feed.take()):
+            while ready := await self._thread.run(buffer.take()):
                 for trajectory in ready:
                     yield trajectory
             await asyncio.wrap_future(work)
@@ -152,17 +152,17 @@ class AgentLoopManager:
         unscored: FindUnscored,
     ) -> Iterator[Trajectory | Dropped]:
         self._unawaited.pop(call, None)
-        feed = self._thread.run_blocking(_new_feed(), "stream")
-        work = self._thread.submit(self._service.stream(tasks, kind, done, feed, unscored))
+        buffer = BoundedBuffer[Trajectory | Dropped](STREAM_BUFFER)
+        work = self._thread.submit(self._service.stream(tasks, kind, done, buffer, unscored))
         try:
-            while ready := self._thread.run_blocking(feed.take(), "stream"):
+            while ready := self._thread.run_blocking(buffer.take(), "stream"):
                 yield from ready
             work.result()
         finally:
             work.cancel()
 
     def _expect(self, name: str) -> int:
-        """Note a call that does nothing until somebody awaits or iterates it."""
+        """Register a call that does nothing until it is awaited or iterated."""
         self._calls += 1
         self._unawaited[self._calls] = name
         return self._calls
@@ -174,7 +174,7 @@ class AgentLoopManager:
     async def generate_group(
         self, task: Task, *, kind: RolloutKind = RolloutKind.TRAINING, past: RecoveredTask = NOTHING_RECOVERED
     ) -> Group | Dropped:
-        """Sample one task; `past` is what an earlier run left of it. Somebody must run `watch` meanwhile."""
+        """Sample one task; `past` is what an earlier run recorded of it. `watch` must run meanwhile."""
         return await self._thread.run(self._service.group(task, kind, past))
 
     async def watch(self) -> None:
@@ -247,7 +247,3 @@ class AgentLoopManager:
         if error is not None:
             self._unawaited.clear()
         self.close_blocking()
-
-
-async def _new_feed() -> BoundedBuffer[Trajectory | Dropped]:
-    return BoundedBuffer(STREAM_BUFFER)

@@ -1,9 +1,9 @@
-"""Protocols of the rollout: what a session needs of engine, renderer, parser and tools.
+"""Protocols of the rollout: what sessions, workers and the dispatcher need of each other and of an engine.
 
-Owns the narrow interfaces, so that sessions and workers run against any object with these calls.
+Owns the narrow interfaces, so that sessions, workers and dispatchers run against any object with these calls.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -11,18 +11,18 @@ from treadle.config import RolloutConfig
 from treadle.errors import EnvironmentFailure
 from treadle.observe import Wait
 from treadle.rollout.tools.thread_pool import DaemonThreadPool
-from treadle.types import Completion, Message, Request, ToolCall, ToolResult
+from treadle.types import Completion, Message, Request, SamplingParams, Score, Task, ToolCall, ToolResult, Trajectory
 
 MAX_LOOP_THREADS = 256
 
 
 class TokenGenerator(Protocol):
-    """Whoever answers requests: an engine, or the router in front of several."""
+    """Answers requests: an engine, or the router in front of several."""
 
     async def generate(self, request: Request) -> Completion: ...
 
 
-class TextCodec(Protocol):
+class TextRenderer(Protocol):
     """Between messages and ids, as far as a session needs it."""
 
     @property
@@ -53,11 +53,84 @@ class Services:
 
     rollout: RolloutConfig
     engine: TokenGenerator
-    codec: TextCodec
+    renderer: TextRenderer
     parser: CallParser
     threads: DaemonThreadPool = field(
         default_factory=lambda: DaemonThreadPool(MAX_LOOP_THREADS, failure=EnvironmentFailure)
     )
     """For blocking code of loops and environments; tools have threads of their own."""
     announce: Callable[[Wait], None] | None = None
-    """Told before a session enters code that may hold the interpreter, where somebody outside wants to know."""
+    """Called before a session enters code that may hold the interpreter, where a parent process supervises it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """One attempt to be made."""
+
+    task: Task
+    sample: int
+    sampling: SamplingParams
+    attempt: int = 0
+    redraws: int = 0
+    """Earlier attempts that failed otherwise than by an engine: this one draws other noise than they did."""
+
+
+@dataclass(frozen=True, slots=True)
+class Dropped:
+    """A task whose prompt is too long, where the config says to drop it."""
+
+    uid: str
+    detail: str
+
+
+class AgentWorker(Protocol):
+    """Makes attempts: a worker in this process, or one in another."""
+
+    async def run(self, job: Job) -> Trajectory | Dropped: ...
+
+
+class TrajectoryScorer(Protocol):
+    """Scores trajectories."""
+
+    @property
+    def scores_groups(self) -> bool:
+        """Whether a sample has its whole score only from `score_group`, once all samples of its task have ended."""
+        ...
+
+    async def score(self, task: Task, trajectory: Trajectory) -> Score | None: ...
+
+    async def score_group(self, task: Task, trajectories: Sequence[Trajectory]) -> list[Score]: ...
+
+
+class RolloutObserver(Protocol):
+    """Called as trajectories start and end, on the manager's loop; must not block."""
+
+    def start(self) -> None: ...
+
+    def retry(self, finished: Trajectory) -> None: ...
+
+    def finish(self, finished: Trajectory) -> None: ...
+
+    def drop(self) -> None: ...
+
+
+class ManagedWorker(AgentWorker, Protocol):
+    """An agent worker that the rollout closes again."""
+
+    def waits(self) -> Iterator[Wait]: ...
+
+    async def close(self) -> None: ...
+
+
+class ManagedScorer(TrajectoryScorer, Protocol):
+    """A scorer that the rollout closes again."""
+
+    async def close(self) -> None: ...
+
+
+class ReplicaMonitor(Protocol):
+    """Restarts replicas. `watch` raises when none is left."""
+
+    async def watch(self) -> None: ...
+
+    async def close(self) -> None: ...

@@ -90,7 +90,7 @@ class RunInputs:
 
     @classmethod
     def of(cls, rollout: RolloutConfig, model: ModelConfig, reward: RewardConfig | None) -> "RunInputs":
-        """Read every file and source that counts; a file that is not there is reported by whoever needs it."""
+        """Read every file and source that counts; a file that is not there is reported where it is needed."""
         leaves = {**_leaves("rollout", rollout), **_leaves("model", model)}
         shared = dict(_relevant(leaves, rollout))
         shared |= _models(model, weights=rollout.uses_gpus()) | _sources(shared)

@@ -43,9 +43,9 @@ from treadle.process.main import ParentConnection
 from treadle.process.rpc import RpcPeer
 from treadle.process.supervisor import RestartPolicy, Supervisor
 from treadle.rollout.environment import may_block
-from treadle.rollout.protocol import TokenGenerator
+from treadle.rollout.protocol import Dropped, Job, TokenGenerator
 from treadle.rollout.tools.function import FunctionTool, ToolMode, load_tools
-from treadle.rollout.worker import STAGE_FAILURES, AgentLoopWorker, Dropped, Job
+from treadle.rollout.worker import STAGE_FAILURES, AgentLoopWorker
 from treadle.types import (
     Completion,
     Outcome,

@@ -22,10 +22,10 @@ from treadle.journal import Journal, JournalReader, logging_to, set_aside
 from treadle.observe import FinishedTrajectory, RolloutCounters, Summary, summarize
 from treadle.rollout.dispatch import no_trajectory
 from treadle.rollout.manager import FROM_CONFIG, AgentLoopManager
+from treadle.rollout.protocol import Dropped
 from treadle.rollout.provenance import ReusableSamples, RunInputs, find_reusable, record_inputs
 from treadle.rollout.service import RolloutKind, RolloutParts
 from treadle.rollout.startup_checks import survey_prompts
-from treadle.rollout.worker import Dropped
 from treadle.terminal import warn
 from treadle.types import Task, Trajectory
 

@@ -11,9 +11,9 @@ from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from functools import partial
-from typing import Protocol, Self
+from typing import Self
 
-from treadle.aio import BoundedBuffer
+from treadle.aio import BoundedBuffer, first_error
 from treadle.config import ModelConfig, RewardConfig, RolloutConfig
 from treadle.config.training import OnWeightUpdate
 from treadle.data.renderer import Renderer
@@ -26,22 +26,20 @@ from treadle.observe import StallReport, StallWatchdog, Wait
 from treadle.reward.context import RewardContext
 from treadle.reward.scorer import Scorer
 from treadle.rollout.completion_log import CompletionLog, RecoveredTask
-from treadle.rollout.dispatch import (
-    AgentWorker,
-    Dispatcher,
-    FindUnscored,
-    RolloutObserver,
-    RolloutRequest,
-    TrajectoryScorer,
-    first_error,
-    no_trajectory,
-)
+from treadle.rollout.dispatch import Dispatcher, FindUnscored, RolloutRequest, no_trajectory
 from treadle.rollout.engines import start_engines
-from treadle.rollout.protocol import TokenGenerator
+from treadle.rollout.protocol import (
+    Dropped,
+    ManagedScorer,
+    ManagedWorker,
+    ReplicaMonitor,
+    RolloutObserver,
+    TokenGenerator,
+)
 from treadle.rollout.provenance import RunInputs
 from treadle.rollout.remote_worker import RemoteAgentWorker, num_processes
 from treadle.rollout.startup_checks import check_template
-from treadle.rollout.worker import AgentLoopWorker, Dropped
+from treadle.rollout.worker import AgentLoopWorker
 from treadle.terminal import warn
 from treadle.types import NOTHING, Batch, Group, SamplingParams, Task, Trajectory
 
@@ -62,28 +60,6 @@ def print_stall(report: StallReport) -> None:
     warn(report.text())
 
 
-class ManagedWorker(AgentWorker, Protocol):
-    """An agent worker that the rollout closes again."""
-
-    def waits(self) -> Iterator[Wait]: ...
-
-    async def close(self) -> None: ...
-
-
-class ManagedScorer(TrajectoryScorer, Protocol):
-    """A scorer that the rollout closes again."""
-
-    async def close(self) -> None: ...
-
-
-class ReplicaMonitor(Protocol):
-    """Whoever looks after replicas. `watch` raises when none is left."""
-
-    async def watch(self) -> None: ...
-
-    async def close(self) -> None: ...
-
-
 RecordEvent = Callable[[str, Mapping[str, object]], None]
 """Adds an event to the journal, if there is one: its kind and its fields."""
 
@@ -102,7 +78,7 @@ class RolloutParts:
     scorer: Callable[[RewardContext], Awaitable[ManagedScorer]] | None = None
     """Starts a scorer elsewhere, with what it may use of this rollout."""
     attend: Callable[[Router, RecordEvent], Awaitable[ReplicaMonitor]] | None = None
-    """Lets somebody look after the replicas behind the router, who may replace those that die, and notes it."""
+    """Starts a monitor that replaces replicas which die, and records it."""
     on_stall: Callable[[StallReport], None] = print_stall
     api_keys: Mapping[str, str] = NOTHING
     """Keys of endpoints, by the environment variable that the config names for each."""
@@ -113,17 +89,17 @@ class RolloutParts:
 
 
 class RolloutService:
-    """Started by `start`, whole; the constructor only holds."""
+    """All parts of a rollout, built by `start`; the constructor only stores them."""
 
     def __init__(
         self,
         rollout: RolloutConfig,
         renderer: Renderer,
         router: Router,
-        recall: CompletionLog,
+        completion_log: CompletionLog,
         dispatcher: Dispatcher,
-        watch: StallWatchdog,
-        attendant: ReplicaMonitor | None,
+        watchdog: StallWatchdog,
+        monitor: ReplicaMonitor | None,
         journal: Journal | None,
         inputs: RunInputs | None,
         parts: AsyncExitStack,
@@ -132,15 +108,15 @@ class RolloutService:
         self._rollout = rollout
         self._renderer = renderer
         self.router = router
-        self._recall = recall
+        self._completion_log = completion_log
         self._dispatcher = dispatcher
-        self._watch = watch
-        self._attendant = attendant
+        self._watchdog = watchdog
+        self._monitor = monitor
         self._journal = journal
         self._parts = parts
         self._running: set[asyncio.Task[object]] = set()
         self._is_watched = False
-        """Whether somebody runs `watch`."""
+        """Whether `watch` runs."""
 
     @classmethod
     async def start(
@@ -152,59 +128,66 @@ class RolloutService:
             if renderer is None:
                 renderer = await asyncio.to_thread(Renderer.create, model)
             _check_rendering(renderer, rollout, parts.journal)
-            engines = await _start_engines(rollout, model, renderer, parts)
+            if parts.engines is None:
+                engines: Sequence[Engine] = await start_engines(
+                    rollout, model, renderer, parts.api_keys.get(rollout.openai.api_key_env)
+                )
+            else:
+                engines = await parts.engines() if callable(parts.engines) else parts.engines
             check = AnswerCheck(read_vocabulary_size(model), has_logprobs=rollout.name != "openai")
             limits, failures = rollout.limits, rollout.failures
             router = Router(engines, limits=limits, failures=failures, rng=random.Random(rollout.seed), check=check)
             started.push_async_callback(router.close)
-            attendant = None
+            monitor = None
             if parts.attend is not None:
-                attendant = await parts.attend(router, partial(_note, parts.journal))
-                started.push_async_callback(attendant.close)
-            recall = CompletionLog(router, parts.journal)
-            started.callback(recall.close)
-            workers = await _start_workers(rollout, model, renderer, recall, parts, started)
+                monitor = await parts.attend(router, partial(_record_event, parts.journal))
+                started.push_async_callback(monitor.close)
+            completion_log = CompletionLog(router, parts.journal)
+            started.callback(completion_log.close)
+            workers = await _start_workers(rollout, model, renderer, completion_log, parts, started)
             scorer = None
             if reward is not None:
-                surroundings = _reward_context(rollout, model, renderer, router, parts)
-                elsewhere = parts.scorer if reward.weights() else None  # what sessions give is only added up
-                scorer = await (elsewhere or partial(Scorer.create, reward))(surroundings)
+                context = RewardContext(model, renderer, router, start_engines, parts.api_keys, parts.gpus)
+                elsewhere = parts.scorer if reward.weights() else None  # rewards of sessions are only summed
+                scorer = await (elsewhere or partial(Scorer.create, reward))(context)
                 started.push_async_callback(scorer.close)
-            forget = partial(_forget, router, recall)
+            forget = partial(_forget, router, completion_log)
             dispatcher = Dispatcher(
                 rollout, workers, scorer, parts.journal, parts.observers, forget, replicas=len(engines)
             )
             report = partial(_report_stall, parts)
-            watch = StallWatchdog(rollout.limits.stall_report_s, lambda: _waits(workers, router, dispatcher), report)
-            journal, closing = parts.journal, started.pop_all()
-            return cls(rollout, renderer, router, recall, dispatcher, watch, attendant, journal, parts.inputs, closing)
+            watchdog = StallWatchdog(rollout.limits.stall_report_s, lambda: _waits(workers, router, dispatcher), report)
+            journal, closers = parts.journal, started.pop_all()
+            return cls(
+                rollout, renderer, router, completion_log, dispatcher, watchdog, monitor, journal, parts.inputs, closers
+            )
 
     async def generate(self, tasks: Sequence[Task], kind: RolloutKind, seed: int | None = None) -> Batch:
         """Sample every task."""
         async with self._watched():
-            return await self._dispatcher.generate(tasks, self._order(kind, seed=seed))
+            return await self._dispatcher.generate(tasks, self._request(kind, seed=seed))
 
     async def stream(
         self,
         tasks: Sequence[Task],
         kind: RolloutKind,
         done: Container[tuple[str, int]],
-        feed: BoundedBuffer[Trajectory | Dropped],
+        buffer: BoundedBuffer[Trajectory | Dropped],
         unscored: FindUnscored = no_trajectory,
     ) -> None:
-        """Sample every task into `feed`; those that `unscored` finds are scored, and not sampled again."""
+        """Sample every task into `buffer`; those that `unscored` finds are scored, and not sampled again."""
         async with self._watched():
-            order = replace(self._order(kind, done), unscored=unscored)
-            await self._dispatcher.stream(tasks, order, feed)
+            request = replace(self._request(kind, done), unscored=unscored)
+            await self._dispatcher.stream(tasks, request, buffer)
 
     async def group(self, task: Task, kind: RolloutKind, past: RecoveredTask) -> Group | Dropped:
-        """Sample one task. Stalls are reported, and the journal's death noticed, by whoever runs `watch`."""
-        order = self._order(kind)
+        """Sample one task. `watch` must run meanwhile: it reports stalls and a journal that cannot be written."""
+        request = self._request(kind)
         with self._counted():
-            for sample in range(task.n or order.n):
-                self._recall.forget(f"{task.uid}/{sample}")  # of a group that was cancelled, and begins again
-            self._recall.recover(past.parts)
-            return await self._dispatcher.group(task, order, past)
+            for sample in range(task.n or request.n):
+                self._completion_log.forget(f"{task.uid}/{sample}")  # of a group that was cancelled, and begins again
+            self._completion_log.recover(past.parts)
+            return await self._dispatcher.group(task, request, past)
 
     async def watch(self) -> None:
         """Report stalls; raise when the journal cannot be written any more, or no replica is left; until cancelled."""
@@ -212,9 +195,9 @@ class RolloutService:
         try:
             with first_error():
                 async with asyncio.TaskGroup() as group:
-                    group.create_task(self._watch.run())
-                    if self._attendant is not None:
-                        group.create_task(self._attendant.watch())
+                    group.create_task(self._watchdog.run())
+                    if self._monitor is not None:
+                        group.create_task(self._monitor.watch())
                     if self._journal is not None:
                         group.create_task(self._journal.watch())
         finally:
@@ -238,7 +221,7 @@ class RolloutService:
         """Interrupt what is being generated, and have the tokens so far on their way to the journal."""
         async with self._paused():
             await self.router.drain(self._rollout.limits.request_timeout_s)
-            await self._recall.flush()
+            await self._completion_log.flush()
 
     @asynccontextmanager
     async def _paused(self) -> AsyncIterator[None]:
@@ -259,7 +242,7 @@ class RolloutService:
 
     @asynccontextmanager
     async def _watched(self) -> AsyncIterator[None]:
-        """Count a call as running; meanwhile `watch`, unless somebody does already."""
+        """Count a call as running; meanwhile `watch`, unless it runs already."""
         with self._counted(), first_error():
             async with asyncio.TaskGroup() as group:
                 watcher = None if self._is_watched else group.create_task(self.watch())
@@ -277,7 +260,7 @@ class RolloutService:
         finally:
             self._running.discard(task)
 
-    def _order(
+    def _request(
         self, kind: RolloutKind, done: Container[tuple[str, int]] = (), seed: int | None = None
     ) -> RolloutRequest:
         rollout = self._rollout
@@ -300,21 +283,6 @@ class RolloutService:
         return RolloutRequest(sampling, n, done, stamp=stamp)
 
 
-async def _start_engines(
-    rollout: RolloutConfig, model: ModelConfig, renderer: Renderer, parts: RolloutParts
-) -> Sequence[Engine]:
-    if parts.engines is None:
-        return await start_engines(rollout, model, renderer, parts.api_keys.get(rollout.openai.api_key_env))
-    return await parts.engines() if callable(parts.engines) else parts.engines
-
-
-def _reward_context(
-    rollout: RolloutConfig, model: ModelConfig, renderer: Renderer, router: Router, parts: RolloutParts
-) -> RewardContext:
-    """What reward models may use of this rollout."""
-    return RewardContext(model, renderer, router, start_engines, parts.api_keys, parts.gpus)
-
-
 async def _start_workers(
     rollout: RolloutConfig,
     model: ModelConfig,
@@ -323,7 +291,7 @@ async def _start_workers(
     parts: RolloutParts,
     started: AsyncExitStack,
 ) -> Sequence[ManagedWorker]:
-    """One worker here, some in processes of their own, or those that the caller hires."""
+    """One worker here, some in processes of their own, or those that the caller provides."""
     workers: list[ManagedWorker] = []
     wanted = num_processes(rollout)
     if parts.workers is not None:
@@ -341,10 +309,10 @@ async def _start_workers(
     return workers
 
 
-def _forget(router: Router, recall: CompletionLog, session: str) -> None:
-    """A session is over: nobody need remember anything for its next turn."""
+def _forget(router: Router, completion_log: CompletionLog, session: str) -> None:
+    """A session is over: its state for a next turn is dropped."""
     router.forget(session)
-    recall.forget(session)
+    completion_log.forget(session)
 
 
 def _check_rendering(renderer: Renderer, rollout: RolloutConfig, journal: Journal | None) -> None:
@@ -357,7 +325,7 @@ def _check_rendering(renderer: Renderer, rollout: RolloutConfig, journal: Journa
         warn(f"note: {note}")
 
 
-def _note(journal: Journal | None, kind: str, fields: Mapping[str, object]) -> None:
+def _record_event(journal: Journal | None, kind: str, fields: Mapping[str, object]) -> None:
     if journal is not None:
         journal.add_event(kind, **fields)
 

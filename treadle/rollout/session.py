@@ -21,11 +21,9 @@ from treadle.observe import Wait
 from treadle.rollout.protocol import Services, SessionToolCalls
 from treadle.rollout.trajectory_builder import RowBuilder, SessionState, TurnBuilder
 from treadle.types import (
-    NOTHING,
     Completion,
     Message,
     Request,
-    Row,
     SamplingParams,
     StopReason,
     Task,
@@ -69,7 +67,7 @@ class Session:
         self._clock = asyncio.get_running_loop().time
         if parent is None:
             self._state.since = self._clock()
-            self._state.spoken = self._messages
+            self._state.conversation = self._messages
 
     @property
     def done(self) -> bool:
@@ -122,11 +120,11 @@ class Session:
                 f"session {self.task.uid}/{self.sample} is over ({self._state.ended}): check session.done"
             )
         state, row = self._state, self._row
-        if row.generating:
+        if row.is_generating:
             raise MisuseError(
                 f"session {self.task.uid}/{self.sample} generates already: fork it for each draft that runs beside it"
             )
-        row.begun = row.generating = True
+        row.has_begun = row.is_generating = True
         start, began = len(row.ids), self._enter("generate")
         try:
             part = await self._sample_part(params, start)
@@ -134,14 +132,14 @@ class Session:
                 state.last_event = f"interrupted after {len(row.ids) - start} tokens"
                 part = await self._sample_part(params, start)
         finally:
-            row.generating = False
+            row.is_generating = False
         took = self._clock() - began
         state.generate_s += took
         state.assistant_turns += 1
         row.turns.append(TurnBuilder(start, len(row.ids), part.stop, took, part.replica))
         completion = self._whole_turn(part, start, params.stop)
         self._messages.append(_assistant_message(completion))
-        state.spoken = self._messages
+        state.conversation = self._messages
         if part.stop is StopReason.LENGTH and (max_tokens is None or len(row.ids) - start < max_tokens):
             self.end(StopReason.LENGTH)
         self._enter("loop", f"turn {state.assistant_turns}: {len(row.ids) - start} tokens, {part.stop}")
@@ -162,7 +160,7 @@ class Session:
             _check_lengths(part, granted)
             count = len(part.ids)
         finally:
-            state.settle(granted, count)
+            state.release(granted, count)
         row.add_sampled(part)
         state.preemptions += part.preemptions
         state.queue_s += part.queue_s
@@ -189,15 +187,15 @@ class Session:
     def _sharers(self) -> int:
         """How many rows the rest of the budget is for: forks that are about to begin, else those that generate."""
         others = [row for row in self._rows if row is not self._row]
-        fresh = sum(not row.begun for row in others if row.number)
-        return 1 + (fresh or sum(row.generating for row in others))
+        fresh = sum(not row.has_begun for row in others if row.number)
+        return 1 + (fresh or sum(row.is_generating for row in others))
 
     def _whole_turn(self, last: Completion, start: int, stops: Sequence[str]) -> Completion:
         row = self._row
         if len(last.ids) == len(row.ids) - start and (last.text or last.calls):
             return last
         ids = tuple(row.ids[start:])
-        text = trim_at_stop(self._services.codec.decode(ids), stops)
+        text = trim_at_stop(self._services.renderer.decode(ids), stops)
         logprobs, versions = tuple(row.logprobs[start:]), tuple(row.versions[start:])
         processed = tuple(row.processed_logprobs[start:]) if row.processed else ()
         return Completion(
@@ -209,25 +207,25 @@ class Session:
 
         Where no further turn can follow, because turns or tokens are spent, the session ends instead.
         """
-        said = [_as_message(item) for item in messages]
+        new_messages = [_as_message(item) for item in messages]
         state, turns = self._state, self._services.rollout.multi_turn
         self.score_turn(reward)
         if turns.max_assistant_turns is not None and state.assistant_turns >= turns.max_assistant_turns:
             return self.end(StopReason.TURN_LIMIT)
-        if any(message["role"] == "user" for message in said):
+        if any(message["role"] == "user" for message in new_messages):
             if turns.max_user_turns is not None and state.user_turns >= turns.max_user_turns:
                 return self.end(StopReason.TURN_LIMIT)
             state.user_turns += 1
-        ids = self._close_turn() + self._services.codec.observation(said, self._schemas)
+        ids = self._close_turn() + self._services.renderer.observation(new_messages, self._schemas)
         if len(ids) >= min(self._room, self._services.rollout.response_length - state.sampled):
             return self.end(StopReason.LENGTH)
         self._row.add_observed(ids)
-        self._messages += said
+        self._messages += new_messages
         return None
 
     def _close_turn(self) -> tuple[int, ...]:
         """The end-of-turn token, where the turn ended without one: at a stop string, or at its own `max_tokens`."""
-        row, stops = self._row, self._services.codec.stop_token_ids
+        row, stops = self._row, self._services.renderer.stop_token_ids
         return stops[:1] if row.ids and row.mask[-1] and row.ids[-1] not in stops else ()
 
     def parse(self, completion: Completion) -> tuple[ToolCall, ...]:
@@ -255,8 +253,8 @@ class Session:
 
     def fork(self, messages: Iterable[Message]) -> "Session":
         """A new row that starts from `messages`: for compaction and sub-agents. It shares budgets and the reward."""
-        said = tuple(messages)
-        ids = self._services.codec.prompt(said, self._schemas)
+        new_messages = tuple(messages)
+        ids = self._services.renderer.prompt(new_messages, self._schemas)
         longest = self._services.rollout.sequence_length()
         if len(ids) >= longest:
             raise PromptFailure(f"a fork's prompt has {len(ids)} tokens; rollout.max_model_len leaves {longest - 1}")
@@ -269,7 +267,7 @@ class Session:
             self._sampling,
             ids,
             parent=self,
-            messages=said,
+            messages=new_messages,
             attempt=self._attempt,
         )
 
@@ -299,7 +297,7 @@ class Session:
 
     @contextmanager
     def at(self, stage: str, event: str) -> Iterator[None]:
-        """What the session waits for inside: named in stall reports, and whose failure it is when it breaks."""
+        """The stage inside the block: named in stall reports, and decides the kind of failure when the block raises."""
         began = self._enter(stage, event)
         yield
         if stage == "environment":
@@ -316,45 +314,11 @@ class Session:
         return state.since
 
 
-class SessionRecord:
-    """What the worker, and nobody else, takes out of a session."""
-
-    def __init__(self, session: Session) -> None:
-        self._session = session
-
-    @property
-    def state(self) -> SessionState:
-        return self._session._state
-
-    @property
-    def messages(self) -> tuple[Message, ...]:
-        return tuple(self.state.spoken)
-
-    @property
-    def generates(self) -> bool:
-        """Whether a row waits for an engine."""
-        return any(row.generating for row in self._session._rows)
-
-    def rows(self) -> tuple[Row, ...]:
-        """The rows as they stand; a fork that never sampled teaches nothing and is left out."""
-        rows = [row.close() for row in self._session._rows]
-        return tuple(row for at, row in enumerate(rows) if at == 0 or row.ids)
-
-    def extra(self) -> Mapping[str, Any]:
-        state = self.state
-        notes = dict(state.extra)
-        if state.turn_rewards:
-            notes["turn_rewards"] = tuple(state.turn_rewards)
-        if state.preemptions:
-            notes["engine_preemptions"] = state.preemptions
-        return notes or NOTHING
-
-
 def _assistant_message(completion: Completion) -> Message:
     """A turn as a message; calls that the engine parsed itself are told in OpenAI's shape."""
-    said: dict[str, Any] = {"role": "assistant", "content": completion.text}
+    message: dict[str, Any] = {"role": "assistant", "content": completion.text}
     if completion.calls:
-        said["tool_calls"] = [
+        message["tool_calls"] = [
             {
                 "id": call.id,
                 "type": "function",
@@ -362,7 +326,7 @@ def _assistant_message(completion: Completion) -> Message:
             }
             for call in completion.calls
         ]
-    return said
+    return message
 
 
 _PER_TURN = (

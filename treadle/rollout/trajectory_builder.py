@@ -8,11 +8,14 @@ and returns what it did not use.
 """
 
 import asyncio
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from treadle.types import Completion, Message, Row, StopReason, ToolCall, ToolResult, Turn
+from treadle.types import NOTHING, Completion, Message, Row, StopReason, ToolCall, ToolResult, Turn
+
+if TYPE_CHECKING:
+    from treadle.rollout.session import Session
 
 
 @dataclass(slots=True)
@@ -37,13 +40,13 @@ class SessionState:
     since: float = 0.0
     server: str = ""
     last_event: str = "started"
-    spoken: list[Message] = field(default_factory=list)
+    conversation: list[Message] = field(default_factory=list)
     """The conversation of whichever fork spoke last: the one that ends with the answer."""
     turn_rewards: list[float] = field(default_factory=list)
     extra: dict[str, Any] = field(default_factory=dict)
     cleanups: list[tuple[Callable[[], Coroutine[Any, Any, None]], str]] = field(default_factory=list)
     """What to run when the loop has ended, last added first, and what to call it."""
-    settled: asyncio.Event = field(default_factory=asyncio.Event)
+    released: asyncio.Event = field(default_factory=asyncio.Event)
     """A request has ended, and what it reserved is free or spent."""
 
     async def reserve(self, budget: int, wanted: int, sharers: int) -> int:
@@ -52,18 +55,18 @@ class SessionState:
         So no two requests that run at once can exceed the budget together.
         """
         while self.sampled + self.reserved >= budget and self.reserved:
-            self.settled.clear()
-            await self.settled.wait()
+            self.released.clear()
+            await self.released.wait()
         left = budget - self.sampled - self.reserved
         granted = min(wanted, max(1, left // sharers)) if left > 0 else 0
         self.reserved += granted
         return granted
 
-    def settle(self, granted: int, sampled: int) -> None:
+    def release(self, granted: int, sampled: int) -> None:
         """A request has ended: what it sampled is spent, the rest of what it reserved is free."""
         self.reserved -= granted
         self.sampled += sampled
-        self.settled.set()
+        self.released.set()
 
 
 @dataclass(slots=True)
@@ -83,16 +86,26 @@ class RowBuilder:
     """A row that is still growing."""
 
     __slots__ = (
-        *("begun", "generating", "ids", "logprobs", "mask", "num_sampled", "number", "processed", "processed_logprobs"),
-        *("prompt_ids", "turns", "versions"),
+        *(
+            "has_begun",
+            "ids",
+            "is_generating",
+            "logprobs",
+            "mask",
+            "num_sampled",
+            "number",
+            "processed",
+            "processed_logprobs",
+        ),
+        *("processed_logprobs", "prompt_ids", "turns", "versions"),
     )
 
     def __init__(self, prompt_ids: tuple[int, ...], number: int = 0) -> None:
         self.prompt_ids = prompt_ids
         self.number = number
-        self.begun = False
+        self.has_begun = False
         """Whether it has ever asked for tokens."""
-        self.generating = False
+        self.is_generating = False
         self.num_sampled = 0
         self.processed = False
         """Whether some token was drawn from another distribution than the whole softmax."""
@@ -140,3 +153,37 @@ def _build_turn(turn: TurnBuilder, end: int) -> Turn:
         turn.replica,
         turn.reward,
     )
+
+
+class SessionRecord:
+    """A session's state as its worker reads it; agent loops never see it."""
+
+    def __init__(self, session: "Session") -> None:
+        self._session = session
+
+    @property
+    def state(self) -> SessionState:
+        return self._session._state
+
+    @property
+    def messages(self) -> tuple[Message, ...]:
+        return tuple(self.state.conversation)
+
+    @property
+    def generates(self) -> bool:
+        """Whether a row waits for an engine."""
+        return any(row.is_generating for row in self._session._rows)
+
+    def rows(self) -> tuple[Row, ...]:
+        """The rows as they stand; a fork that never sampled teaches nothing and is left out."""
+        rows = [row.close() for row in self._session._rows]
+        return tuple(row for at, row in enumerate(rows) if at == 0 or row.ids)
+
+    def extra(self) -> Mapping[str, Any]:
+        state = self.state
+        notes = dict(state.extra)
+        if state.turn_rewards:
+            notes["turn_rewards"] = tuple(state.turn_rewards)
+        if state.preemptions:
+            notes["engine_preemptions"] = state.preemptions
+        return notes or NOTHING

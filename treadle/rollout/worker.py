@@ -18,11 +18,11 @@ from treadle.errors import EngineFailure, EnvironmentFailure, Failure, LoopFailu
 from treadle.observe import Wait
 from treadle.rollout.agent_loop import AgentLoopBase, LoopFactory
 from treadle.rollout.parsers import parser
-from treadle.rollout.protocol import Services, TokenGenerator
-from treadle.rollout.session import Session, SessionRecord
+from treadle.rollout.protocol import Dropped, Job, Services, TokenGenerator
+from treadle.rollout.session import Session
 from treadle.rollout.tools import Toolbox
-from treadle.rollout.trajectory_builder import SessionState
-from treadle.types import NOTHING, Outcome, SamplingParams, StopReason, Task, Timing, Trajectory
+from treadle.rollout.trajectory_builder import SessionRecord, SessionState
+from treadle.types import NOTHING, Outcome, StopReason, Timing, Trajectory
 
 TRUNCATION_SIDES: Mapping[str, Literal["left", "middle", "right"]] = {
     "truncate_left": "left",
@@ -37,27 +37,7 @@ CLEANUP_S = 20.0
 """How long an environment may take to close."""
 
 STAGE_FAILURES: Mapping[str, type[Failure]] = {"tools": ToolFailure, "environment": EnvironmentFailure}
-"""Whose failure it is when a session breaks at a stage; else the loop's."""
-
-
-@dataclass(frozen=True, slots=True)
-class Job:
-    """One attempt to be made."""
-
-    task: Task
-    sample: int
-    sampling: SamplingParams
-    attempt: int = 0
-    redraws: int = 0
-    """Earlier attempts that failed otherwise than by an engine: this one draws other noise than they did."""
-
-
-@dataclass(frozen=True, slots=True)
-class Dropped:
-    """A task whose prompt is too long, where the config says to drop it."""
-
-    uid: str
-    detail: str
+"""The failure of a session that breaks at a stage; at any other, LoopFailure."""
 
 
 class AgentLoopWorker:
@@ -82,8 +62,8 @@ class AgentLoopWorker:
     ) -> Self:
         """A worker with its tools started and its loops found, or an error. `announce`: see `Services`."""
         loops = LoopFactory(rollout)
-        codec, calls = renderer or Renderer.create(model), parser(rollout.multi_turn.format)
-        services = Services(rollout, engine, codec, calls, announce=announce)
+        renderer, calls = renderer or Renderer.create(model), parser(rollout.multi_turn.format)
+        services = Services(rollout, engine, renderer, calls, announce=announce)
         toolbox = await Toolbox.create(rollout.multi_turn)
         return cls(rollout, services, toolbox, loops)
 
@@ -91,44 +71,46 @@ class AgentLoopWorker:
         """Make one attempt."""
         started_at, clock = time.time(), asyncio.get_running_loop().time
         began = clock()
-        opened = RunningJob(job, began)
-        self._open[id(job)] = opened
-        attempt = asyncio.ensure_future(self._contained(opened))
+        running = RunningJob(job, began)
+        self._open[id(job)] = running
+        attempt = asyncio.ensure_future(self._run_guarded(running))
         try:
-            outcome = await self._settled(opened, attempt)
+            outcome = await self._await_outcome(running, attempt)
         finally:
             del self._open[id(job)]
         if isinstance(outcome, Dropped):
             return outcome
-        trajectory = _trajectory(opened, outcome, started_at, clock() - began)
+        trajectory = _trajectory(running, outcome, started_at, clock() - began)
         if job.sample == 0 and crc32(job.task.uid.encode()) % DRIFT_SHARE == 0:
-            return self._with_drift(trajectory, opened)
+            return self._with_drift(trajectory, running)
         return trajectory
 
-    def _with_drift(self, trajectory: Trajectory, opened: "RunningJob") -> Trajectory:
+    def _with_drift(self, trajectory: Trajectory, running: "RunningJob") -> Trajectory:
         """The trajectory with a note of whether its row is what the template makes of the whole conversation."""
-        said = [at for at, message in enumerate(trajectory.messages) if message["role"] == "assistant"]
-        if not trajectory.outcome.ok or len(trajectory.rows) != 1 or opened.cut or len(said) < 2:
+        assistant_turns = [at for at, message in enumerate(trajectory.messages) if message["role"] == "assistant"]
+        if not trajectory.outcome.ok or len(trajectory.rows) != 1 or running.num_truncated or len(assistant_turns) < 2:
             return trajectory
         row = trajectory.rows[0]
-        shown = self._toolbox.schemas(opened.job.task.tools)
+        shown = self._toolbox.schemas(running.job.task.tools)
         try:
-            whole = self._services.codec.prompt(trajectory.messages[: said[-1]], shown)
+            whole = self._services.renderer.prompt(trajectory.messages[: assistant_turns[-1]], shown)
         except Failure:
             return trajectory
         drift = float(whole != (*row.prompt_ids, *row.ids[: row.turns[-1].start]))
         return replace(trajectory, extra={**trajectory.extra, "drift": drift})
 
-    async def _settled(self, opened: "RunningJob", attempt: "asyncio.Task[Outcome | Dropped]") -> Outcome | Dropped:
+    async def _await_outcome(
+        self, running: "RunningJob", attempt: "asyncio.Task[Outcome | Dropped]"
+    ) -> Outcome | Dropped:
         """What an attempt came to. One that outlives its deadline, whatever it does about it, is abandoned."""
         limit = self._rollout.limits.session_timeout_s
         try:
             await asyncio.wait({attempt}, timeout=limit + GIVE_UP_S)
-            if not attempt.done() and opened.left:
+            if not attempt.done() and running.is_loop_over:
                 await asyncio.wait({attempt})  # its tools are being released, which has deadlines of its own
         except asyncio.CancelledError:
-            opened.withdrawn = True
-            if not await cancel_and_wait(attempt) and opened.left:
+            running.is_cancelled = True
+            if not await cancel_and_wait(attempt) and running.is_loop_over:
                 await asyncio.wait({attempt})
             raise
         if not attempt.done():
@@ -137,47 +119,47 @@ class AgentLoopWorker:
             late = (
                 f"did not end within {GIVE_UP_S:g} s of rollout.limits.session_timeout_s = {limit:g}, and was abandoned"
             )
-            return Outcome.failed(opened.failure(f"{late}{task_location(attempt)}"))
+            return Outcome.failed(running.failure(f"{late}{task_location(attempt)}"))
         if attempt.cancelled():
-            return Outcome.failed(opened.failure("cancelled its own task"))
+            return Outcome.failed(running.failure("cancelled its own task"))
         return attempt.result()
 
-    async def _contained(self, opened: "RunningJob") -> Outcome | Dropped:
+    async def _run_guarded(self, running: "RunningJob") -> Outcome | Dropped:
         """One attempt, whatever the user's code does: a task that ends with SystemExit would end the event loop."""
         try:
-            prompt_ids = self._prompt(opened)
+            prompt_ids = self._prompt(running)
             if isinstance(prompt_ids, Dropped):
                 return prompt_ids
-            return await self._attempt(opened, prompt_ids)
+            return await self._attempt(running, prompt_ids)
         except Failure as failure:
             return Outcome.failed(failure)
         except asyncio.CancelledError as error:
-            if opened.withdrawn:
+            if running.is_cancelled:
                 raise
-            return Outcome.failed(opened.failure(f"cancelled its own task{error_location(error)}"))
+            return Outcome.failed(running.failure(f"cancelled its own task{error_location(error)}"))
         except GeneratorExit:
             raise
         except BaseException as error:  # noqa: BLE001  a loop is the user's code: whatever breaks in it is its own
-            return Outcome.failed(opened.failure(describe_error(error)))
+            return Outcome.failed(running.failure(describe_error(error)))
 
-    async def _attempt(self, opened: "RunningJob", prompt_ids: tuple[int, ...]) -> Outcome:
-        job = opened.job
+    async def _attempt(self, running: "RunningJob", prompt_ids: tuple[int, ...]) -> Outcome:
+        job = running.job
         loop = self._loops.create(job.task.agent)
         async with self._toolbox.open(job.task) as tools:
             schemas = self._toolbox.schemas(job.task.tools)
             session = Session(
                 job.task, job.sample, self._services, tools, schemas, job.sampling, prompt_ids, attempt=job.redraws
             )
-            opened.record = SessionRecord(session)
+            running.record = SessionRecord(session)
             try:
-                await self._run_loop(loop, session, opened)
+                await self._run_loop(loop, session, running)
             finally:
-                opened.left = True
-                for work, what in reversed(opened.record.state.cleanups):
+                running.is_loop_over = True
+                for work, what in reversed(running.record.state.cleanups):
                     await run_shielded(work(), CLEANUP_S, what)
-        return Outcome.ended(opened.record.state.ended or StopReason.STOP)
+        return Outcome.ended(running.record.state.ended or StopReason.STOP)
 
-    async def _run_loop(self, loop: AgentLoopBase, session: Session, opened: "RunningJob") -> None:
+    async def _run_loop(self, loop: AgentLoopBase, session: Session, running: "RunningJob") -> None:
         """Until the loop has ended, or its deadline has ended it; a failure where the model has no part in that."""
         limit, at = self._rollout.limits.session_timeout_s, ""
         try:
@@ -188,13 +170,13 @@ class AgentLoopWorker:
                 raise
             at = error_location(error.__cause__ or error)
         if deadline.expired():
-            opened.blame_deadline(limit, at)
+            running.blame_deadline(limit, at)
             session.end(StopReason.DEADLINE)
 
-    def _prompt(self, opened: "RunningJob") -> tuple[int, ...] | Dropped:
+    def _prompt(self, running: "RunningJob") -> tuple[int, ...] | Dropped:
         """The prompt's ids, cut or refused as `rollout.overlong_prompts` says."""
-        task, rollout = opened.job.task, self._rollout
-        ids = self._services.codec.prompt(task.messages, self._toolbox.schemas(task.tools))
+        task, rollout = running.job.task, self._rollout
+        ids = self._services.renderer.prompt(task.messages, self._toolbox.schemas(task.tools))
         if len(ids) <= rollout.prompt_length:
             return ids
         detail = f"the prompt has {len(ids)} tokens; rollout.prompt_length is {rollout.prompt_length}"
@@ -202,13 +184,13 @@ class AgentLoopWorker:
             raise PromptFailure(f"{detail}: raise it, or set rollout.overlong_prompts to drop or truncate_left")
         if rollout.overlong_prompts == "drop":
             return Dropped(task.uid, detail)
-        opened.cut = len(ids) - rollout.prompt_length
+        running.num_truncated = len(ids) - rollout.prompt_length
         return truncate(ids, rollout.prompt_length, TRUNCATION_SIDES[rollout.overlong_prompts])
 
     def waits(self) -> Iterator[Wait]:
         """What every open session is waiting for, for stall reports."""
-        for opened in self._open.values():
-            yield opened.wait()
+        for running in self._open.values():
+            yield running.wait()
 
     async def close(self) -> None:
         """Release the tools. Sessions must have ended."""
@@ -223,11 +205,11 @@ class RunningJob:
     job: Job
     began: float
     record: SessionRecord | None = None
-    cut: int = 0
+    num_truncated: int = 0
     """Tokens of the prompt that were cut out."""
-    left: bool = False
+    is_loop_over: bool = False
     """Whether the loop has ended: what follows is ours."""
-    withdrawn: bool = False
+    is_cancelled: bool = False
     """Whether it was cancelled from outside."""
 
     def failure(self, detail: str) -> Failure:
@@ -258,12 +240,12 @@ class RunningJob:
         return Wait(task.uid, self.job.sample, state.stage, state.since, state.server, state.last_event)
 
 
-def _trajectory(opened: RunningJob, outcome: Outcome, started_at: float, total_s: float) -> Trajectory:
-    job, record = opened.job, opened.record
+def _trajectory(running: RunningJob, outcome: Outcome, started_at: float, total_s: float) -> Trajectory:
+    job, record = running.job, running.record
     state = record.state if record else SessionState()
     extra = record.extra() if record else NOTHING
-    if opened.cut:
-        extra = {**extra, "prompt_tokens_cut": opened.cut}
+    if running.num_truncated:
+        extra = {**extra, "prompt_tokens_cut": running.num_truncated}
     return Trajectory(
         uid=job.task.uid,
         sample=job.sample,

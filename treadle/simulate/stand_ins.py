@@ -25,8 +25,8 @@ from treadle.observe import StallWatchdog
 from treadle.policy.protocol import Critic, Policy, Reference, TrainBatch
 from treadle.rollout.completion_log import NOTHING_RECOVERED, CompletionLog, RecoveredTask
 from treadle.rollout.dispatch import Dispatcher
+from treadle.rollout.protocol import Dropped, Job
 from treadle.rollout.service import RolloutKind, RolloutService
-from treadle.rollout.worker import Dropped, Job
 from treadle.simulate.engine import TimedEngine
 from treadle.simulate.workload import Workload
 from treadle.trainer.resume import UNKNOWN_PROVENANCE, RunHistory

@@ -25,7 +25,7 @@ from treadle.data.tasks import SourceState, TaskSource
 from treadle.errors import DeadlineError, RunError
 from treadle.journal import Journal
 from treadle.rollout.completion_log import NOTHING_RECOVERED, RecoveredTask
-from treadle.rollout.worker import Dropped
+from treadle.rollout.protocol import Dropped
 from treadle.trainer.step import is_informative
 from treadle.trainer.terms import BufferLimits
 from treadle.types import NOTHING, Group, Task, Trajectory

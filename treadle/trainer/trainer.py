@@ -11,10 +11,10 @@ from dataclasses import replace
 from logging import getLogger
 from math import ceil
 
+from treadle.aio import first_error
 from treadle.config import TrainConfig
 from treadle.errors import NotFiniteError, RunError, TreadleError
 from treadle.observe.step_metrics import Spans
-from treadle.rollout.dispatch import first_error
 from treadle.rollout.service import RolloutKind
 from treadle.terminal import warn
 from treadle.trainer.buffer import BufferedBatch, RolloutBuffer

@@ -18,8 +18,8 @@ from treadle.config.reward import RewardConfig
 from treadle.observe import Summary, summarize
 from treadle.observe.step_metrics import Spans
 from treadle.rollout.completion_log import NOTHING_RECOVERED, RecoveredTask
+from treadle.rollout.protocol import Dropped
 from treadle.rollout.service import RolloutKind
-from treadle.rollout.worker import Dropped
 from treadle.types import Batch, Group, Task, Trajectory
 
 if TYPE_CHECKING:

@@ -259,7 +259,7 @@ def _raise(base: Polynomial, exponent: Fraction) -> Polynomial:
 
 
 def is_antiderivative(answer: ExpressionNode, integrand: ExpressionNode, variable: str) -> bool:
-    """Whether the derivative of `answer` is `integrand`: compared at complex points that nobody can foresee.
+    """Whether the derivative of `answer` is `integrand`: compared at complex unpredictable points.
 
     The points follow from a digest of both, so the same answer has the same score. A point where the integrand is
     undefined is passed over; an answer that is undefined at any other is wrong.

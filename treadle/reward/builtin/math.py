@@ -5,7 +5,7 @@ r"""1.0 where the answer equals the ground truth as mathematics, judged by math-
 The last boxed, LaTeX or plain expression of the response counts. LaTeX is read by math-verify's grammar. Plain
 arithmetic and numbers, which the package and sympy would hand to Python's eval, are read by
 `treadle.reward.builtin.expression`. So no text of a model is run as code.
-Before either, `is_too_large` looks at the text: an answer whose powers, factorials or nesting nobody could mean, such
+Before either, `is_too_large` looks at the text: an answer whose powers, factorials or nesting no real answer has, such
 as 9^{9^{9^9}}, is not computed, and is wrong. What still takes too long is ended by the worker's own limits
 (`reward.cpu_time_s`, `reward.timeout_s`), a failure or `reward.on_timeout`.
 """

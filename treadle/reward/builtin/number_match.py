@@ -64,5 +64,5 @@ def _read_last(text: str) -> Decimal | None:
 
 
 def _to_number(digits: str) -> Decimal | None:
-    """None for a number longer than anybody means: arithmetic on it would overflow."""
+    """None for a number longer than any real answer: arithmetic on it would overflow."""
     return Decimal(digits.translate(_CLEAN)) if len(digits) <= MAX_DIGITS else None

@@ -23,7 +23,7 @@ MAX_CALLS = 64
 """Calls of one turn; what follows is one problem."""
 
 MAX_DEPTH = 64
-"""Nesting of arguments; deeper ones are a problem, since whoever walks them later would run out of stack."""
+"""Nesting of arguments; deeper ones are a problem, since code that walks them later would run out of stack."""
 
 MAX_NAME_CHARS = 128
 
@@ -77,7 +77,7 @@ def quote(value: str) -> str:
 
 
 def escape_special_tokens(text: str) -> str:
-    """A message of ours that spells no special token for whoever renders it, an endpoint for instance."""
+    """An error message without special tokens: none is spelled where it is rendered, at an endpoint for instance."""
     return _SPECIAL_TOKEN_STARTS.sub(lambda found: f"\\x{ord(found[0]):02x}", text)
 
 

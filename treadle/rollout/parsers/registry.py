@@ -66,7 +66,7 @@ PARSERS: Mapping[str, ToolParser] = MappingProxyType(
 
 @dataclass(frozen=True, slots=True)
 class CustomParser:
-    """A parser somebody else wrote, held to the promise that parsing never raises."""
+    """A user's parser, wrapped so that parsing never raises."""
 
     path: str
     marker: str

@@ -3,7 +3,6 @@
 Owns the records that functions, stateful classes and MCP servers are all reduced to. Knows none of them.
 """
 
-import asyncio
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
@@ -63,18 +62,3 @@ class Tool(Protocol):
     def bind(self, scope: Scope) -> Invoke:
         """The tool, ready to be called by one session."""
         ...
-
-
-class Expired(Exception):
-    """A tool had its time and gave no answer."""
-
-
-async def within(timeout_s: float, work: Awaitable[T]) -> T:
-    """What `work` gives; Expired when the time is over. A TimeoutError of the work's own stays one."""
-    try:
-        async with asyncio.timeout(timeout_s) as limit:
-            return await work
-    except TimeoutError as error:
-        if limit.expired():
-            raise Expired from error
-        raise

@@ -20,10 +20,10 @@ from enum import StrEnum
 from functools import partial
 from typing import Any, TypeVar, overload
 
-from treadle.aio import describe_error, is_external_stop, run_shielded
+from treadle.aio import Expired, describe_error, is_external_stop, run_shielded, within
 from treadle.config.plugin import load_object
 from treadle.errors import ConfigError, Mistake, ToolFailure, TreadleError
-from treadle.rollout.tools.base import Expired, Invoke, Scope, Tool, ToolSpec, within
+from treadle.rollout.tools.base import Invoke, Scope, Tool, ToolSpec
 from treadle.rollout.tools.signature import Convert, Signature, read_docstring, read_signature
 from treadle.rollout.tools.thread_pool import DaemonThreadPool
 from treadle.rollout.tools.validators import compile_validator

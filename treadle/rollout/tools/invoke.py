@@ -28,9 +28,9 @@ import sys
 from dataclasses import asdict, dataclass, is_dataclass
 from typing import Any, Literal
 
-from treadle.aio import error_location, is_external_stop
+from treadle.aio import Expired, error_location, is_external_stop
 from treadle.errors import ToolFailure, TreadleError
-from treadle.rollout.tools.base import Expired, Invoke, ToolSpec
+from treadle.rollout.tools.base import Invoke, ToolSpec
 from treadle.types import ToolResult, ToolStatus
 
 TruncateSide = Literal["left", "middle", "right"]
@@ -142,7 +142,7 @@ def backoff(attempt: int) -> float:
 
 
 def _is_transport_error(error: BaseException) -> bool:
-    httpx = sys.modules.get("httpx")  # who raises its errors has imported it
+    httpx = sys.modules.get("httpx")  # code that raises its errors has imported it
     return httpx is not None and isinstance(error, httpx.TransportError)
 
 

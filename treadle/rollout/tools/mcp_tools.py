@@ -24,10 +24,10 @@ from pathlib import Path
 from shutil import which
 from typing import TYPE_CHECKING, Any, TextIO
 
-from treadle.aio import run_shielded
+from treadle.aio import Expired, run_shielded, within
 from treadle.config.rollout import MCPServerConfig
 from treadle.errors import ConfigError, DeadlineError, Mistake, RunError, ToolFailure, nearest
-from treadle.rollout.tools.base import Expired, Invoke, Scope, ToolSpec, within
+from treadle.rollout.tools.base import Invoke, Scope, ToolSpec
 from treadle.rollout.tools.validators import compile_validator
 from treadle.types import ToolResult, ToolStatus
 
@@ -305,7 +305,7 @@ class MCPTools:
         return _result(answer)
 
     async def _current_link(self) -> MCPConnection:
-        """The connection for a new call; callers who find it broken wait for one of them to open the next."""
+        """The connection for a new call; callers that find it broken wait until one of them has opened the next."""
         if self._link.usable:
             return self._link
         async with self._lock:

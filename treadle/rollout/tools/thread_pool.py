@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from queue import SimpleQueue
 from threading import Thread
 
+from treadle.aio import Expired, within
 from treadle.errors import Failure, ToolFailure
-from treadle.rollout.tools.base import Expired, within
 
 MAX_THREADS = 64
 MAX_STUCK = 64
@@ -76,7 +76,7 @@ class DaemonThreadPool:
             raise self._failure(f"no thread became free for a blocking {self._what} within {timeout_s:g} s") from None
 
     def _finish(self, worker: "_PoolThread", done: asyncio.Future[ThreadResult], ran: ThreadResult) -> None:
-        """Runs on the loop when a job has ended, perhaps long after anybody waited for it."""
+        """Runs on the loop when a job has ended, perhaps long after its caller gave up."""
         if done.cancelled():
             self.num_stuck -= 1
         else:
@@ -113,7 +113,7 @@ class _PoolThread:
             ran = _run(job.run)
             try:
                 self._loop.call_soon_threadsafe(job.post, ran)
-            except RuntimeError:  # the loop is closed: nobody waits any more
+            except RuntimeError:  # the loop is closed: no caller waits
                 return
             del job, ran
 
