@@ -55,7 +55,9 @@ def stage(request: pytest.FixtureRequest, cluster: None, model: object) -> Stage
         return Stage(partial(open_replica, model, ray_engines.start_letters, 0.6), asyncio.run, settle_s=0.4)
     if request.node.originalname not in NATIVE_TOO:
         pytest.skip("shown with the scripted engine")
-    return Stage(partial(open_replica, model, ray_engines.start_native_letters, 0.1), asyncio.run, settle_s=0.12)
+    return Stage(
+        partial(open_replica, model, ray_engines.start_native_letters, 0.1), asyncio.run, settle_s=0.12, has_model=True
+    )
 
 
 globals().update({name: test for name, test in vars(test_engine).items() if name.startswith("test_")})

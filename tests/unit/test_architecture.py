@@ -1,14 +1,22 @@
-"""The map in docs/architecture.md has one line for each file, in the file's own words.
+"""docs/architecture.md is true: its map has one line for each file, its ranks are those of the code, its files exist.
 
-`python tests/unit/test_architecture.py` writes the map anew.
+`python tests/unit/test_architecture.py` writes map and ranks anew.
 """
 
 import ast
+import re
+import sys
 from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[2]))
+
+from tests.unit.test_import_ranks import RANKS
 
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "architecture.md"
-START, END = "<!-- map -->\n", "<!-- end of map -->\n"
+PAGES = (*sorted((ROOT / "docs").glob("*.md")), *sorted(ROOT.glob("*.md")))
+MAP = "<!-- map -->\n", "<!-- end of map -->\n"
+RANK_TABLE = "<!-- ranks -->\n", "<!-- end of ranks -->\n"
 
 
 def first_line(file: Path) -> str:
@@ -30,11 +38,70 @@ def test_every_module_says_what_it_is():
     assert silent == []
 
 
-def test_the_map_is_true():
-    drawn = PAGE.read_text(encoding="utf-8").partition(START)[2].partition(END)[0]
-    assert drawn == draw_map(), f"run: python {Path(__file__).relative_to(ROOT)}"
+def draw_ranks() -> str:
+    lines = ["| rank | folders |", "|---|---|"]
+    for rank in sorted(set(RANKS.values())):
+        names = [name or "*.py" for name in RANKS if RANKS[name] == rank and (ROOT / "treadle" / name).exists()]
+        lines.append(f"| {rank} | {', '.join(f'`treadle/{name}`' for name in names)} |")
+    return "\n".join(lines) + "\n"
+
+
+def between(marks: tuple[str, str]) -> str:
+    return PAGE.read_text(encoding="utf-8").partition(marks[0])[2].partition(marks[1])[0]
+
+
+def write(marks: tuple[str, str], drawn: str) -> None:
+    before, _, rest = PAGE.read_text(encoding="utf-8").partition(marks[0])
+    PAGE.write_text(before + marks[0] + drawn + marks[1] + rest.partition(marks[1])[2], encoding="utf-8")
+
+
+def test_map_and_ranks_are_true():
+    assert (between(MAP), between(RANK_TABLE)) == (draw_map(), draw_ranks()), (
+        f"run: python {Path(__file__).relative_to(ROOT)}"
+    )
+
+
+def is_there(name: str) -> bool:
+    """A file or folder, as pages name it: from the root or from `treadle/`, with `*` or not; a test without folder."""
+    name = name.rstrip("/")
+    return any(
+        folder.exists() and any(folder.glob(name))
+        for folder in (ROOT, ROOT / "treadle", *sorted((ROOT / "tests").glob("*/")))
+    )
+
+
+def named_files(page: Path) -> set[str]:
+    """Paths of ours in a page: those between backticks, and those that lead its drawings."""
+    text = page.read_text(encoding="utf-8").partition(MAP[0])[0]
+    folders = "|".join(sorted({"treadle", "tests", "bench", "docs", "examples", *filter(None, RANKS)}))
+    found = re.findall(rf"`((?:{folders})/(?:[\w./*]*(?:\.\w+|/))?|test_[\w*]+\.py)`", text)  # metrics have no ending
+    return {*found, *re.findall(rf"^ ((?:{folders})/[\w./]+\.py)", text, re.MULTILINE)}
+
+
+def test_files_that_pages_name_are_there():
+    pages = [page for page in PAGES if page.name != "CHANGELOG.md"]
+    missing = [f"{page.name}: {name}" for page in pages for name in sorted(named_files(page)) if not is_there(name)]
+    assert missing == []
+
+
+def test_links_between_pages_lead_somewhere():
+    broken = []
+    for page in PAGES:
+        for target in re.findall(r"\]\(([^)\s]+)\)", page.read_text(encoding="utf-8")):
+            name, _, heading = target.partition("#")
+            file = page if not name else (page.parent / name).resolve()
+            if "://" in target or (file.exists() and (not heading or heading in headings(file))):
+                continue
+            broken.append(f"{page.name}: {target}")
+    assert broken == []
+
+
+def headings(page: Path) -> set[str]:
+    """Anchors of a page, as GitHub spells them."""
+    lines = re.findall(r"^#+ (.+)$", page.read_text(encoding="utf-8"), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", line.lower()).replace(" ", "-") for line in lines}
 
 
 if __name__ == "__main__":
-    before, _, rest = PAGE.read_text(encoding="utf-8").partition(START)
-    PAGE.write_text(before + START + draw_map() + END + rest.partition(END)[2], encoding="utf-8")
+    write(MAP, draw_map())
+    write(RANK_TABLE, draw_ranks())

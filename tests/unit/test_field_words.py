@@ -1,7 +1,7 @@
 """Field words: a reader who knows the field finds a thing by the name it has there, in one place only.
 
 `WORDS` are words of reinforcement learning and of inference engines. Each is in the name of the file that does it, or
-in the first line of its docstring.
+in the first line of its docstring; `docs/glossary.md` says of each what it is here.
 """
 
 import ast
@@ -11,23 +11,24 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "treadle"
+GLOSSARY = ROOT / "docs" / "glossary.md"
 
 WORDS = {
     "advantage estimator": "algorithm/estimators.py",
     "policy loss": "algorithm/policy_losses.py",
-    "importance weights": "algorithm/rollout_correction.py",
+    "importance sampling": "algorithm/rollout_correction.py",
     "rollout correction": "algorithm/rollout_correction.py",
-    "KL divergence": "algorithm/kl.py",
+    "KL controller": "algorithm/kl.py",
     "fused head": "algorithm/fused_head.py",
     "micro batch": "algorithm/micro_batch.py",
+    "dynamic sampling": "algorithm/advantage.py",
     "checkpoint": "checkpoint/store.py",
-    "plan": "config/plan.py",
+    "placement plan": "config/plan.py",
     "chat template": "data/chat_template.py",
     "incremental rendering": "data/incremental.py",
     "router": "engine/router.py",
-    "session affinity": "engine/router.py",
     "in-flight requests": "engine/in_flight.py",
-    "replica set": "engine/replica_set.py",
+    "pause gate": "engine/in_flight.py",
     "replica supervisor": "engine/replica_supervisor.py",
     "RNG": "engine/rng.py",
     "continuous batching": "engine/native/scheduler.py",
@@ -39,43 +40,45 @@ WORDS = {
     "paged attention": "engine/native/paged_attention.py",
     "CUDA graphs": "engine/native/cuda_graphs.py",
     "sleep mode": "engine/native/cuda_memory.py",
-    "model runner": "engine/native/model_runner.py",
     "audit": "inspect/audit.py",
     "replay": "inspect/replay.py",
-    "timeline": "inspect/timeline.py",
     "journal": "journal/journal.py",
     "migration": "migrate/migration.py",
+    "parity proof": "model/proof.py",
+    "checksum": "model/checksum.py",
     "experiment tracker": "observe/trackers.py",
     "watchdog": "observe/watchdog.py",
     "FSDP": "policy/fsdp.py",
     "shards": "policy/shards.py",
-    "data-parallel": "policy/update.py",
+    "data-parallel group": "policy/rank_group.py",
     "rendezvous": "policy/rendezvous.py",
-    "packed inputs": "policy/packed_inputs.py",
+    "sequence packing": "policy/packed_inputs.py",
     "master weights": "policy/optimizer.py",
     "reference policy": "policy/reference.py",
+    "critic": "policy/critic.py",
     "RPC": "process/rpc.py",
     "launcher": "process/launcher.py",
-    "supervisor": "process/supervisor.py",
+    "restart policy": "process/supervisor.py",
     "reward model": "reward/reward_models.py",
     "judge": "reward/judge.py",
     "classifier": "reward/classifier/classifier.py",
     "rate limit": "reward/rate_limit.py",
     "sandbox": "reward/sandbox/__init__.py",
     "agent loop": "rollout/agent_loop.py",
+    "agent worker": "rollout/worker.py",
     "session": "rollout/session.py",
     "dispatcher": "rollout/dispatch.py",
-    "tool-call parser": "rollout/parsers/base.py",
+    "tool-call parser": "rollout/parsers/registry.py",
     "MCP": "rollout/tools/mcp_tools.py",
-    "simulation": "simulate/simulation.py",
+    "simulator": "simulate/simulation.py",
     "rollout buffer": "trainer/buffer.py",
     "admission control": "trainer/buffer.py",
+    "back-pressure": "trainer/buffer.py",
     "staleness": "trainer/buffer.py",
-    "schedules": "trainer/schedules.py",
+    "schedule": "trainer/schedules.py",
     "resume": "trainer/resume.py",
-    "validation": "trainer/validation.py",
     "weight sync": "weights/sync.py",
-    "broadcast": "weights/collective.py",
+    "broadcast group": "weights/collective.py",
     "shared memory": "weights/shared_memory.py",
     "CUDA IPC": "weights/cuda_ipc.py",
 }
@@ -97,6 +100,15 @@ def test_a_field_word_leads_to_the_file_that_does_it():
         if spoken(word) not in spoken(f"{name.removesuffix('.py')} | {first}"):
             offenders.append(f"{word}: neither the name of treadle/{name} nor its first line, {first!r}, has it")
     assert offenders == []
+
+
+def test_the_glossary_has_every_field_word_with_its_file():
+    table = GLOSSARY.read_text(encoding="utf-8").partition("|---|---|---|\n")[2]
+    rows = re.findall(r"^\| (.+?) \| .+ \| (.+) \|$", table, re.MULTILINE)
+    files = {spoken(word): re.findall(r"`([^`]+)`", files) for word, files in rows}
+    assert [word for word, name in WORDS.items() if f"treadle/{name}" not in files.get(spoken(word), ())] == []
+    assert [name for names in files.values() for name in names if not (ROOT / name).exists()] == []
+    assert list(files) == sorted(files), "in alphabetical order"
 
 
 def test_no_class_name_is_used_twice():

@@ -1,4 +1,4 @@
-"""KL divergence from the reference policy: estimators, the penalty in the reward, the term in the loss, its weight.
+"""KL divergence from the reference policy: estimators, the penalty in the reward, the term in the loss, KL controller.
 
 Estimators, for a token sampled from the policy, with d = log policy - log reference:
     k1 = d    k2 = d² / 2    k3 = exp(-d) + d - 1

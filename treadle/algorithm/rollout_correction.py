@@ -1,4 +1,4 @@
-"""Rollout correction: importance weights (TIS) and rejection for off-policy tokens.
+"""Rollout correction: importance sampling weights (TIS) and rejection for off-policy tokens.
 
 Off-policy are tokens sampled with other weights, or with another engine's arithmetic. The ratio is trained policy over
 rollout policy. Decoupled (the default): the trained policy is the one at the start of the step, its ratio to the

@@ -1,4 +1,4 @@
-"""Packed inputs: rows as a network reads them, without padding; mini batches and micro batches.
+"""Sequence packing: rows as a network reads them, without padding; mini batches and micro batches.
 
     T  response tokens of all rows, as in `protocol`    M  sampled tokens among them: those that have a loss
     L  tokens that a network reads in one forward

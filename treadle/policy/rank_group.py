@@ -1,4 +1,4 @@
-"""Rank group: all ranks of a sharded run, called from the driving process.
+"""Data-parallel group: all ranks of a sharded run, called from the driving process.
 
 Owns how they are called: all at once, with a deadline, and how their errors become one. The code that starts the
 processes supplies handles; see `local_ranks`.

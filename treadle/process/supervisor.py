@@ -1,4 +1,4 @@
-"""Supervisor of processes: when one that died is started again, how often, and what is reported of it.
+"""Supervisor of processes, with the restart policy: when one that died is started again, and what is reported of it.
 
 Owns the restart policy. Knows no process: what is started is whatever `start` returns.
 

@@ -1,4 +1,4 @@
-"""Simulation of a training run in virtual time, and the comparison of schedules and GPU splits.
+"""Simulator of a training run in virtual time, and the comparison of schedules and GPU splits.
 
 A simulated run is the real schedule, buffer and rollout on a virtual clock, with a trainer that only takes time. Owns
 what is measured, and when: after the run has settled, and before its end is in sight. Splits to compare are chosen by

@@ -1,4 +1,4 @@
-"""Rollout buffer with admission control: groups on their way from tasks to training, bounded in number and staleness.
+"""Rollout buffer with admission control and back-pressure: groups from tasks to training, bounded in staleness.
 
 tasks ──admit──► open: being sampled ──► ready ──take──► a training step
                    │          ▲

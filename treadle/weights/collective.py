@@ -1,4 +1,4 @@
-"""Collective transport: weights to processes on other machines, one broadcast of each bucket to all receivers at once.
+"""Collective transport: a broadcast group (NCCL or gloo) that carries each bucket of weights to all receivers at once.
 
 Owns the sender's side: for each version a store that receivers sign in at, and rounds. A round is a broadcast group of
 the receivers that signed in at about the same time (gloo on CPUs, NCCL on GPUs, apart from any group the process is in
