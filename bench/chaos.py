@@ -1,7 +1,7 @@
 """Training runs that are attacked again and again, and proven whole after each attack.
 
     PYTHONPATH=. python bench/chaos.py --cycles 50                                    one after the other
-    PYTHONPATH=. python bench/chaos.py --cycles 1000 --jobs 24 --results chaos.jsonl  side by side
+    PYTHONPATH=. python bench/chaos.py --cycles 1000 --jobs 16 --results chaos.jsonl  side by side
     PYTHONPATH=. python bench/chaos.py --only 237                                     one cycle alone
     PYTHONPATH=. python bench/chaos.py --table chaos.jsonl                            the table of what is there
 
@@ -17,6 +17,7 @@ replay` must find the weights of every step again (but for ranks). Status 1 wher
 
 import argparse
 import json
+import os
 import shutil
 import sys
 import tempfile
@@ -25,6 +26,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import asdict, dataclass
+from multiprocessing import SimpleQueue
 from pathlib import Path
 from random import Random
 from statistics import median
@@ -75,7 +77,7 @@ def main() -> int:
     for cycle in range(first, last + 1):
         runs[(cycle - 1) // per_run].append(cycle)
     began = time.monotonic()
-    with tempfile.TemporaryDirectory() as scratch, ProcessPoolExecutor(arguments.jobs) as pool:
+    with tempfile.TemporaryDirectory() as scratch, _pool(arguments.jobs) as pool:
         base = arguments.run_dir or Path(scratch)
         jobs = [Job(tuple(cycles), per_run, arguments.seed, base, results, until) for cycles in runs.values()]
         jobs.sort(key=lambda job: job.kinds()[0] is not RANKS)  # those take the longest: each cycle ends its run
@@ -83,6 +85,19 @@ def main() -> int:
             done.result()
     print(f"{time.monotonic() - began:.0f} s with {arguments.jobs} side by side\n")
     return _report([results])
+
+
+def _pool(jobs: int) -> ProcessPoolExecutor:
+    """Processes with a share of the cores each, which what they start inherits: runs do not wait for each other."""
+    shares: SimpleQueue[list[int]] = SimpleQueue()
+    cores = sorted(os.sched_getaffinity(0))
+    for job in range(jobs):
+        shares.put(cores[job % len(cores) :: jobs])
+    return ProcessPoolExecutor(jobs, initializer=_pin, initargs=(shares,))
+
+
+def _pin(shares: "SimpleQueue[list[int]]") -> None:
+    os.sched_setaffinity(0, shares.get())
 
 
 def _parse() -> argparse.Namespace:

@@ -1,11 +1,13 @@
 """Which GPUs a process sees, and which of them a rollout that stands alone takes."""
 
 import asyncio
+import os
 
 import pytest
 
 from tests.rollouts import renderer
 from treadle.config import ModelConfig, RolloutConfig
+from treadle.cores import _quota, num_cores
 from treadle.engine.gpus import visible_gpus
 from treadle.engine.protocol import Gpu
 from treadle.errors import ConfigError
@@ -35,7 +37,7 @@ def start(monkeypatch, *, visible: str, **keys) -> list[str]:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
     monkeypatch.setattr("treadle.engine.replica_supervisor.ReplicaSupervisor.add", hire)
     monkeypatch.setattr("treadle.rollout.engines.start_native_remote", apart)
-    monkeypatch.setattr("os.cpu_count", lambda: 7)
+    monkeypatch.setattr("treadle.rollout.engines.num_cores", lambda: 7)
     asyncio.run(start_engines(RolloutConfig(**keys), ModelConfig(path="unused"), renderer(), None))
     return devices
 
@@ -67,3 +69,18 @@ def test_vllm_on_this_machine_gets_gpus_by_the_names_that_count_there(monkeypatc
     asyncio.run(_start_vllm(training_config(), "vllm-0", (1, 2), None))
     assert seen == [{"device": "cuda", "CUDA_VISIBLE_DEVICES": "5,6"}]
     assert visible_gpus()[1] == Gpu(1, "5")
+
+
+def test_cores_are_those_that_this_process_may_use(monkeypatch, tmp_path):
+    monkeypatch.setattr(os, "cpu_count", lambda: 64)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 3, 5, 7})
+    (tmp_path / "cpu.max").write_text("max 100000\n")
+    assert _quota(tmp_path) == 64
+    monkeypatch.setattr("treadle.cores._quota", lambda: 64)
+    assert num_cores() == 4
+
+
+def test_a_container_with_a_cpu_quota_has_fewer_cores(monkeypatch, tmp_path):
+    (tmp_path / "cpu.max").write_text("250000 100000\n")
+    assert _quota(tmp_path) == 3
+    assert _quota(tmp_path / "no cgroup") == os.cpu_count()

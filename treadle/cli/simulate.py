@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from treadle.cli.parser import Arguments, Commands, Parser, add_command, add_words, load_words
+from treadle.cores import num_cores
 from treadle.errors import ConfigError, Mistake
 from treadle.terminal import say, warn
 
@@ -115,7 +116,6 @@ def _workload(config: "TrainConfig", assumptions: "Assumptions", arguments: Argu
 
 
 def _question(config: "TrainConfig", arguments: Arguments) -> "ComparisonSpec":
-    import os
 
     from treadle.simulate.forecast import MODES, setup_of
     from treadle.simulate.simulation import ComparisonSpec
@@ -129,7 +129,7 @@ def _question(config: "TrainConfig", arguments: Arguments) -> "ComparisonSpec":
         splits=_numbers("--splits", arguments.splits, 1, gpus - 1),
         staleness=_numbers("--staleness", arguments.staleness, 0, 1000),
         steps=_within("--steps", arguments.steps, 1, 10_000),
-        processes=_within("--processes", arguments.processes or os.cpu_count() or 1, 1, 1024),
+        processes=_within("--processes", arguments.processes or num_cores(), 1, 1024),
     )
 
 

@@ -10,7 +10,6 @@ Owns which device each part is on, and whether weights travel: not at all, withi
 """
 
 import asyncio
-import os
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from functools import partial
@@ -24,6 +23,7 @@ from treadle.cluster.runtime import Networks, Runtime, load_networks, push_timeo
 from treadle.config import ModelConfig, TrainConfig
 from treadle.config.plan import make_plan, validates_beside
 from treadle.config.transport import engines_are_processes
+from treadle.cores import num_cores
 from treadle.data.tasks import TaskSource
 from treadle.engine.gpus import visible_gpus
 from treadle.engine.native.engine import NativeEngine, choose_dtype
@@ -147,7 +147,7 @@ async def _start_native(config: TrainConfig, name: str, gpus: Sequence[int], num
 
 def _threads(config: TrainConfig) -> int:
     """Of each engine, and of the trainer: on a CPU they share the cores while all of them compute at once."""
-    return max(1, (os.cpu_count() or 1) // (len(_replica_gpus(config)) + 1))
+    return max(1, num_cores() // (len(_replica_gpus(config)) + 1))
 
 
 def _engine_device(config: TrainConfig) -> torch.device:

@@ -1,11 +1,11 @@
 """Engine start: the replicas that a rollout section asks for."""
 
 import asyncio
-import os
 from collections.abc import Sequence
 from functools import partial
 
 from treadle.config import ModelConfig, RolloutConfig
+from treadle.cores import num_cores
 from treadle.data.renderer import Renderer
 from treadle.engine.gpus import visible_gpus
 from treadle.engine.openai import OpenAIEngine
@@ -91,7 +91,7 @@ async def start_engine(
 
 def _share_cores(engines: int) -> int | None:
     """Threads of each engine on a processor; None: as many as torch takes."""
-    return max(1, (os.cpu_count() or 1) // engines) if engines > 1 else None
+    return max(1, num_cores() // engines) if engines > 1 else None
 
 
 async def _start_native(

@@ -23,6 +23,7 @@ from treadle.cluster.ray.launcher import explain
 from treadle.cluster.ray.rank_actor import RankActor
 from treadle.cluster.ray.seat import Seat as Place
 from treadle.cluster.ray.solo import SoloRank, SoloSpec
+from treadle.cores import num_cores
 from treadle.errors import DeadlineError, RunError
 from treadle.policy.local_ranks import RankAnswer, answer_ready
 from treadle.policy.rank import FSDPRank, NetworksSpec, RankSpec, RendezvousStore
@@ -125,7 +126,7 @@ def _addresses(actors: Sequence[Any], places: Sequence[Place], timeout_s: float)
 
 def _seats(places: Sequence[Place], store: RendezvousStore, timeout_s: float) -> list[RankSpec]:
     """Each process sees its own GPU and no other, under the number 0. Cores are shared out, unless somebody has."""
-    cores = os.cpu_count() or 1
+    cores = num_cores()
     free = "OMP_NUM_THREADS" not in os.environ
     return [
         RankSpec(

@@ -27,6 +27,7 @@ from treadle.cluster.ray.launcher import RayLauncher, RayProcess, explain, own_e
 from treadle.cluster.ray.seat import Seat
 from treadle.cluster.ray.tensors import InStore, Packed, StoredTensors, pack
 from treadle.config import ModelConfig, RolloutConfig
+from treadle.cores import num_cores
 from treadle.data.renderer import Renderer
 from treadle.engine.gpus import visible_gpus
 from treadle.engine.protocol import Engine, EngineGone, WeightUpdate
@@ -72,7 +73,7 @@ async def start_replica(setup: ReplicaSetup) -> Engine:
 
         device = "cuda" if os.environ[VISIBLE] else "cpu"
         if device == "cpu" and THREADS not in os.environ:
-            torch.set_num_threads(max(1, (os.cpu_count() or 1) // setup.crowd))
+            torch.set_num_threads(max(1, num_cores() // setup.crowd))
         return await NativeEngine.create(rollout, model, name=setup.name, device=device)
     renderer = await asyncio.to_thread(Renderer.create, model)
     return await start_engine(rollout, model, renderer, setup.api_key, setup.name, visible_gpus())

@@ -18,6 +18,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from treadle.config.rollout import ModelConfig, RolloutConfig
+from treadle.cores import num_cores
 from treadle.engine.vllm.protocol import FrameKind, ReplicaSocket, ReplicaSocketClosed, ServerHello, VLLMServerSetup
 from treadle.errors import DeadlineError, EngineFailure
 from treadle.exit_status import describe_exit
@@ -171,5 +172,5 @@ def _share_cores(rollout: RolloutConfig) -> dict[str, str]:
     By itself vLLM binds the workers of every replica to the same cores, and has no tensor parallelism on one socket.
     """
     workers = rollout.tensor_model_parallel_size * rollout.replicas_per_node
-    threads = max(1, (os.cpu_count() or 1) // (workers + 1))
+    threads = max(1, num_cores() // (workers + 1))
     return {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": str(threads)}
