@@ -60,9 +60,9 @@ def test_a_flipped_bit_is_seen_by_the_reader_and_the_sample_is_not_reused(tmp_pa
     with JournalReader.open(tmp_path) as reader:
         found = reader.trajectory("task", 0)
         assert found is not None and not found.headline.is_intact and found.trajectory.rows == ()
-    lineage = RunHistory.read(tmp_path)
-    assert lineage.past("task", 4, version=10, oldest=0).finished == ()
-    lineage.close()
+    history = RunHistory.read(tmp_path)
+    assert history.past("task", 4, version=10, oldest=0).finished == ()
+    history.close()
 
 
 def test_a_flipped_bit_in_a_half_generated_answer_is_not_continued(tmp_path):
@@ -70,9 +70,9 @@ def test_a_flipped_bit_in_a_half_generated_answer_is_not_continued(tmp_path):
         said = Completion((3, 4), (-0.5, -0.5), (0, 0), StopReason.ABORT)
         journal.add_parts([RecordedCompletion("task", 0, 0, 10, 11, said)])
     spoil(tmp_path, "UPDATE parts SET ids = x'0300000005000000'")
-    lineage = RunHistory.read(tmp_path)
-    assert lineage.past("task", 4, version=10, oldest=0).parts == ()
-    lineage.close()
+    history = RunHistory.read(tmp_path)
+    assert history.past("task", 4, version=10, oldest=0).parts == ()
+    history.close()
 
 
 @pytest.mark.parametrize(

@@ -168,8 +168,8 @@ def test_gradient_norms_are_those_of_the_model_by_its_logits(networks: Networks,
 
 
 def test_rows_without_sampled_tokens_have_no_logprobs(networks: Networks) -> None:
-    silent = Row((5, 6), (7, 8), (0, 0), (0.0, 0.0), (-1, -1))
-    assert torch.equal(networks.policy.logprobs([silent]), torch.zeros(2))
+    is_dummy = Row((5, 6), (7, 8), (0, 0), (0.0, 0.0), (-1, -1))
+    assert torch.equal(networks.policy.logprobs([is_dummy]), torch.zeros(2))
 
 
 def test_weights_are_those_of_the_model_and_plain(networks: Networks, directory: Path) -> None:

@@ -80,7 +80,7 @@ def test_rejection_has_two_bounds(level: str, lower: float | None) -> None:
     expected = [keeps(sequence, level, lower or 0.8, 1.25) for sequence in sequences]
     found = run(sequences, chosen)
     np.testing.assert_array_equal(found.keep_T.numpy(), np.concatenate(expected))
-    measured = read_metrics(found.measures)
+    measured = read_metrics(found.metrics)
     gone = [sequence.mask & ~keep for sequence, keep in zip(sequences, expected, strict=True)]
     tokens = sum(sequence.mask.sum() for sequence in sequences)
     assert 0 < sum(row.sum() for row in gone) < tokens
@@ -92,7 +92,7 @@ def test_rejection_has_two_bounds(level: str, lower: float | None) -> None:
 @pytest.mark.parametrize("level", ["token", "sequence"])
 def test_measures_tell_how_far_apart_the_policies_are(level: str) -> None:
     sequences = make(2)
-    found = read_metrics(run(sequences, RolloutCorrectionConfig(rollout_is=level, rollout_is_threshold=1.2)).measures)
+    found = read_metrics(run(sequences, RolloutCorrectionConfig(rollout_is=level, rollout_is_threshold=1.2)).metrics)
     logs = [(sequence.old - sequence.rollout)[sequence.mask] for sequence in sequences if sequence.mask.any()]
     tokens = np.concatenate(logs)
     ratios = np.exp(tokens if level == "token" else np.array([log.sum() for log in logs]))
@@ -128,7 +128,7 @@ def test_every_asynchronous_choice_reports_divergence_effective_samples_and_clip
         RolloutCorrectionConfig(rollout_is="sequence", rollout_rs="geometric", rollout_rs_threshold=1.2),
         RolloutCorrectionConfig(rollout_is="token", bypass_mode=True),
     ):
-        measured = read_metrics(output_of(make(8), "vanilla", chosen).measures)
+        measured = read_metrics(output_of(make(8), "vanilla", chosen).metrics)
         assert {f"rollout_corr/{name}" for name in wanted} <= measured.keys()
         assert {"actor/pg_clipfrac", "actor/pg_clipfrac_lower", "actor/ppo_kl"} <= measured.keys()
         assert 0 < measured["rollout_corr/rollout_is_eff_sample_size"] < 1
@@ -137,7 +137,7 @@ def test_every_asynchronous_choice_reports_divergence_effective_samples_and_clip
 
 def test_samples_of_the_policy_itself_are_worth_all_of_themselves() -> None:
     sequences = [replace(sequence, rollout=sequence.old) for sequence in make(9)]
-    measured = read_metrics(run(sequences, RolloutCorrectionConfig(rollout_is="token")).measures)
+    measured = read_metrics(run(sequences, RolloutCorrectionConfig(rollout_is="token")).metrics)
     assert measured["rollout_corr/rollout_is_eff_sample_size"] == pytest.approx(1)
     assert measured["rollout_corr/k3_kl"] == pytest.approx(0, abs=1e-12)
 
@@ -151,7 +151,7 @@ def test_rejected_samples_are_worth_nothing() -> None:
         weights.append((np.minimum(ratio, 2.0) * keeps(sequence, "token", 0.8, 1.25))[sequence.mask])
     flat_weights = np.concatenate(weights)
     worth = flat_weights.sum() ** 2 / (len(flat_weights) * (flat_weights**2).sum())
-    assert read_metrics(run(sequences, chosen).measures)["rollout_corr/rollout_is_eff_sample_size"] == pytest.approx(
+    assert read_metrics(run(sequences, chosen).metrics)["rollout_corr/rollout_is_eff_sample_size"] == pytest.approx(
         worth
     )
 
@@ -160,8 +160,8 @@ def test_rejected_samples_are_worth_nothing() -> None:
 def test_measures_of_micro_batches_join_to_those_of_the_batch(level: str) -> None:
     sequences = make(4)
     chosen = RolloutCorrectionConfig(rollout_is=level, rollout_rs="geometric", rollout_rs_threshold=1.1)
-    parts = [run(part, chosen).measures for part in (sequences[:1], sequences[1:4], sequences[4:])]
-    assert read_metrics(merge_metrics(parts)) == pytest.approx(read_metrics(run(sequences, chosen).measures))
+    parts = [run(part, chosen).metrics for part in (sequences[:1], sequences[1:4], sequences[4:])]
+    assert read_metrics(merge_metrics(parts)) == pytest.approx(read_metrics(run(sequences, chosen).metrics))
 
 
 def ppo(ratio: np.ndarray, a: np.ndarray) -> np.ndarray:
@@ -245,6 +245,6 @@ def test_weights_divide_by_the_distribution_sampled_from_and_differences_compare
     expected = (policy[tokens] * value).sum()
     assert (drawn[tokens] * found.weights_T * value).sum().item() == pytest.approx(expected.item())
     assert found.keep_T.all(), "what truncation does is no reason to reject"
-    figures = read_metrics(found.measures)
+    figures = read_metrics(found.metrics)
     assert figures["rollout_corr/k3_kl"] == 0.0
     assert figures["rollout_corr/processed_kl"] == pytest.approx(-np.log(0.8))

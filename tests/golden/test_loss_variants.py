@@ -50,7 +50,7 @@ def test_the_bound_of_dual_clipping_is_the_delta_of_two_sided_clipping() -> None
     output, batch = share(sequences, denominator(sequences), config("vanilla", "token-mean"))
     assert output.loss.item() == pytest.approx(two_sided(now), abs=1e-12)
     np.testing.assert_allclose(gradient(batch.logprobs_T), slopes(two_sided, now), atol=1e-7)
-    assert read_metrics(output.measures)["actor/pg_clipfrac_lower"] > 0
+    assert read_metrics(output.metrics)["actor/pg_clipfrac_lower"] > 0
 
 
 def test_dual_clipping_can_be_left_out() -> None:
@@ -114,7 +114,7 @@ def test_the_off_policy_sequence_mask_equals_its_formula(name: str, bypass: bool
     plain, _ = share(silent, denominator(sequences), actor, RolloutCorrectionConfig(bypass_mode=bypass))
     assert output.loss.item() == pytest.approx(plain.loss.item(), abs=1e-12)
     fraction = sequences[7].mask.sum() / sum(sequence.mask.sum() for sequence in sequences)
-    assert read_metrics(output.measures)["rollout_corr/off_policy_masked_fraction"] == pytest.approx(fraction)
+    assert read_metrics(output.metrics)["rollout_corr/off_policy_masked_fraction"] == pytest.approx(fraction)
     assert fraction > 0
 
 

@@ -247,8 +247,8 @@ def test_any_split_of_a_mini_batch_gives_the_same_loss_gradient_and_measures(nam
         assert sum(output.loss.item() for output, _ in shares) == pytest.approx(whole.loss.item(), rel=1e-13, abs=1e-14)
         gradients = np.concatenate([gradient(part.logprobs_T) for _, part in shares])
         np.testing.assert_allclose(gradients, gradient(batch.logprobs_T), rtol=1e-13, atol=1e-15)
-        together = read_metrics(merge_metrics([output.measures for output, _ in shares]))
-        assert together == pytest.approx(read_metrics(whole.measures), rel=1e-12, abs=1e-14)
+        together = read_metrics(merge_metrics([output.metrics for output, _ in shares]))
+        assert together == pytest.approx(read_metrics(whole.metrics), rel=1e-12, abs=1e-14)
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -272,7 +272,7 @@ def test_kl_and_entropy_are_added_to_the_loss(estimator: str, mode: str) -> None
 
 def test_measures_say_how_far_the_policy_moved_and_how_much_was_clipped() -> None:
     sequences = make(4)
-    measured = read_metrics(share(sequences, denominator(sequences), config("vanilla", "token-mean"))[0].measures)
+    measured = read_metrics(share(sequences, denominator(sequences), config("vanilla", "token-mean"))[0].metrics)
     log = np.concatenate([(sequence.now - sequence.old)[sequence.mask] for sequence in sequences])
     a = np.concatenate([sequence.advantages[sequence.mask] for sequence in sequences])
     entropy = np.concatenate([sequence.entropy[sequence.mask] for sequence in sequences])
@@ -347,7 +347,7 @@ def test_the_value_loss_equals_its_formula_in_any_split(mode: str) -> None:
     shares = [value_share(sequences[:2]), value_share(sequences[2:])]
     assert value_share(sequences).loss.item() == pytest.approx(aggregate(rows, mode), abs=1e-12)
     assert sum(output.loss.item() for output in shares) == pytest.approx(aggregate(rows, mode), abs=1e-12)
-    measured = read_metrics(merge_metrics([output.measures for output in shares]))
+    measured = read_metrics(merge_metrics([output.metrics for output in shares]))
     assert measured["critic/vf_clipfrac"] == pytest.approx(np.concatenate(clipped).mean())
 
 
@@ -371,4 +371,4 @@ def test_what_stands_on_unsampled_tokens_never_matters(name: str) -> None:
     dirty = share(spoilt, denominator(sequences), actor, correction)
     assert dirty[0].loss.item() == clean[0].loss.item()
     np.testing.assert_array_equal(gradient(dirty[1].logprobs_T), gradient(clean[1].logprobs_T))
-    assert read_metrics(dirty[0].measures) == read_metrics(clean[0].measures)
+    assert read_metrics(dirty[0].metrics) == read_metrics(clean[0].metrics)

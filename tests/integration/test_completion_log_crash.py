@@ -43,15 +43,15 @@ class Counting:
 
 async def work(run_dir: Path) -> None:
     """One process of the run: whatever is left to do, with every finished trajectory in the journal."""
-    engine, lineage = Counting(), None
+    engine, history = Counting(), None
     journal = Journal.open(run_dir, max_mb=16)
     recall = CompletionLog(engine, journal, interval_s=INTERVAL_S)
     rollout = chatting(1000, turns=TURNS)
     model: Any = None
     worker = await AgentLoopWorker.create(rollout=rollout, model=model, engine=recall, renderer=rollouts.renderer())
-    lineage = RunHistory.read(run_dir, scored=False)
-    past = lineage.past("chat", NUM_SAMPLES, version=0, oldest=0)
-    lineage.close()
+    history = RunHistory.read(run_dir, scored=False)
+    past = history.past("chat", NUM_SAMPLES, version=0, oldest=0)
+    history.close()
     recall.recover(past.parts)
     done = {trajectory.sample for trajectory in past.finished}
 

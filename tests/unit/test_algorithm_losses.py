@@ -91,7 +91,7 @@ def test_everything_rejected_is_a_loss_of_zero() -> None:
 def test_the_mismatch_is_measured_whenever_the_sampler_reported_logprobs() -> None:
     made = batch(rollout_logprobs_T=torch.tensor([-1.0, -2.0, -0.5, -1.7]))
     output = compute_policy_loss(made, Denominator.of([2, 2]), ActorConfig(), NONE)
-    assert read_metrics(output.measures)["rollout_corr/logprob_abs_diff_max"] == pytest.approx(0.2)
+    assert read_metrics(output.metrics)["rollout_corr/logprob_abs_diff_max"] == pytest.approx(0.2)
     assert output.loss.item() == loss(batch())
 
 

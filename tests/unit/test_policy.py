@@ -192,8 +192,8 @@ def test_a_row_ends_for_training_at_its_last_sampled_token(directory: Path) -> N
             versions=(*row.versions, -1, -1),
         )
 
-    silent = Row((5, 6), (7,), (0,), (0.0,), (-1,))
-    rows = (*(grow(row) for row in batch.rows), silent)
+    is_dummy = Row((5, 6), (7,), (0,), (0.0,), (-1,))
+    rows = (*(grow(row) for row in batch.rows), is_dummy)
     lengths = [len(row.ids) for row in batch.rows]
     parts = [torch.cat([part, torch.zeros(2)]) for part in batch.advantages_T.split(lengths)]
     grown = TrainBatch(rows, (*batch.group_S, 0), (*batch.trajectory_S, 9), torch.cat([*parts, torch.zeros(1)]))

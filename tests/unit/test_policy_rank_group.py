@@ -129,10 +129,10 @@ def test_one_device_needs_ranks_only_for_what_fsdp_alone_does() -> None:
 
 def test_a_team_of_one_changes_nothing() -> None:
     values = torch.arange(3.0)
-    measures = {"loss": SumMetric(torch.tensor(1.0))}
+    metrics = {"loss": SumMetric(torch.tensor(1.0))}
     assert (
         SINGLE_RANK.total(values) is values
-        and SINGLE_RANK.merge(measures) is measures
+        and SINGLE_RANK.merge(metrics) is metrics
         and SINGLE_RANK.scale_loss(values) is values
     )
 

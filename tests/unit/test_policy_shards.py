@@ -29,11 +29,11 @@ def cut(tensors: dict[str, Tensor], ranks: int, folder: Path) -> None:
 @pytest.mark.parametrize("rows", [range(0, 7), range(2, 5), range(4, 4), range(6, 7)])
 def test_rows_are_read_whoever_wrote_them(tmp_path: Path, writers: int, rows: range) -> None:
     cut(WEIGHTS, writers, tmp_path)
-    pieces = ShardReader(tmp_path, "model")
-    assert sorted(pieces.names()) == sorted(WEIGHTS)
-    assert pieces.shape("a") == (7, 5) and pieces.shape("b") == (3,) and pieces.shape("a.step") == ()
-    assert torch.equal(pieces.read("a", rows), WEIGHTS["a"][rows.start : rows.stop])
-    assert pieces.read("a.step", rows).item() == 4
+    shards = ShardReader(tmp_path, "model")
+    assert sorted(shards.names()) == sorted(WEIGHTS)
+    assert shards.shape("a") == (7, 5) and shards.shape("b") == (3,) and shards.shape("a.step") == ()
+    assert torch.equal(shards.read("a", rows), WEIGHTS["a"][rows.start : rows.stop])
+    assert shards.read("a.step", rows).item() == 4
 
 
 def test_one_device_writes_one_plain_file(tmp_path: Path) -> None:

@@ -57,11 +57,11 @@ def write(journal: Journal, *records: Trajectory | RecordedCompletion) -> None:
 
 
 def past(run_dir: Path, *, n: int = 4, version: int = 100, oldest: int = 0, scored: bool = True) -> RecoveredTask:
-    lineage = RunHistory.read(run_dir, scored=scored)
+    history = RunHistory.read(run_dir, scored=scored)
     try:
-        return lineage.past("task", n, version=version, oldest=oldest)
+        return history.past("task", n, version=version, oldest=oldest)
     finally:
-        lineage.close()
+        history.close()
 
 
 def test_finished_and_half_finished_samples_of_a_task_are_found(tmp_path: Path) -> None:
@@ -159,12 +159,12 @@ def test_a_lineage_reads_beside_the_run_that_writes(tmp_path: Path) -> None:
         write(journal, trajectory(0, 1))
     with start(tmp_path, resumed=1) as journal:
         journal.flush_blocking()
-        lineage = RunHistory.read(tmp_path)
+        history = RunHistory.read(tmp_path)
         write(journal, trajectory(1, 1, uid="later"))
         journal.flush_blocking()
-        assert len(lineage.past("task", 4, version=1, oldest=0).finished) == 1
-        assert len(lineage.past("later", 4, version=1, oldest=0).finished) == 1
-        lineage.close()
+        assert len(history.past("task", 4, version=1, oldest=0).finished) == 1
+        assert len(history.past("later", 4, version=1, oldest=0).finished) == 1
+        history.close()
 
 
 @dataclass
@@ -243,21 +243,21 @@ def test_what_ended_a_start_by_its_numbers_is_not_taken_over_and_what_came_after
         journal.add_event("set_aside", step=1, uids=["task"], reason="nan")
     assert (past(tmp_path).finished, past(tmp_path).parts) == ((), ())
     assert past(tmp_path).redraws == {0: 1}, "with noise of its own, or the same tokens would come again"
-    lineage = RunHistory.read(tmp_path)
-    assert lineage.newly_set_aside == ("task",)
-    assert len(lineage.past("other", 4, version=100, oldest=0).finished) == 1
-    lineage.close()
+    history = RunHistory.read(tmp_path)
+    assert history.newly_set_aside == ("task",)
+    assert len(history.past("other", 4, version=100, oldest=0).finished) == 1
+    history.close()
     with start(tmp_path, 0) as journal:
         write(journal, trajectory(0, 0, attempt=1))
     assert [item.attempt for item in past(tmp_path).finished] == [1]
-    lineage = RunHistory.read(tmp_path)
-    assert lineage.newly_set_aside == ()
-    lineage.close()
+    history = RunHistory.read(tmp_path)
+    assert history.newly_set_aside == ()
+    history.close()
 
 
 def test_a_reward_outside_the_bounds_is_not_taken_over(tmp_path: Path) -> None:
     with start(tmp_path, 0) as journal:
         write(journal, trajectory(0, 0, reward=Score(1e300)), trajectory(1, 0))
-    lineage = RunHistory.read(tmp_path, bounds=(-1e6, 1e6))
-    assert [item.sample for item in lineage.past("task", 4, version=100, oldest=0).finished] == [1]
-    lineage.close()
+    history = RunHistory.read(tmp_path, bounds=(-1e6, 1e6))
+    assert [item.sample for item in history.past("task", 4, version=100, oldest=0).finished] == [1]
+    history.close()

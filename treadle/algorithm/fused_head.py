@@ -32,18 +32,18 @@ def _read(  # type: ignore[no-untyped-def]
     norms,
     temperature,
     softcap,
-    words,
+    vocab_size,
     BLOCK: tl.constexpr,
     CAPPED: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
-    logits += row * words
+    logits += row * vocab_size
     v = tl.arange(0, BLOCK)
     tops = tl.full((BLOCK,), -1.0e30, tl.float32)
     sums = tl.zeros((BLOCK,), tl.float32)
     weighted = tl.zeros((BLOCK,), tl.float32)
-    for start in range(0, words, BLOCK):
-        inside = start + v < words
+    for start in range(0, vocab_size, BLOCK):
+        inside = start + v < vocab_size
         x = _shape(tl.load(logits + start + v, mask=inside, other=0.0), temperature, softcap, CAPPED)
         higher = tl.where(inside, tl.maximum(tops, x), tops)
         fade = tl.exp(tops - higher)
@@ -74,7 +74,7 @@ def _differentiate(  # type: ignore[no-untyped-def]
     grads,
     temperature,
     softcap,
-    words,
+    vocab_size,
     BLOCK: tl.constexpr,
     CAPPED: tl.constexpr,
     LOGPROB: tl.constexpr,
@@ -82,8 +82,8 @@ def _differentiate(  # type: ignore[no-untyped-def]
 ):
     row = tl.program_id(0).to(tl.int64)
     v = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    inside = v < words
-    raw = tl.load(logits + row * words + v, mask=inside, other=0.0)
+    inside = v < vocab_size
+    raw = tl.load(logits + row * vocab_size + v, mask=inside, other=0.0)
     x = _shape(raw, temperature, softcap, CAPPED)
     log = x - tl.load(norms + row)
     grad = tl.zeros((BLOCK,), tl.float32)
@@ -98,7 +98,7 @@ def _differentiate(  # type: ignore[no-untyped-def]
     if CAPPED:
         bent = x * temperature / softcap
         grad *= 1.0 - bent * bent
-    tl.store(grads + row * words + v, grad.to(grads.dtype.element_ty), mask=inside)
+    tl.store(grads + row * vocab_size + v, grad.to(grads.dtype.element_ty), mask=inside)
 
 
 class FusedHead(torch.autograd.Function):
@@ -181,10 +181,10 @@ def _grad_of_logits(
     grads: tuple[Tensor | None, Tensor | None],
 ) -> Tensor:
     grad_TV = torch.empty_like(logits_TV, dtype=dtype)
-    tokens, words = logits_TV.shape
+    tokens, vocab_size = logits_TV.shape
     logprob_grad_T, entropy_grad_T = (None if grad is None else grad.float().contiguous() for grad in grads)
-    block = min(4096, triton.next_power_of_2(words))
-    _differentiate[(tokens, triton.cdiv(words, block))](
+    block = min(4096, triton.next_power_of_2(vocab_size))
+    _differentiate[(tokens, triton.cdiv(vocab_size, block))](
         logits_TV,
         targets_T,
         entropy_T,
@@ -194,7 +194,7 @@ def _grad_of_logits(
         grad_TV,
         ctx.temperature,
         ctx.softcap or 1.0,
-        words,
+        vocab_size,
         BLOCK=block,
         CAPPED=ctx.softcap is not None,
         LOGPROB=logprob_grad_T is not None,

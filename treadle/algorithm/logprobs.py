@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 CPU_VOCAB_TILE = 2048
-"""Words of a tile on a CPU. Products of a few tokens with a whole vocabulary run at a fraction of a CPU's speed."""
+"""Vocabulary of a tile on a CPU. Products of a few tokens with a whole vocabulary run at a fraction of its speed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,10 +36,10 @@ class _Head:
     temperature: float
     softcap: float | None
 
-    def logits(self, hidden_TD: Tensor, words: slice) -> Tensor:
-        logits_TV = _multiply(hidden_TD, self.weight_VD[words].T)
+    def logits(self, hidden_TD: Tensor, vocab: slice) -> Tensor:
+        logits_TV = _multiply(hidden_TD, self.weight_VD[vocab].T)
         if self.bias_V is not None:
-            logits_TV += self.bias_V[words]
+            logits_TV += self.bias_V[vocab]
         if self.softcap is not None:
             logits_TV.div_(self.softcap).tanh_().mul_(self.softcap)
         return logits_TV if self.temperature == 1 else logits_TV.div_(self.temperature)
@@ -64,7 +64,7 @@ def logprobs_and_entropy(
 ) -> TokenLogprobs:
     """For hidden states that each predict one target. Gradients reach hidden states, weight and bias.
 
-    The number format of the hidden states is that of the products; a buffer takes at most chunk × V × 4 bytes.
+    Products have the dtype of the hidden states; a buffer takes at most chunk × V × 4 bytes.
     """
     assert chunk > 0 and temperature > 0, "a chunk has tokens, and greedy sampling has no logprobs"
     head: Any = _ChunkedHead
@@ -104,28 +104,28 @@ def gradient_norms(
 
 @dataclass(frozen=True, slots=True)
 class _Tiling:
-    """How the logits are cut; tokens are the outer loop."""
+    """Tiles of the logits, tokens × vocabulary; tokens are the outer loop."""
 
     tokens: list[slice]
-    words: list[slice]
+    vocab: list[slice]
 
     @classmethod
-    def of(cls, targets_T: Tensor, num_words: int, chunk: int) -> "_Tiling":
+    def of(cls, targets_T: Tensor, vocab_size: int, chunk: int) -> "_Tiling":
         """Tiles of at most chunk × V logits."""
-        width = num_words if targets_T.is_cuda else min(num_words, CPU_VOCAB_TILE)
-        return cls(_slices(len(targets_T), chunk * num_words // width), _slices(num_words, width))
+        width = vocab_size if targets_T.is_cuda else min(vocab_size, CPU_VOCAB_TILE)
+        return cls(_slices(len(targets_T), chunk * vocab_size // width), _slices(vocab_size, width))
 
     @property
     def single(self) -> bool:
-        return len(self.tokens) == len(self.words) == 1
+        return len(self.tokens) == len(self.vocab) == 1
 
     def __iter__(self) -> Iterator[tuple[slice, slice]]:
-        return product(self.tokens, self.words)
+        return product(self.tokens, self.vocab)
 
 
 @dataclass(slots=True)
 class _Softmax:
-    """Sums over the words seen so far, relative to the largest logit among them."""
+    """Online softmax: sums over the vocabulary read so far, relative to the largest logit among them."""
 
     peak_T: Tensor
     total_T: Tensor
@@ -140,7 +140,7 @@ class _Softmax:
         return cls(torch.full_like(like_T, lowest), zeros_T, zeros_T)
 
     def take(self, logits_TV: Tensor) -> None:
-        """Add more words. Leaves their logits relative to the peak."""
+        """Add a tile of the vocabulary. Leaves its logits relative to the peak."""
         peak_T = torch.maximum(self.peak_T, logits_TV.amax(-1))
         drop_T = self.peak_T - peak_T
         fade_T = drop_T.exp()
@@ -175,9 +175,9 @@ class _ChunkedHead(torch.autograd.Function):
         with _plain(hidden_TD):
             for at in tiling.tokens:
                 softmax, chosen_T = _Softmax.empty(logprobs_T[at]), torch.zeros_like(logprobs_T[at])
-                for words in tiling.words:
-                    logits_TV = head.logits(hidden[at], words)
-                    places_T, inside_T = _find(targets_T[at], words)
+                for vocab in tiling.vocab:
+                    logits_TV = head.logits(hidden[at], vocab)
+                    places_T, inside_T = _find(targets_T[at], vocab)
                     found_T = logits_TV.gather(1, places_T[:, None])[:, 0]
                     chosen_T = torch.where(inside_T, found_T, chosen_T)
                     softmax.take(logits_TV)
@@ -200,14 +200,14 @@ class _ChunkedHead(torch.autograd.Function):
         head, hidden = _operands(hidden_TD, weight_VD, bias_V, ctx.temperature, ctx.softcap)
         grads = _Gradients.zeros(ctx.needs_input_grad, hidden_TD, weight_VD, ctx.tiling)
         with _plain(hidden_TD):
-            for at, words in ctx.tiling:
-                log_TV = kept_TV if kept_TV is not None else head.logits(hidden[at], words).sub_(norm_T[at, None])
+            for at, vocab in ctx.tiling:
+                log_TV = kept_TV if kept_TV is not None else head.logits(hidden[at], vocab).sub_(norm_T[at, None])
                 slope = head.slope(log_TV + norm_T[at, None]) if head.softcap else head.slope(log_TV)
-                target = _find(targets_T[at], words)
+                target = _find(targets_T[at], vocab)
                 grad_TV = _grad_of_logits(
                     log_TV, target, entropy_T[at], _part(logprob_grad_T, at), _part(entropy_grad_T, at)
                 )
-                grads.add(at, words, grad_TV.mul_(slope), head, hidden[at])
+                grads.add(at, vocab, grad_TV.mul_(slope), head, hidden[at])
         return *grads.cast(hidden_TD, weight_VD, bias_V), None, None, None, None
 
 
@@ -235,7 +235,7 @@ def _grad_of_logits(
 
 @dataclass(frozen=True, slots=True)
 class _Gradients:
-    """Sums over tiles; None where nobody asks."""
+    """Gradients summed over tiles; None where autograd needs none."""
 
     hidden_TD: Tensor | None
     weight_VD: Tensor | None
@@ -244,21 +244,21 @@ class _Gradients:
     @classmethod
     def zeros(cls, needed: tuple[bool, ...], hidden_TD: Tensor, weight_VD: Tensor, tiling: _Tiling) -> "_Gradients":
         wide = _at_least_fp32(hidden_TD.dtype)
-        summed = wide if len(tiling.words) > 1 else hidden_TD.dtype
+        summed = wide if len(tiling.vocab) > 1 else hidden_TD.dtype
         return cls(
             torch.zeros_like(hidden_TD, dtype=summed) if needed[0] else None,
             torch.zeros_like(weight_VD, dtype=wide) if needed[1] else None,
             torch.zeros_like(weight_VD[:, 0], dtype=wide) if needed[2] else None,
         )
 
-    def add(self, at: slice, words: slice, grad_TV: Tensor, head: _Head, hidden_TD: Tensor) -> None:
+    def add(self, at: slice, vocab: slice, grad_TV: Tensor, head: _Head, hidden_TD: Tensor) -> None:
         if self.bias_V is not None:
-            self.bias_V[words] += grad_TV.sum(0)
+            self.bias_V[vocab] += grad_TV.sum(0)
         narrow_TV = grad_TV.to(hidden_TD.dtype)
         if self.hidden_TD is not None:
-            _accumulate(self.hidden_TD[at], narrow_TV, head.weight_VD[words])
+            _accumulate(self.hidden_TD[at], narrow_TV, head.weight_VD[vocab])
         if self.weight_VD is not None:
-            _accumulate(self.weight_VD[words], narrow_TV.T, hidden_TD)
+            _accumulate(self.weight_VD[vocab], narrow_TV.T, hidden_TD)
 
     def cast(self, hidden_TD: Tensor, weight_VD: Tensor, bias_V: Tensor | None) -> tuple[Tensor | None, ...]:
         pairs = ((self.hidden_TD, hidden_TD), (self.weight_VD, weight_VD), (self.bias_V, bias_V))
@@ -268,7 +268,7 @@ class _Gradients:
 def _operands(
     hidden_TD: Tensor, weight_VD: Tensor, bias_V: Tensor | None, temperature: float, softcap: float | None
 ) -> tuple[_Head, Tensor]:
-    """The head and the hidden states in the number format of the products. CPUs have no narrow product with a wide
+    """The head and the hidden states in the dtype of the products. CPUs have no narrow product with a wide
     result, so there products are wide altogether."""
     dtype = hidden_TD.dtype if hidden_TD.is_cuda else _at_least_fp32(hidden_TD.dtype)
     bias_V = None if bias_V is None else bias_V.to(_at_least_fp32(hidden_TD.dtype))
@@ -296,10 +296,10 @@ def _part(values_T: Tensor | None, at: slice) -> Tensor | None:
     return None if values_T is None else values_T[at]
 
 
-def _find(targets_T: Tensor, words: slice) -> tuple[Tensor, Tensor]:
-    """Where each target is among the words of a tile, and whether it is there: otherwise the place means nothing."""
-    places_T = targets_T - words.start
-    width = words.stop - words.start
+def _find(targets_T: Tensor, vocab: slice) -> tuple[Tensor, Tensor]:
+    """The column of each target in a tile of the vocabulary, and whether it is in it: else the column means nothing."""
+    places_T = targets_T - vocab.start
+    width = vocab.stop - vocab.start
     return places_T.clamp(0, width - 1), (places_T >= 0) & (places_T < width)
 
 
@@ -308,5 +308,5 @@ def _slices(length: int, size: int) -> list[slice]:
 
 
 def _plain(hidden_TD: Tensor) -> torch.autocast:
-    """Autocast would undo the choice of number formats."""
+    """Autocast off: it would undo the choice of dtypes."""
     return torch.autocast(hidden_TD.device.type, enabled=False)

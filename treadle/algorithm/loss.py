@@ -62,12 +62,12 @@ def compute_value_loss(batch: ValueBatch, denominator: Denominator, critic: Crit
     plain_T, clipped_T = (values_T - returns_T).square(), (near_T - returns_T).square()
     weights_T = token_weights(mask_T, batch.sequence_T, batch.num_sequences, critic.loss_agg_mode, denominator)
     loss = weighted_sum(torch.maximum(plain_T, clipped_T) / 2, weights_T)
-    measures: LossMetrics = {
+    metrics: LossMetrics = {
         "critic/vf_loss": SumMetric(loss.detach()),
         "critic/vf_clipfrac": MeanMetric.of((clipped_T > plain_T).double(), mask_T),
         "critic/vpred_mean": MeanMetric.of(values_T.detach(), mask_T),
     }
-    return LossOutput(loss, measures)
+    return LossOutput(loss, metrics)
 
 
 LOSSES: Mapping[str, PolicyLoss] = {
@@ -95,7 +95,7 @@ def find_loss(loss_mode: str) -> PolicyLoss:
 def compute_policy_loss(
     batch: MicroBatch, denominator: Denominator, actor: ActorConfig, rollout_correction: RolloutCorrectionConfig
 ) -> LossOutput:
-    """A micro batch's share of the loss, ready for backward, and its measures."""
+    """A micro batch's share of the loss, ready for backward, and its metrics."""
     batch = _cleaned(batch)
     old_T = _old_logprobs(batch, rollout_correction)
     correction = _correction(batch, old_T, rollout_correction)
@@ -109,8 +109,8 @@ def compute_policy_loss(
     mode = policy.aggregation or actor.loss_agg_mode
     weights_T = token_weights(batch.mask_T, batch.sequence_T, batch.num_sequences, mode, denominator)
     policy_term = weighted_sum(torch.where(taught_T, losses_T, 0), weights_T)
-    others, measures = _other_terms(batch, kept_T, denominator, actor)
-    measured: LossMetrics = {**policy.measures, **(correction.measures if correction else {}), **masked, **measures}
+    others, metrics = _other_terms(batch, kept_T, denominator, actor)
+    measured: LossMetrics = {**policy.metrics, **(correction.metrics if correction else {}), **masked, **metrics}
     return LossOutput(policy_term + others, {"actor/pg_loss": SumMetric(policy_term.detach()), **measured})
 
 
@@ -162,8 +162,8 @@ def _without_off_policy(
     masked_T = off_policy_mask(
         current_T, rollout_T, batch.advantages_T, batch.mask_T, batch.sequence_T, batch.num_sequences, threshold
     )
-    measures = {"rollout_corr/off_policy_masked_fraction": MeanMetric.of(masked_T.double(), batch.mask_T)}
-    return kept_T & ~masked_T, measures
+    metrics = {"rollout_corr/off_policy_masked_fraction": MeanMetric.of(masked_T.double(), batch.mask_T)}
+    return kept_T & ~masked_T, metrics
 
 
 def _correction(
@@ -194,19 +194,19 @@ def _rollout_logprobs(batch: MicroBatch) -> Tensor:
 def _other_terms(
     batch: MicroBatch, kept_T: Tensor, denominator: Denominator, actor: ActorConfig
 ) -> tuple[Tensor, LossMetrics]:
-    """The KL term and the entropy bonus, as asked for, over tokens that are not rejected."""
+    """The KL term and the entropy bonus, as configured, over tokens that are not rejected."""
     weights_T = token_weights(batch.mask_T, batch.sequence_T, batch.num_sequences, actor.loss_agg_mode, denominator)
-    total, measures = weights_T.new_zeros(()), dict[str, MeanMetric | SumMetric]()
+    total, metrics = weights_T.new_zeros(()), dict[str, MeanMetric | SumMetric]()
     if actor.use_kl_loss:
         if batch.ref_logprobs_T is None:
             raise MisuseError("actor.use_kl_loss needs ref_logprobs_T: compute the reference policy's logprobs first")
         kl = weighted_sum(kl_loss(batch.logprobs_T, batch.ref_logprobs_T, actor.kl_loss_type), weights_T * kept_T)
         total = total + actor.kl_loss_coef * kl
-        measures["actor/kl_loss"] = SumMetric(kl.detach())
+        metrics["actor/kl_loss"] = SumMetric(kl.detach())
     if batch.entropy_T is not None:
         if actor.entropy_coeff:
             total = total - actor.entropy_coeff * weighted_sum(batch.entropy_T, weights_T * kept_T)
-        measures["actor/entropy"] = MeanMetric.of(batch.entropy_T.detach(), batch.mask_T)
+        metrics["actor/entropy"] = MeanMetric.of(batch.entropy_T.detach(), batch.mask_T)
     elif actor.entropy_coeff:
         raise MisuseError("actor.entropy_coeff needs entropy_T: compute entropy with the logprobs")
-    return total, measures
+    return total, metrics

@@ -96,14 +96,14 @@ class ImportanceWeightMetric:
 
 
 def merge_metrics(parts: Sequence[LossMetrics]) -> LossMetrics:
-    """The measures of several micro batches as those of one; each must have the same names."""
+    """Merge the metrics of several micro batches; each must have the same names."""
     assert all(part.keys() == parts[0].keys() for part in parts), "micro batches that measure different things"
     return {name: reduce(lambda a, b: a.join(b), (part[name] for part in parts)) for name in parts[0]} if parts else {}
 
 
-def read_metrics(measures: LossMetrics) -> dict[str, float]:
+def read_metrics(metrics: LossMetrics) -> dict[str, float]:
     """The values by name. The only wait for the device, once for all of them."""
-    tensors = {name + end: value for name, measure in measures.items() for end, value in measure.read().items()}
+    tensors = {name + end: value for name, measure in metrics.items() for end, value in measure.read().items()}
     if not tensors:
         return {}
     values = torch.stack([value.detach().double() for value in tensors.values()]).tolist()

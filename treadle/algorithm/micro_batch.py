@@ -22,7 +22,7 @@ from treadle.algorithm.metrics import LossMetrics
 from treadle.config.training import ActorConfig, Aggregation
 
 LOG_BOUND = 20.0
-"""Where log ratios are cut, so that no exponential overflows: far beyond any that could teach something."""
+"""Where log ratios are clamped, so that no exponential overflows: far beyond any that could teach something."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +71,7 @@ class TokenLosses:
     """What a policy loss returns: one loss per token, still to be weighed and summed."""
 
     losses_T: Tensor
-    measures: LossMetrics
+    metrics: LossMetrics
     aggregation: Aggregation | None = None
     """Set by a loss that is defined for one aggregation only; None for `actor.loss_agg_mode`."""
 
@@ -84,7 +84,7 @@ class LossOutput:
     """A micro batch's share of the mini batch's loss: shares add up, and so do their gradients."""
 
     loss: Tensor
-    measures: LossMetrics
+    metrics: LossMetrics
 
 
 def sum_by_sequence(values_T: Tensor, sequence_T: Tensor, num_sequences: int) -> Tensor:

@@ -33,9 +33,9 @@ class RolloutCorrection:
     """What becomes of each token's loss: its factor, and whether it is kept at all."""
 
     weights_T: Tensor
-    """Truncated importance weights; 1 where none are asked for."""
+    """Truncated importance weights; 1 where the config has none."""
     keep_T: Tensor
-    measures: LossMetrics
+    metrics: LossMetrics
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +69,7 @@ def correct_rollout(
     *,
     processed_logprobs_T: Tensor | None = None,
 ) -> RolloutCorrection:
-    """Weights, rejection and their measures. `logprobs_T`: the start of the step's, or the current ones in bypass."""
+    """Weights, rejection and their metrics. `logprobs_T`: the start of the step's, or the current ones in bypass."""
     drawn_from_T = rollout_logprobs_T if processed_logprobs_T is None else processed_logprobs_T
     log_T = torch.where(mask_T, logprobs_T - rollout_logprobs_T, 0)
     ratios = _Ratios(

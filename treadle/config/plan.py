@@ -230,9 +230,9 @@ def _batches(config: TrainConfig) -> BatchPlan:
 
 
 def _staleness(config: TrainConfig) -> StalenessRange:
-    trainer = config.trainer
-    if trainer.mode == "sync":
-        return StalenessRange(0, 0)
-    if trainer.mode == "one_step_off":
-        return StalenessRange(1, 1)
-    return StalenessRange(0, trainer.max_staleness)
+    return StalenessRange(1 if config.trainer.mode == "one_step_off" else 0, max_lag(config))
+
+
+def max_lag(config: TrainConfig) -> int:
+    """How many policy versions a token may be behind the weights it trains."""
+    return {"sync": 0, "one_step_off": 1, "fully_async": config.trainer.max_staleness}[config.trainer.mode]

@@ -52,7 +52,7 @@ def load_model(directory: Path, model: ModelConfig, weights: MasterWeights) -> N
 
 @torch.no_grad()
 def copy_weights(stored: Mapping[str, Tensor], weights: MasterWeights, directory: Path) -> None:
-    """Write stored weights over those in use, whose tensors stay the same objects for whoever shares them."""
+    """Write stored weights over those in use, whose tensors stay the same objects: an engine may share them."""
     check_same_model(shapes_of(stored.items()), weights.full, directory)
     for name, parameter in weights.full.items():
         parameter.copy_(stored[name])
@@ -96,10 +96,10 @@ def save_critic(directory: Path, optimizer: Optimizer, steps: int, part: ShardFi
 def restore_critic(directory: Path, optimizer: Optimizer) -> int:
     """Take a critic from `directory`, in place; returns its steps."""
     folder = directory / TRAINING / "critic"
-    pieces, weights = ShardReader(folder, "model"), optimizer.weights
-    check_same_model({name: pieces.shape(name) for name in pieces.names()}, weights.full, folder)
+    shards, weights = ShardReader(folder, "model"), optimizer.weights
+    check_same_model({name: shards.shape(name) for name in shards.names()}, weights.full, folder)
     for name, parameter in weights.full.items():
-        local_rows(parameter).copy_(pieces.read(name, local_row_range(parameter)))
+        local_rows(parameter).copy_(shards.read(name, local_row_range(parameter)))
     weights.publish()
     optimizer.restore(ShardReader(folder, "optimizer"))
     return int(json.loads((folder / "critic.json").read_text(encoding="utf-8"))["steps"])
@@ -118,10 +118,10 @@ def restore_reference(directory: Path, parameters: Mapping[str, Tensor]) -> bool
     folder = directory / TRAINING / "reference"
     if not folder.is_dir():
         return False
-    pieces = ShardReader(folder, "model")
-    check_same_model({name: pieces.shape(name) for name in pieces.names()}, parameters, folder)
+    shards = ShardReader(folder, "model")
+    check_same_model({name: shards.shape(name) for name in shards.names()}, parameters, folder)
     for name, parameter in parameters.items():
-        local_rows(parameter).copy_(pieces.read(name, local_row_range(parameter)))
+        local_rows(parameter).copy_(shards.read(name, local_row_range(parameter)))
     return True
 
 

@@ -65,7 +65,7 @@ class CriticLearner:
         critic: CriticConfig,
         actor: ActorConfig,
         response_length: int,
-        team: DataParallelGroup = SINGLE_RANK,
+        dp_group: DataParallelGroup = SINGLE_RANK,
     ) -> None:
         self._network = network
         self._optimizer = optimizer
@@ -75,7 +75,7 @@ class CriticLearner:
         self._epochs = critic.ppo_epochs or actor.ppo_epochs
         self._response_length = response_length
         budget = TokenBudget(critic.ppo_max_token_len_per_gpu, "critic.ppo_max_token_len_per_gpu")
-        self._batcher = MicroBatcher(network, team, budget)
+        self._batcher = MicroBatcher(network, dp_group, budget)
         self._steps = 0
 
     def values(self, rows: RowsLike) -> Tensor:
@@ -94,7 +94,7 @@ class CriticLearner:
                 run_optimizer_step(
                     sequences,
                     members,
-                    lambda packed, denominator: self._share(packed, denominator, old_M, returns_M),
+                    lambda packed, denominator: self._loss(packed, denominator, old_M, returns_M),
                     self._optimizer,
                     batcher=self._batcher,
                     scale=self._response_length,
@@ -106,7 +106,7 @@ class CriticLearner:
         self._steps += 1
         rate = self._optimizer.learning_rate(self._steps)
         return {
-            **summarize_updates(updates, "critic", self._batcher.team),
+            **summarize_updates(updates, "critic", self._batcher.dp_group),
             "critic/lr": rate,
             "critic/update_s": time.perf_counter() - began,
         }
@@ -114,7 +114,7 @@ class CriticLearner:
     def close(self) -> None:
         self._optimizer.clear()
 
-    def _share(self, packed: PackedRows, denominator: Denominator, old_M: Tensor, returns_M: Tensor) -> LossOutput:
+    def _loss(self, packed: PackedRows, denominator: Denominator, old_M: Tensor, returns_M: Tensor) -> LossOutput:
         device = self._network.device
         batch = ValueBatch(
             values_T=self._network.values(packed),

@@ -81,7 +81,7 @@ class FSDPPolicy(PolicyLearner):
             actor=actor,
             rollout_correction=rollout_correction,
             sampling=sampling,
-            team=TorchDataParallelGroup(),
+            dp_group=TorchDataParallelGroup(),
         )
 
     def train(self, batch: TrainBatch) -> Metrics:
@@ -124,7 +124,7 @@ class FSDPPolicy(PolicyLearner):
 
     def export(self, directory: Path) -> None:
         weights = self.full_tensors(DTYPES[self._actor.model_dtype])  # as they train, not as they compute
-        write_model(directory, self._network.module, weights, is_writer=self._batcher.team.rank == 0)
+        write_model(directory, self._network.module, weights, is_writer=self._batcher.dp_group.rank == 0)
 
 
 class FSDPReference(ReferencePolicy):
@@ -224,7 +224,7 @@ class FSDPCritic(CriticLearner):
             critic=critic,
             actor=actor,
             response_length=response_length,
-            team=TorchDataParallelGroup(),
+            dp_group=TorchDataParallelGroup(),
         )
 
     def values(self, rows: RowsLike) -> Tensor:

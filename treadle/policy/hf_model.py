@@ -64,10 +64,10 @@ def load_on_first_rank(
 
 @torch.no_grad()
 def scatter_weights(source: nn.Module | None, target: nn.Module, mesh: DeviceMesh, device: torch.device) -> None:
-    """Bring the weights and buffers of `source`, which the first rank holds, into the cut `target`."""
+    """Bring the weights and buffers of `source`, which the first rank holds, into the sharded `target`."""
     weights = dict(source.named_parameters()) if source is not None else {}
     for name, parameter in target.named_parameters():
-        assert isinstance(parameter, DTensor), f"{name} is not cut"
+        assert isinstance(parameter, DTensor), f"{name} is not sharded"
         whole = _broadcast_buffer(weights, name, parameter, device)
         local_rows(parameter).copy_(distribute_tensor(whole, mesh, parameter.placements).to_local())
     buffers = dict(source.named_buffers()) if source is not None else {}
@@ -91,7 +91,7 @@ FILE_BYTES = 2**32
 def write_model(
     directory: Path, module: "PreTrainedModel", weights: Iterator[tuple[str, Tensor]], *, is_writer: bool
 ) -> None:
-    """Write `weights`, whole and by name, as a model of `module`'s kind. `module` itself may be cut."""
+    """Write `weights`, whole and by name, as a model of `module`'s kind. `module` itself may be sharded."""
     if not is_writer:
         for _ in weights:
             pass

@@ -49,7 +49,7 @@ DTYPES: dict[Dtype, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat1
 
 
 def compute_dtype(model_dtype: Dtype, dtype: Dtype, key: str) -> torch.dtype:
-    """The number format of the computation; `key` is the section that chose both."""
+    """The dtype of the computation; `key` is the section that chose both."""
     if model_dtype == "bf16" and dtype == "fp32":
         problem = f"fp32, but {key}.model_dtype is bf16: wider arithmetic cannot bring back what the weights lost"
         raise ConfigError(
@@ -171,13 +171,13 @@ class Optimizer:
             for kind, value in self._adamw.state[parameter].items()
         }
 
-    def restore(self, pieces: ShardReader) -> None:
+    def restore(self, shards: ShardReader) -> None:
         """Take the moments from an earlier `state`, however many ranks wrote it."""
         self._adamw.state.clear()
-        for joined in pieces.names():
+        for joined in shards.names():
             name, _, kind = joined.rpartition(".")
             parameter = self._parameters[name]
-            found = pieces.read(joined, local_row_range(parameter))
+            found = shards.read(joined, local_row_range(parameter))
             # The step count lives where the fused kernel reads it: beside the parameter.
             value = shard_like(found, parameter) if found.dim() else found.to(parameter.device, copy=True)
             self._adamw.state[parameter][kind] = value

@@ -30,7 +30,7 @@ _KINDS = {"b": torch.int8, "i": torch.int32, "f": torch.float32}
 
 @dataclass(frozen=True, slots=True)
 class FlatRows:
-    """Rows as a few tensors: what a network needs of them, ready to travel."""
+    """Rows as a few flat tensors: what a network needs of them, ready to be sent."""
 
     ids: Tensor
     """Prompt and response of each row, row after row."""
@@ -76,8 +76,8 @@ class PackedRows:
     sequence_M: Tensor
     places_M: Tensor
     """Where each one is among the sampled tokens of all rows."""
-    silent: bool = False
-    """Nothing of it counts: it keeps a rank with too few rows in step with the others."""
+    is_dummy: bool = False
+    """A forward that does not count: it keeps a rank with too few rows in step with the others."""
 
     @property
     def num_sequences(self) -> int:
@@ -85,7 +85,7 @@ class PackedRows:
 
     def mask(self) -> Tensor:
         """Which of the sampled tokens count: all or none."""
-        return torch.full_like(self.targets_M, not self.silent, dtype=torch.bool)
+        return torch.full_like(self.targets_M, not self.is_dummy, dtype=torch.bool)
 
 
 class Sequences:
@@ -141,7 +141,7 @@ class Sequences:
     def pack_dummy(self, device: torch.device) -> PackedRows:
         """The least that a network can read: one token, of which nothing counts."""
         zero = torch.zeros(1, dtype=torch.long, device=device)
-        return PackedRows(zero, (1,), zero, zero, zero, torch.zeros(1, dtype=torch.long), silent=True)
+        return PackedRows(zero, (1,), zero, zero, zero, torch.zeros(1, dtype=torch.long), is_dummy=True)
 
 
 def flatten(kind: str, parts: Iterable[Iterable[float]]) -> Tensor:

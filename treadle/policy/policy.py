@@ -57,7 +57,7 @@ class Sampling:
     temperature: float
     response_length: int
     longest: int | None = None
-    """Tokens of the longest sequence; None where nobody said, which models refuse whose rope depends on it."""
+    """Tokens of the longest sequence; None where not given. Models whose RoPE depends on it refuse None."""
     engine: str = "native"
     """As `rollout.name`."""
 
@@ -77,7 +77,7 @@ class _TokenInputs:
     """None where the step has one optimizer step: then the old policy is the current one."""
     ref_M: Tensor | None
     processed_M: Tensor | None
-    """Of the distribution sampled from; None where that is the whole softmax, or nobody needs to know."""
+    """Of the distribution sampled from; None where that is the whole softmax, or no correction reads it."""
 
     def at(self, places_M: Tensor) -> "_TokenInputs":
         """Those of some tokens."""
@@ -98,7 +98,7 @@ class PolicyLearner:
         actor: ActorConfig,
         rollout_correction: RolloutCorrectionConfig,
         sampling: Sampling,
-        team: DataParallelGroup = SINGLE_RANK,
+        dp_group: DataParallelGroup = SINGLE_RANK,
     ) -> None:
         _refuse_foreign_rope(network, sampling)
         self._network = network
@@ -108,7 +108,7 @@ class PolicyLearner:
         self._rollout_correction = rollout_correction
         self._sampling = sampling
         budget = TokenBudget(actor.ppo_max_token_len_per_gpu, "actor.ppo_max_token_len_per_gpu")
-        self._batcher = MicroBatcher(network, team, budget)
+        self._batcher = MicroBatcher(network, dp_group, budget)
         self._version = 0
 
     @property
@@ -125,7 +125,7 @@ class PolicyLearner:
             updates = [self._learn(sequences, mini, facts) for mini in optimizer_steps]
         self._version += 1
         return {
-            **summarize_updates(updates, "actor", self._batcher.team),
+            **summarize_updates(updates, "actor", self._batcher.dp_group),
             "actor/lr": self._optimizer.learning_rate(self._version),
             "actor/sampled_tokens": sum(sequences.num_sampled),
             "actor/old_logprobs_computed": float(facts.old_M is not None),
@@ -204,14 +204,14 @@ class PolicyLearner:
         return run_optimizer_step(
             sequences,
             members,
-            lambda packed, denominator: self._share(packed, denominator, facts, selected_M),
+            lambda packed, denominator: self._loss(packed, denominator, facts, selected_M),
             self._optimizer,
             batcher=self._batcher,
             scale=actor.loss_scale_factor or self._sampling.response_length,
             step=self._version + 1,
         )
 
-    def _share(
+    def _loss(
         self, packed: PackedRows, denominator: Denominator, facts: _TokenInputs, selected_M: Tensor | None
     ) -> LossOutput:
         device = self._network.device

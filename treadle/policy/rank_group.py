@@ -28,7 +28,7 @@ class RankDied(RunError):
 
 
 class RankFailed(RunError):
-    """A rank raised what nobody raises on purpose: a bug, or the end of another rank. A note has its traceback."""
+    """A rank raised an unexpected error: a bug, or the effect of another rank's end. A note has its traceback."""
 
 
 class RankHandles(Protocol):
@@ -55,7 +55,7 @@ class RankHandles(Protocol):
 class RankGroup:
     """Calls all ranks at once; a second thread waits for the first.
 
-    `key` is where `timeout_s` comes from, for whoever needs more.
+    `key` is the config key of `timeout_s`, for the error message.
     """
 
     def __init__(self, handles: RankHandles, timeout_s: float, key: str = "trainer.rank_timeout_s") -> None:

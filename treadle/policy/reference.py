@@ -25,15 +25,15 @@ from treadle.policy.update import SINGLE_RANK, DataParallelGroup, MicroBatcher, 
 
 
 class ReferencePolicy:
-    """All of a `Reference` but where it lives. Its weights are in the number format of its computation."""
+    """Reference policy, on one device or sharded. Its weights have the dtype of its computation."""
 
     def __init__(
-        self, network: DecoderNetwork, ref: RefConfig, temperature: float, team: DataParallelGroup = SINGLE_RANK
+        self, network: DecoderNetwork, ref: RefConfig, temperature: float, dp_group: DataParallelGroup = SINGLE_RANK
     ) -> None:
         self._network = network
         self._ref = ref
         budget = TokenBudget(ref.log_prob_max_token_len_per_gpu, "ref.log_prob_max_token_len_per_gpu")
-        self._batcher = MicroBatcher(network, team, budget)
+        self._batcher = MicroBatcher(network, dp_group, budget)
         self._temperature = temperature
         self._followed = False
 

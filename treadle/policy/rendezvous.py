@@ -31,5 +31,5 @@ class RendezvousServer:
 
 
 def join_store(host: str, port: int, key: str, timeout: timedelta = TIMEOUT) -> Any:
-    """A client of the store at that address, for those who know its key."""
+    """A client of the store at that address; it needs the store's key."""
     return _PrefixStore(key, _TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=timeout))

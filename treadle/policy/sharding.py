@@ -62,7 +62,7 @@ class _WholeForward(nn.Module):
 
 
 class Sharding:
-    """The cut of one network. `parts` are its modules, still without weights; the first holds the layers."""
+    """FSDP2 sharding of one network. `parts` are its modules, still without weights; the first holds the layers."""
 
     def __init__(
         self,
@@ -84,7 +84,7 @@ class Sharding:
         reshard = fsdp_config.reshard_after_forward
         for layer in reversed(layers):
             self._cut(layer, policy, reshard)
-        for part in parts[1:]:  # heads, which compute in their own number format
+        for part in parts[1:]:  # heads, which compute in their own dtype
             self._cut(part, MixedPrecisionPolicy(), False)
         self._cut(self._whole, policy, False)
         if fsdp_config.forward_prefetch:
@@ -140,7 +140,7 @@ class Sharding:
 
     @contextmanager
     def present(self) -> Iterator[None]:
-        """Inside, parameters are on the device; outside they wait in CPU memory, where `param_offload` asks."""
+        """Inside, parameters are on the device; outside they are in CPU memory, with `param_offload`."""
         if self._leaves_between_calls:
             self._whole.to(self._device)
         try:
@@ -156,7 +156,7 @@ class Sharding:
 
 
 class ShardedNetwork(DecoderNetwork):
-    """A decoder that is cut over ranks. `module` has no weights when it comes, and this rank's rows after."""
+    """Decoder sharded over ranks. `module` has no weights when it comes, and this rank's rows after."""
 
     def __init__(
         self,
@@ -194,7 +194,7 @@ class ShardedNetwork(DecoderNetwork):
 
 
 class ShardedValueNetwork(ValueNetwork):
-    """A decoder with a head, cut over ranks. The decoder's output layer is never there."""
+    """Decoder with a head, sharded over ranks. The decoder's output layer is never there."""
 
     def __init__(
         self,

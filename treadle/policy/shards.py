@@ -27,17 +27,17 @@ from treadle.errors import RunError
 
 
 def local_rows(tensor: Tensor) -> Tensor:
-    """What this rank holds of it: a view."""
+    """The rows of a tensor on this rank: a view."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def full_tensor(tensor: Tensor) -> Tensor:
-    """All of it. Every rank must ask."""
+    """The whole tensor. Collective: every rank must call it."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def local_row_range(tensor: Tensor) -> range:
-    """Which of its rows this rank holds."""
+    """The range of a tensor's rows on this rank."""
     if not tensor.dim():
         return range(0)
     if not isinstance(tensor, DTensor):
@@ -48,13 +48,13 @@ def local_row_range(tensor: Tensor) -> range:
     share = -(-tensor.shape[0] // tensor.device_mesh.size(dimension))
     start = min(share * tensor.device_mesh.get_local_rank(dimension), tensor.shape[0])
     here = range(start, min(start + share, tensor.shape[0]))
-    assert len(here) == len(tensor.to_local()), "FSDP cuts parameters into equal runs of rows"
+    assert len(here) == len(tensor.to_local()), "FSDP shards parameters into equal runs of rows"
     return here
 
 
 @torch.no_grad()
 def shard_like(part: Tensor, tensor: Tensor) -> Tensor:
-    """A copy of rows that belong here, as a tensor that is cut in the way of another, on the same device."""
+    """A copy of rows that belong here, as a tensor sharded like another, on the same device."""
     copy = torch.empty_like(tensor, dtype=part.dtype)
     local_rows(copy).copy_(part)
     return copy
@@ -62,20 +62,20 @@ def shard_like(part: Tensor, tensor: Tensor) -> Tensor:
 
 @torch.no_grad()
 def gather_full(tensor: Tensor, device: torch.device, dtype: torch.dtype) -> Tensor:
-    """All of it on `device`, narrowed before it travels. Every rank must ask."""
+    """The whole tensor on `device`, cast to `dtype` before it is sent. Collective: every rank must call it."""
     part = local_rows(tensor.detach()).to(device, dtype if tensor.is_floating_point() else None)
     if not isinstance(tensor, DTensor):
         return part
-    # The rows may wait in CPU memory, where the ranks' collectives cannot take them from.
+    # The rows may be in CPU memory (offload), where the ranks' collectives cannot read them.
     mesh, shape, stride = tensor.device_mesh, tensor.shape, tensor.stride()
     return DTensor.from_local(part, mesh, tensor.placements, run_check=False, shape=shape, stride=stride).full_tensor()
 
 
 def _shard_dimension(tensor: DTensor) -> int | None:
-    """Along which dimension of its mesh it is cut."""
-    cut = [at for at, placement in enumerate(tensor.placements) if isinstance(placement, Shard)]
-    assert len(cut) <= 1 and all(cast(Shard, tensor.placements[at]).dim == 0 for at in cut), "FSDP cuts rows, once"
-    return cut[0] if cut else None
+    """The dimension of its mesh along which it is sharded; None where it is not."""
+    found = [at for at, placement in enumerate(tensor.placements) if isinstance(placement, Shard)]
+    assert len(found) <= 1 and all(cast(Shard, tensor.placements[at]).dim == 0 for at in found), "FSDP shards rows once"
+    return found[0] if found else None
 
 
 STARTS = "treadle_starts"
@@ -126,43 +126,43 @@ class _StoredShard:
 
 
 class ShardReader:
-    """A set of files, open for reading. Rows are read when they are asked for."""
+    """Reader of a set of shard files. Rows are read on request."""
 
     def __init__(self, folder: Path, name: str) -> None:
         self._folder = folder
-        self._pieces: dict[str, list[_StoredShard]] = defaultdict(list)
+        self._shards: dict[str, list[_StoredShard]] = defaultdict(list)
         for path in _shard_files(folder, name):
             self._add(safe_open(str(path), framework="pt"))
 
     def _add(self, file: Any) -> None:
         starts: dict[str, int] = json.loads((file.metadata() or {}).get(STARTS, "{}"))
         for key in file.keys():  # noqa: SIM118  (a file is no mapping)
-            self._pieces[key].append(_StoredShard(file, starts.get(key, 0), tuple(file.get_slice(key).get_shape())))
+            self._shards[key].append(_StoredShard(file, starts.get(key, 0), tuple(file.get_slice(key).get_shape())))
 
     def names(self) -> list[str]:
-        return list(self._pieces)
+        return list(self._shards)
 
     def shape(self, key: str) -> tuple[int, ...]:
         """Of the whole tensor."""
-        pieces = self._pieces[key]
-        first = pieces[0].shape
-        return (sum(piece.shape[0] for piece in pieces), *first[1:]) if first else ()
+        shards = self._shards[key]
+        first = shards[0].shape
+        return (sum(shard.shape[0] for shard in shards), *first[1:]) if first else ()
 
     def read(self, key: str, rows: range) -> Tensor:
         """Some rows of a tensor; all of one that has none."""
-        pieces = sorted(self._pieces[key], key=lambda piece: piece.start)
-        if not pieces[0].shape:
-            return cast(Tensor, pieces[0].file.get_tensor(key))
-        parts = [_rows(piece, key, rows) for piece in pieces if piece.overlaps(rows)]
-        found = torch.cat(parts) if parts else torch.empty(0, *pieces[0].shape[1:])
+        shards = sorted(self._shards[key], key=lambda shard: shard.start)
+        if not shards[0].shape:
+            return cast(Tensor, shards[0].file.get_tensor(key))
+        parts = [_rows(shard, key, rows) for shard in shards if shard.overlaps(rows)]
+        found = torch.cat(parts) if parts else torch.empty(0, *shards[0].shape[1:])
         if len(found) != len(rows):
             raise RunError(f"{self._folder} has {len(found)} of rows {rows.start} to {rows.stop} of {key}")
         return found
 
 
-def _rows(piece: _StoredShard, key: str, rows: range) -> Tensor:
-    start, stop = max(rows.start - piece.start, 0), min(rows.stop - piece.start, piece.shape[0])
-    return cast(Tensor, piece.file.get_slice(key)[start:stop])
+def _rows(shard: _StoredShard, key: str, rows: range) -> Tensor:
+    start, stop = max(rows.start - shard.start, 0), min(rows.stop - shard.start, shard.shape[0])
+    return cast(Tensor, shard.file.get_slice(key)[start:stop])
 
 
 def _shard_files(folder: Path, name: str) -> list[Path]:

@@ -23,7 +23,7 @@ from treadle.policy.packed_inputs import Members, PackedRows, Sequences, balance
 
 
 class DataParallelGroup:
-    """A team of one: this process trains alone."""
+    """Data-parallel group of one rank: this process trains alone."""
 
     rank = 0
     size = 1
@@ -40,9 +40,9 @@ class DataParallelGroup:
         """The sum over ranks, of values on the CPU."""
         return values
 
-    def merge(self, measures: LossMetrics) -> LossMetrics:
-        """Figures of all ranks as one."""
-        return measures
+    def merge(self, metrics: LossMetrics) -> LossMetrics:
+        """The metrics of all ranks, merged."""
+        return metrics
 
 
 SINGLE_RANK = DataParallelGroup()
@@ -63,20 +63,20 @@ class TorchDataParallelGroup(DataParallelGroup):
             self._distributed.all_reduce(values)
         return values
 
-    def merge(self, measures: LossMetrics) -> LossMetrics:
-        here = {name: _to_cpu(measure) for name, measure in measures.items()}
+    def merge(self, metrics: LossMetrics) -> LossMetrics:
+        here = {name: _to_cpu(metric) for name, metric in metrics.items()}
         found: list[Any] = [None] * self.size
         self._distributed.all_gather_object(found, here)
         return merge_metrics(found)
 
 
-def _to_cpu(measure: LossMetric) -> LossMetric:
-    """A measure that can travel; all of ours are records of tensors."""
-    if not is_dataclass(measure):
-        return measure
-    values = (getattr(measure, field.name) for field in fields(measure))
+def _to_cpu(metric: LossMetric) -> LossMetric:
+    """A metric with its tensors on the CPU, so that it can be sent; all built-in metrics are records of tensors."""
+    if not is_dataclass(metric):
+        return metric
+    values = (getattr(metric, field.name) for field in fields(metric))
     moved = (value.cpu() if isinstance(value, torch.Tensor) else value for value in values)
-    return cast(LossMetric, type(measure)(*moved))
+    return cast(LossMetric, type(metric)(*moved))
 
 
 MicroBatchLoss = Callable[[PackedRows, Denominator], LossOutput]
@@ -95,7 +95,7 @@ class TokenBudget:
 class UpdateResult:
     """What one optimizer step did."""
 
-    measures: LossMetrics
+    metrics: LossMetrics
     grad_norm: float
     """Not finite where the update was skipped for it."""
     num_micro_batches: int
@@ -105,16 +105,16 @@ class UpdateResult:
 
 @dataclass(frozen=True, slots=True)
 class MicroBatcher:
-    """Where rows are computed: a network, the team that computes it, and how much it reads at once."""
+    """Micro batches of a network on this rank: the network, its data-parallel group, and the tokens of one forward."""
 
     network: DecoderNetwork
-    team: DataParallelGroup
+    dp_group: DataParallelGroup
     budget: TokenBudget
 
     def micro_batches(self, sequences: Sequences, members: Members) -> Iterator[PackedRows]:
         """This rank's part of the given rows, in forwards of at most the budget."""
         device, budget = self.network.device, self.budget
-        bins = self.team.micro_batches_here([sequences.lengths[at] for at in members], budget.tokens, budget.key)
+        bins = self.dp_group.micro_batches_here([sequences.lengths[at] for at in members], budget.tokens, budget.key)
         for number, bin in enumerate(bins, start=1):
             self.network.begin(last=number == len(bins))
             chosen = [members[at] for at in bin]
@@ -124,7 +124,7 @@ class MicroBatcher:
 def run_optimizer_step(
     sequences: Sequences,
     members: Members,
-    share: MicroBatchLoss,
+    loss_of: MicroBatchLoss,
     optimizer: Optimizer,
     *,
     batcher: MicroBatcher,
@@ -135,29 +135,28 @@ def run_optimizer_step(
     denominator = Denominator.of((sequences.num_sampled[at] for at in members), scale)
     parts = []
     for packed in batcher.micro_batches(sequences, members):
-        output = share(packed, denominator)
-        batcher.team.scale_loss(output.loss).backward()  # type: ignore[no-untyped-call]
-        parts.append(output.measures)
+        output = loss_of(packed, denominator)
+        batcher.dp_group.scale_loss(output.loss).backward()  # type: ignore[no-untyped-call]
+        parts.append(output.metrics)
     norm = optimizer.step(step) if parts else 0.0
     return UpdateResult(merge_metrics(parts), norm, len(parts), sum(sequences.lengths[at] for at in members))
 
 
-def summarize_updates(updates: Sequence[UpdateResult], name: str, team: DataParallelGroup) -> dict[str, float]:
-    """The metrics of a training step: means over tokens and optimizer steps, as each measure has it, over all ranks."""
-    taught = [update for update in updates if update.num_micro_batches]
-    merged = team.merge(merge_metrics([update.measures for update in taught]))
+def summarize_updates(updates: Sequence[UpdateResult], name: str, dp_group: DataParallelGroup) -> dict[str, float]:
+    """The metrics of a training step: means over tokens and optimizer steps, as each metric says, over all ranks."""
+    done = [update for update in updates if update.num_micro_batches]
+    merged = dp_group.merge(merge_metrics([update.metrics for update in done]))
     shared = {
-        key: SumMetric(part.total / len(taught)) if isinstance(part, SumMetric) else part
-        for key, part in merged.items()
+        key: SumMetric(part.total / len(done)) if isinstance(part, SumMetric) else part for key, part in merged.items()
     }
-    norms = [update.grad_norm for update in taught if isfinite(update.grad_norm)]
+    norms = [update.grad_norm for update in done if isfinite(update.grad_norm)]
     return {
         **read_metrics(shared),
-        f"{name}/grad_norm": sum(norms) / len(norms) if norms else nan if taught else 0.0,
+        f"{name}/grad_norm": sum(norms) / len(norms) if norms else nan if done else 0.0,
         f"{name}/optimizer_steps": len(norms),
-        f"{name}/skipped_steps": len(taught) - len(norms),
-        f"{name}/micro_batches": sum(update.num_micro_batches for update in taught),
-        f"{name}/tokens": sum(update.num_tokens for update in taught),
+        f"{name}/skipped_steps": len(done) - len(norms),
+        f"{name}/micro_batches": sum(update.num_micro_batches for update in done),
+        f"{name}/tokens": sum(update.num_tokens for update in done),
     }
 
 
@@ -167,7 +166,7 @@ def compute_per_token(sequences: Sequences, values: Callable[[PackedRows], Tenso
     values_M = torch.zeros(sum(sequences.num_sampled))
     for packed in batcher.micro_batches(sequences, tuple(range(len(sequences.lengths)))):
         found_M = values(packed).float().cpu()
-        if not packed.silent:
+        if not packed.is_dummy:
             values_M[packed.places_M] = found_M
     batcher.network.settle()
-    return batcher.team.total(values_M)
+    return batcher.dp_group.total(values_M)

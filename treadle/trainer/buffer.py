@@ -20,15 +20,39 @@ from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 from treadle.aio import is_external_stop
-from treadle.config import FailureConfig, FilterGroupsConfig
+from treadle.config import FailureConfig, FilterGroupsConfig, TrainConfig
+from treadle.config.plan import max_lag
 from treadle.data.tasks import SourceState, TaskSource
 from treadle.errors import DeadlineError, RunError
 from treadle.journal import Journal
 from treadle.rollout.completion_log import NOTHING_RECOVERED, RecoveredTask
 from treadle.rollout.protocol import Dropped
 from treadle.trainer.step import is_informative
-from treadle.trainer.terms import BufferLimits
 from treadle.types import NOTHING, Group, Task, Trajectory
+
+
+@dataclass(frozen=True, slots=True)
+class BufferLimits:
+    """Bounds of a rollout buffer."""
+
+    batch_size: int
+    """Groups of one training step."""
+    lag: int
+    """Policy versions a token may be behind the weights it trains."""
+    drop_stale: bool
+    """Whether groups that would become too old are begun again instead of waited for."""
+    patience_s: float
+    """How long a step waits for any group to end."""
+
+    @classmethod
+    def of(cls, config: TrainConfig) -> "BufferLimits":
+        limits, failures, trainer = config.rollout.limits, config.rollout.failures, config.trainer
+        return cls(
+            batch_size=config.data.train_batch_size,
+            lag=max_lag(config),
+            drop_stale=trainer.mode == "fully_async" and trainer.stale_samples == "drop",
+            patience_s=2 * (failures.session_retries + 1) * limits.session_timeout_s + limits.request_timeout_s,
+        )
 
 
 @dataclass(slots=True, eq=False)
@@ -48,7 +72,7 @@ class OpenGroup:
 
 
 class OpenGroups:
-    """See the module. What changes a version or makes a group ready goes through here."""
+    """Open groups by position, counted by version. Every change of a version or of readiness goes through here."""
 
     def __init__(self) -> None:
         self._items: dict[int, OpenGroup] = {}
@@ -69,23 +93,23 @@ class OpenGroups:
         return tuple(self._items)
 
     def add(self, item: OpenGroup) -> None:
-        """A group begins."""
+        """Add a group whose sampling begins."""
         self._items[item.position] = item
         self._open[item.version] += 1
 
     def end(self, item: OpenGroup, group: Group, version: int) -> None:
-        """It is ready, and `version` sampled its oldest token."""
-        _count_down(self._open, item.version)
+        """Mark a group as ready; `version` sampled its oldest token."""
+        self._open -= Counter((item.version,))  # drops versions at 0
         item.group, item.version = group, version
         self._open[version] += 1
         self._ready[version] += 1
 
     def remove(self, item: OpenGroup) -> None:
-        """It leaves."""
+        """Remove a group that is trained or not used."""
         del self._items[item.position]
-        _count_down(self._open, item.version)
+        self._open -= Counter((item.version,))
         if item.group is not None:
-            _count_down(self._ready, item.version)
+            self._ready -= Counter((item.version,))
 
     def count_until(self, version: int) -> int:
         """How many may have tokens of this version, or older."""
@@ -125,18 +149,12 @@ class OpenGroups:
         return False
 
 
-def _count_down(counts: Counter[int], version: int) -> None:
-    counts[version] -= 1
-    if not counts[version]:
-        del counts[version]
-
-
 FindPast = Callable[[Task, int], RecoveredTask]
 """What an earlier start of a run left of a task, with no token older than a version."""
 
 
 class GroupSampler(Protocol):
-    """Whoever samples one task."""
+    """The rollout, as far as the buffer uses it: samples one task."""
 
     async def generate_group(self, task: Task, *, past: RecoveredTask = NOTHING_RECOVERED) -> Group | Dropped: ...
 
@@ -152,7 +170,7 @@ class BufferedBatch:
 
 
 class RolloutBuffer:
-    """See the module. Lives on the loop of the schedule; its work belongs to the task group it is given to `start`."""
+    """Rollout buffer (see the module). Runs on the event loop of the schedule, in the task group passed to `start`."""
 
     def __init__(
         self,
@@ -312,7 +330,7 @@ class RolloutBuffer:
         except asyncio.CancelledError as error:
             if is_external_stop(error):
                 raise
-            raise RunError(f"sampling {item.task.uid} was cancelled, and nobody here asked for it") from error
+            raise RunError(f"sampling {item.task.uid} was cancelled, and not by this run") from error
         reason = self._refusal(result)
         if reason is None:
             assert isinstance(result, Group)

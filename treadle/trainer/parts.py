@@ -30,18 +30,18 @@ T = TypeVar("T")
 
 
 class RunInterrupted(Exception):
-    """Somebody asked the run to stop; everything that is done is saved."""
+    """The run was requested to stop; all finished steps are saved."""
 
 
 class StopRequest:
-    """The wish to stop; never taken back."""
+    """A request to stop the run; never withdrawn."""
 
     def __init__(self) -> None:
         self._event = asyncio.Event()
         self._requests = 0
 
     def request(self) -> None:
-        """Stop when nothing is lost by it. After a second wish, one more Ctrl-C ends the process at once."""
+        """Stop when nothing is lost by it. After a second request, one more Ctrl-C ends the process at once."""
         self._event.set()
         self._requests += 1
         if self._requests == 2 and threading.current_thread() is threading.main_thread():
@@ -53,7 +53,7 @@ class StopRequest:
         return self._event.is_set()
 
     async def unless(self, work: Awaitable[T]) -> T:
-        """What `work` comes to; RunInterrupted, and `work` cancelled to its end, where the wish comes first."""
+        """The result of `work`; RunInterrupted, and `work` cancelled to its end, where a stop is requested first."""
         working, stopping = asyncio.ensure_future(work), asyncio.ensure_future(self._event.wait())
         try:
             await asyncio.wait({working, stopping}, return_when=asyncio.FIRST_COMPLETED)
@@ -79,7 +79,7 @@ async def never() -> None:
 
 
 class RunView(Protocol):
-    """Whoever shows the run to a person."""
+    """Display of a run's progress."""
 
     def watch(self, phase: Callable[[], str]) -> None: ...
 
@@ -100,7 +100,7 @@ class Validator:
 
 @dataclass(frozen=True, slots=True)
 class TrainerParts:
-    """What a run is put together from."""
+    """The objects of a run, filled in by a runtime."""
 
     step: StepParts
     rollout: Rollout
@@ -120,17 +120,17 @@ class TrainerParts:
     validator: Validator | None = None
     """None: validation shares the rollout's engines."""
     watch: Callable[[], Awaitable[None]] | None = None
-    """Goes on until cancelled; raises when a part dies that nobody happens to call."""
+    """Runs until cancelled; raises when a process dies, also one that no call waits for."""
     needs_push: Callable[[], Awaitable[None]] = never
-    """Waits until an engine cannot go on without the next push."""
+    """Waits until an engine needs the next push to continue."""
 
     @property
     def version(self) -> int:
-        """The policy's."""
+        """The policy's version."""
         return self.step.policy.version
 
-    async def give(self, push: PushWeights) -> PushReport:
-        """Push the policy's weights. Engines that do not take them fail no trajectory: they end the run."""
+    async def push_weights(self, push: PushWeights) -> PushReport:
+        """Push the policy's weights. A failed push ends the run; it fails no trajectory."""
         try:
             return await push(self.version)
         except Failure as failure:

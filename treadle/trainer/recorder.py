@@ -18,7 +18,7 @@ from treadle.weights.sync import PushReport
 
 
 class RunRecorder:
-    """See the module. With `overlaps`, sampling goes on during training, and its speed counts over the whole step."""
+    """Recorder of one start. With `overlaps`, sampling goes on during training: its speed is over the whole step."""
 
     def __init__(self, parts: TrainerParts, logging: LoggingConfig, spans: Spans, *, overlaps: bool) -> None:
         self._journal = parts.journal
@@ -31,7 +31,7 @@ class RunRecorder:
         self._recorded_at = time.perf_counter()
 
     def note(self, metrics: Mapping[str, float]) -> None:
-        """Figures that belong to the step under way."""
+        """Metrics of the step under way."""
         self._noted.update(metrics)
 
     def note_staleness(self, groups: Sequence[Group], version: int) -> None:
@@ -42,13 +42,13 @@ class RunRecorder:
             self.note({"staleness/mean": sum(ages) / len(ages), "staleness/max": float(max(ages))})
 
     def write_weights(self, report: PushReport) -> None:
-        """Which weights the engines have confirmed."""
+        """Record which weights the engines have confirmed."""
         self._journal.add_event("weights", version=report.version, checksum=report.checksum)
 
     def write_step(
         self, step: int, report: StepReport, taken: BufferedBatch, baselines: Sequence[float | None] | None
     ) -> None:
-        """What a step trained on, from which a replay trains again; and every figure of it."""
+        """Record what a step trained on, which a replay trains again, and its metrics."""
         names = [
             [group.task.uid, [[item.sample, item.attempt] for item in group.trajectories]] for group in taken.groups
         ]
@@ -60,21 +60,28 @@ class RunRecorder:
             positions=list(taken.positions),
             baselines=None if baselines is None else list(baselines),
         )
-        drawn = {**describe_batch(taken.groups), **self._measure(step, taken.groups), **_prompt_metrics(taken)}
-        metrics = {**report.metrics, **self._noted, **drawn}
+        cut = sum(any("prompt_tokens_cut" in item.extra for item in group.trajectories) for group in taken.groups)
+        metrics = {
+            **report.metrics,
+            **self._noted,
+            **describe_batch(taken.groups),
+            **self._measure(step, taken.groups),
+            "prompts/dropped": float(taken.removed.get("prompt dropped", 0)),  # tasks left out, their prompts too long
+            "prompts/cut": float(cut),
+        }
         self._noted = {}
         self._log(step, metrics)
         self._view.on_step(step, metrics)
 
     def write_validation(self, found: Validation) -> None:
-        """What a validation found, and its first conversations where the config asks for them."""
+        """Record a validation, and its first conversations (`logging.log_val_generations`)."""
         self._log(found.step, found.metrics())
         if count := self._logging.log_val_generations:
             self._trackers.log_texts(found.step, found.transcripts(count))
         self._view.on_validation(found.step, found.success)
 
     async def write_rest(self, step: int) -> None:
-        """Have the spans since the last step in the journal: the last validation, the last checkpoint."""
+        """Write the spans since the last step to the journal: the last validation, the last checkpoint."""
         self._write_spans(step)
         await self._journal.flush()
 
@@ -96,9 +103,3 @@ class RunRecorder:
     def _log(self, step: int, metrics: Mapping[str, float]) -> None:
         self._journal.add_metrics(step, metrics)
         self._trackers.log(step, metrics)
-
-
-def _prompt_metrics(taken: BufferedBatch) -> dict[str, float]:
-    """Prompts that were too long: how many tasks were left out for this step, and how many of it were cut."""
-    cut = sum(any("prompt_tokens_cut" in item.extra for item in group.trajectories) for group in taken.groups)
-    return {"prompts/dropped": float(taken.removed.get("prompt dropped", 0)), "prompts/cut": float(cut)}

@@ -56,7 +56,7 @@ SAVED = "saved"
 """The event after a checkpoint that is whole."""
 
 UNKNOWN_PROVENANCE = Provenance()
-"""Of trajectories of which nobody said what they were made from."""
+"""Provenance of trajectories whose inputs were not recorded."""
 
 _ALL = 1 << 30
 _NOTHING = -1
@@ -64,7 +64,7 @@ _NOTHING = -1
 
 
 class RunHistory:
-    """Built by `read`, once, when a run is resumed."""
+    """History of a run, from its journal: which samples of earlier starts are still valid. Made by `read`, once."""
 
     def __init__(
         self,
@@ -107,8 +107,8 @@ class RunHistory:
             if not event.is_intact:
                 reader.close()
                 raise DamagedRecord(
-                    f"event {event.id} ({RESUME}) of the journal in {run_dir} is not as it was written, so nobody can "
-                    "tell what of it may be used: begin anew with --fresh, or in another logging.run_dir with "
+                    f"event {event.id} ({RESUME}) of the journal in {run_dir} is not as it was written, so it is "
+                    "unknown what of it may be used: begin anew with --fresh, or in another logging.run_dir with "
                     "checkpoint.resume_mode=resume_path"
                 )
             given = event.fields.get("settings", "")

@@ -26,12 +26,12 @@ log = getLogger(__name__)
 
 
 class TrainerState:
-    """See the module. `step` counts finished steps; `control` is the weight of KL for the next one."""
+    """Trainer state (see the module). `step` counts finished steps; `control` is the weight of KL for the next one."""
 
-    def __init__(self, config: TrainConfig, parts: TrainerParts, flow: RolloutBuffer) -> None:
+    def __init__(self, config: TrainConfig, parts: TrainerParts, buffer: RolloutBuffer) -> None:
         self._config = config
         self._parts = parts
-        self._buffer = flow
+        self._buffer = buffer
         self._restored = 0
         """The version that this start began with."""
         self._saved: int | None = None

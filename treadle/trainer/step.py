@@ -107,7 +107,7 @@ def train_step(
 
 
 def is_informative(group: Group, filter_groups: FilterGroupsConfig) -> bool:
-    """Whether a group teaches something, where `algorithm.filter_groups` asks: survivors that differ in its metric."""
+    """Whether a group has signal: with `algorithm.filter_groups`, survivors that differ in its metric."""
     return not filter_groups.enable or has_signal(_scores(group), filter_groups.metric)
 
 
@@ -150,7 +150,7 @@ def _penalise(batch: TrainBatch, inputs: AdvantageInputs, algorithm: AlgorithmCo
 
 
 def _learn(parts: StepParts, batch: TrainBatch, step: int, spans: Spans) -> dict[str, float]:
-    """Critic first, as its loss is against the values that the advantages came from; the policy; who follows it."""
+    """Critic first, as its loss is against the values behind the advantages; then policy, then reference sync."""
     metrics: dict[str, float] = {}
     if parts.critic is not None:
         with spans("critic"):

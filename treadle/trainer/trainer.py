@@ -13,19 +13,20 @@ from math import ceil
 
 from treadle.aio import first_error
 from treadle.config import TrainConfig
+from treadle.config.plan import max_lag
 from treadle.errors import NotFiniteError, RunError, TreadleError
 from treadle.observe.step_metrics import Spans
 from treadle.rollout.service import RolloutKind
 from treadle.terminal import warn
-from treadle.trainer.buffer import BufferedBatch, RolloutBuffer
+from treadle.trainer.buffer import BufferedBatch, BufferLimits, RolloutBuffer
 from treadle.trainer.parts import RunInterrupted, StopRequest, TrainerParts
 from treadle.trainer.recorder import RunRecorder
 from treadle.trainer.resume import SET_ASIDE
 from treadle.trainer.state import TrainerState
 from treadle.trainer.step import StepReport
-from treadle.trainer.terms import BufferLimits, max_lag, total_steps
+from treadle.trainer.terms import total_steps
 from treadle.trainer.validation import Validation, ValidationRunner
-from treadle.types import Group, Trajectory
+from treadle.types import Group
 from treadle.weights.sync import PushReport
 
 log = getLogger(__name__)
@@ -40,7 +41,14 @@ class Trainer:
         self._config = config
         self._parts = parts
         self._stop = StopRequest()
-        self._buffer = _make_buffer(config, parts)
+        self._buffer = RolloutBuffer(
+            parts.rollout,
+            parts.tasks,
+            parts.journal,
+            BufferLimits.of(config),
+            filter_groups=config.algorithm.filter_groups,
+            failures=config.rollout.failures,
+        )
         self._pushed = -1
         """The version that the engines have."""
         self._baselines: list[float | None] | None = None
@@ -70,7 +78,7 @@ class Trainer:
 
     @property
     def version(self) -> int:
-        """The policy's."""
+        """The policy's version."""
         return self._parts.version
 
     @property
@@ -82,12 +90,12 @@ class Trainer:
         self._stop.request()
 
     async def start(self) -> None:
-        """Go on from the newest checkpoint, if there is one; give the engines the weights; validate as asked."""
+        """Go on from the newest checkpoint, if there is one; push the weights; validate as the config says."""
         trainer = self._config.trainer
         resumed = await self._state.restore()
         if self._oversized:
             warn(f"note: {self._oversized}")
-        report = await self._deliver()
+        report = await self._push()
         if resumed:
             self._recorder.write_weights(report)  # which a replay compares: what was restored is what was trained
         if trainer.val_only or (trainer.val_before_train and not resumed):
@@ -97,9 +105,9 @@ class Trainer:
 
     @asynccontextmanager
     async def working(self) -> AsyncIterator[None]:
-        """The rollout at work beside the steps of a schedule. However the block ends, what is half done is kept.
+        """The rollout runs beside the steps of a schedule. However the block ends, what is half generated is recorded.
 
-        Whatever dies beside the steps ends the block with its cause.
+        A failure beside the steps ends the block with its cause.
         """
         with first_error():
             async with asyncio.TaskGroup() as beside:
@@ -118,11 +126,11 @@ class Trainer:
                         watch.cancel()
 
     def allow(self, batches: int) -> None:
-        """Let the tasks of this many batches begin, counted from the first step; never of more than the run trains."""
+        """Admit the tasks of this many batches, counted from the first step; never more than the run trains."""
         self._buffer.allow(min(batches, self.total_steps))
 
     async def take(self) -> BufferedBatch:
-        """The next batch of groups, as soon as the schedule's bounds let it train; unless the run is asked to stop.
+        """The next batch of groups, as soon as the schedule's bounds let it train; unless a stop is requested.
 
         Weights that no engine has yet are pushed meanwhile where an engine that was started again waits for them: the
         batch may wait for that engine.
@@ -168,7 +176,7 @@ class Trainer:
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """What a reader of the result should not miss."""
+        """Remarks for the end of the run."""
         equal, notes = self._equal_steps, []
         if equal:
             notes.append(f"in {equal} of {self.step} steps all samples of each task had the same reward: {_NO_SIGNAL}")
@@ -189,11 +197,11 @@ class Trainer:
 
     @property
     def push_is_due(self) -> bool:
-        """Whether `trainer.parameter_sync_steps` asks for a push after this step."""
+        """Whether weights are pushed after this step (`trainer.parameter_sync_steps`)."""
         return self.version % self._config.trainer.parameter_sync_steps == 0
 
     async def push(self) -> None:
-        """Give the engines the policy's weights, proven to arrive, unless they have them or the run is to stop.
+        """Push the policy's weights to the engines, with checksums, unless they have them or a stop is requested.
 
         A stop is not raised here: a step that was trained is recorded first.
         """
@@ -201,7 +209,7 @@ class Trainer:
             return
         try:
             await self._validations.hold()
-            report = await self._stop.unless(self._deliver())
+            report = await self._stop.unless(self._push())
         except RunInterrupted:
             return
         self._recorder.note(report.metrics())
@@ -209,7 +217,7 @@ class Trainer:
         await self._validations.after_push(report.version)
 
     async def end_step(self, report: StepReport, taken: BufferedBatch) -> None:
-        """Write the books; validate and save where the config asks."""
+        """Record the step; validate and save where the config says so."""
         self._state.step += 1
         self._buffer.settle()
         self._recorder.write_step(self.step, report, taken, self._baselines)
@@ -237,7 +245,7 @@ class Trainer:
             await self._save()
 
     async def record_rest(self) -> None:
-        """Have what happened since the last step in the journal."""
+        """Write what happened since the last step to the journal."""
         await self._recorder.write_rest(self.step)
 
     async def _draw_baselines(self, groups: Sequence[Group]) -> list[float | None] | None:
@@ -246,8 +254,10 @@ class Trainer:
             return None
         tasks = [replace(group.task, uid=f"greedy/{group.task.uid}") for group in groups]
         batch = await self._stop.unless(self._parts.rollout.generate_sequences(tasks, kind=RolloutKind.GREEDY))
-        rewards = {group.task.uid: group.survivors for group in batch.groups}
-        baselines = [_first_reward(rewards.get(task.uid, ())) for task in tasks]
+        rewards = {
+            group.task.uid: item.reward.value for group in batch.groups for item in group.survivors[:1] if item.reward
+        }
+        baselines = [rewards.get(task.uid) for task in tasks]
         if failed := baselines.count(None):
             self._recorder.note({"batch/no_baseline": float(failed)})
             log.warning(
@@ -258,8 +268,8 @@ class Trainer:
             )
         return baselines
 
-    async def _deliver(self) -> PushReport:
-        report = await self._parts.give(self._parts.push)
+    async def _push(self) -> PushReport:
+        report = await self._parts.push_weights(self._parts.push)
         self._pushed = report.version
         self._buffer.advance(report.version)
         return report
@@ -270,7 +280,7 @@ class Trainer:
             await self._state.save()
 
     async def _keep(self) -> None:
-        """Have what is half generated recorded, if there is anything. Doing without it costs time, not truth."""
+        """Record what is half generated, if anything. Where that fails, it is sampled again: slower, not wrong."""
         if not self._buffer.is_sampling:
             return
         try:
@@ -291,19 +301,7 @@ def _describe_oversized(config: TrainConfig, tasks: int) -> str:
     )
 
 
-def _make_buffer(config: TrainConfig, parts: TrainerParts) -> RolloutBuffer:
-    filter_groups, failures = config.algorithm.filter_groups, config.rollout.failures
-    limits = BufferLimits.of(config)
-    return RolloutBuffer(
-        parts.rollout, parts.tasks, parts.journal, limits, filter_groups=filter_groups, failures=failures
-    )
-
-
 async def _forever(work: Callable[[], Awaitable[None]], name: str) -> None:
-    """Run what has to go on until it is cancelled; that it returned is a verdict too."""
+    """Run work that must go on until it is cancelled; an early return is an error."""
     await work()
     raise RunError(f"{name} ended early")
-
-
-def _first_reward(survivors: Sequence[Trajectory]) -> float | None:
-    return survivors[0].reward.value if survivors and survivors[0].reward else None

@@ -28,32 +28,32 @@ if TYPE_CHECKING:
 
 
 class Rollout(Protocol):
-    """A rollout as training sees it."""
+    """Rollout, as far as the trainer uses it."""
 
     async def generate_sequences(
         self, tasks: Sequence[Task], *, kind: RolloutKind = RolloutKind.TRAINING, seed: int | None = None
     ) -> Batch: ...
 
     async def generate_group(self, task: Task, *, past: RecoveredTask = NOTHING_RECOVERED) -> Group | Dropped:
-        """One group; somebody runs `watch` meanwhile."""
+        """Sample one group; `watch` must run at the same time."""
         ...
 
     async def watch(self) -> None:
-        """Go on until cancelled; raise when the rollout cannot go on."""
+        """Run until cancelled; raise when the rollout cannot continue."""
         ...
 
     async def keep(self) -> None:
-        """Have what open sessions generated so far recorded."""
+        """Record what open sessions have generated so far."""
         ...
 
     async def sleep(self) -> None:
-        """Give the memory of shared devices back, until the next weights."""
+        """Free the memory of shared devices until the next push."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class Validation:
-    """What a validation found, and every trajectory it drew."""
+    """Result of a validation, with every trajectory it sampled."""
 
     step: int
     summary: Summary
@@ -88,7 +88,7 @@ def _transcript(trajectory: Trajectory) -> str:
 
 
 async def validate(rollout: Rollout, tasks: Sequence[Task], step: int, success_threshold: float) -> Validation:
-    """Draw every validation task once more; `step` keeps the records of different validations apart."""
+    """Sample every validation task; `step` keeps the records of different validations apart."""
     named = [replace(task, uid=f"validation-{step}/{task.uid}") for task in tasks]
     batch = await rollout.generate_sequences(named, kind=RolloutKind.VALIDATION)
     trajectories = batch.trajectories
@@ -100,13 +100,13 @@ def _solved(trajectory: Trajectory, success_threshold: float) -> bool:
 
 
 class ValidationRunner:
-    """See the module. `found` is in order of ending."""
+    """Runs validations beside the steps or alone (see the module). `found` is in order of ending."""
 
     def __init__(
         self,
         parts: "TrainerParts",
         reward: RewardConfig,
-        books: "RunRecorder",
+        recorder: "RunRecorder",
         spans: Spans,
         stop: "StopRequest",
         *,
@@ -115,7 +115,7 @@ class ValidationRunner:
         """`overlaps`: sampling and training go on side by side."""
         self._parts = parts
         self._reward = reward
-        self._recorder = books
+        self._recorder = recorder
         self._spans = spans
         self._stop = stop
         self._beside: asyncio.TaskGroup | None = None
@@ -142,7 +142,7 @@ class ValidationRunner:
             await self.finish(step)
         elif validator is not None:
             await self._wait()
-            await self._parts.give(validator.push)
+            await self._parts.push_weights(validator.push)
             self._start(validator.rollout, step)
         elif arrived:
             await self._begin_shared(step)
@@ -187,7 +187,7 @@ class ValidationRunner:
         await self._wait()
         validator = self._parts.validator
         if validator is not None:
-            await self._parts.give(validator.push)
+            await self._parts.push_weights(validator.push)
         rollout = self._parts.rollout if validator is None else validator.rollout
         with self._spans("validation"):
             await self._stop.unless(self._evaluate(rollout, step))
