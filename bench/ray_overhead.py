@@ -180,7 +180,7 @@ class Bench:
         values = {**rollout_of(at_once, max(1, workers)).values(), "replicas_per_node": 2}
         rollout = RolloutConfig(**values)
         async with self._reserved(rollout) as reservation:
-            made_replicas = RayReplicas(rollout, self._model, reservation.replica_seats())
+            made_replicas = RayReplicas(rollout, self._model, reservation.replica_slots())
             engines = await made_replicas.start()
 
             async def remote(router: Router, started: AsyncExitStack) -> Sequence[Any]:
@@ -191,8 +191,8 @@ class Bench:
                 made = []
                 for at in range(workers):
                     config = Config(model=self._model, rollout=rollout)
-                    seat = partial(reservation.worker_seat, at)
-                    worker = await start_worker(config, router, seat, f"agent worker {at}")
+                    slot = partial(reservation.worker_slot, at)
+                    worker = await start_worker(config, router, slot, f"agent worker {at}")
                     started.push_async_callback(worker.close)
                     made.append(worker)
                 return made

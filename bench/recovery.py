@@ -117,7 +117,7 @@ async def ray_engine(name: str, model: ModelConfig) -> AsyncIterator[Part]:
 
     config = rollout(name=name, prompt_length=32, response_length=32)
     async with ray_cluster.reserved(config, model) as reservation:
-        replicas = RayReplicas(config, model, reservation.replica_seats(), report=silent, policy=POLICY)
+        replicas = RayReplicas(config, model, reservation.replica_slots(), report=silent, policy=POLICY)
         (made,) = await replicas.start()
         try:
             yield (lambda: made._engine.pid), use_engine(made)  # type: ignore[attr-defined]
@@ -132,8 +132,8 @@ async def ray_worker(model: ModelConfig) -> AsyncIterator[Part]:
 
     config = rollout(num_workers=1)
     async with ray_cluster.reserved(config, model) as reservation:
-        seat = partial(reservation.worker_seat, 0)
-        worker = await start_worker(Config(model=model, rollout=config), engine(say("x")), seat, "agent worker 0")
+        slot = partial(reservation.worker_slot, 0)
+        worker = await start_worker(Config(model=model, rollout=config), engine(say("x")), slot, "agent worker 0")
         try:
             yield (lambda: worker.pid), use_worker(worker)
         finally:
@@ -147,8 +147,8 @@ async def ray_scorer(model: ModelConfig) -> AsyncIterator[Part]:
 
     config = rollout()
     async with ray_cluster.reserved(config, model) as reservation:
-        seat = partial(reservation.worker_seat, 0)
-        scorer = await RemoteScorer.create(ScorerSetup(REWARD), seat, config.limits)
+        slot = partial(reservation.worker_slot, 0)
+        scorer = await RemoteScorer.create(ScorerSetup(REWARD), slot, config.limits)
         try:
             yield (lambda: scorer.pid), use_scorer(scorer)
         finally:

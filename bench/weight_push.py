@@ -107,8 +107,8 @@ def measure_store(tensors: Mapping[str, Tensor], device: str, repeats: int) -> T
     """The same through Ray's object store, with a cluster of this machine."""
     import ray
 
-    from treadle.cluster.ray.sender import StoredParcel
-    from treadle.cluster.ray.tensors import pack
+    from treadle.cluster.ray.object_store import pack
+    from treadle.cluster.ray.weight_sender import StoredParcel
 
     size = sum(tensor.nbytes for tensor in tensors.values())
     room = 3 * size + (80 << 20)

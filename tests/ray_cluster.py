@@ -14,9 +14,8 @@ from ray.cluster_utils import Cluster
 from ray.util.placement_group import placement_group, remove_placement_group
 
 from treadle.cluster.ray.connection import Node, connected, find_nodes
-from treadle.cluster.ray.placement import Reservation
+from treadle.cluster.ray.placement import ActorSlot, Reservation
 from treadle.cluster.ray.replicas import RayReplica, RayReplicas
-from treadle.cluster.ray.seat import Seat
 from treadle.config import ClusterConfig, Config, ModelConfig, RolloutConfig
 from treadle.config.plan import make_plan
 from treadle.engine.replica_supervisor import ReplicaSupervisor, RestartingEngine
@@ -66,12 +65,12 @@ async def reserved(
 
 
 @contextmanager
-def bundle(node: Node) -> Iterator[Seat]:
-    """A seat of its own on a node."""
+def bundle(node: Node) -> Iterator[ActorSlot]:
+    """A slot of its own on a node."""
     group = placement_group([{"CPU": 1.0}], bundle_label_selector=[{"ray.io/node-id": node.id}])
     assert group.wait(10)
     try:
-        yield Seat(group, 0, node)
+        yield ActorSlot(group, 0, node)
     finally:
         remove_placement_group(group)
 
@@ -87,7 +86,7 @@ class Fleet:
         recoveries: list[Recovery],
         news: asyncio.Event,
         reservation: Reservation,
-        seats: Mapping[str, Seat],
+        slots: Mapping[str, ActorSlot],
     ) -> None:
         self.router = router
         self.engines = engines
@@ -95,7 +94,7 @@ class Fleet:
         self.recoveries = recoveries
         self.news = news
         self.reservation = reservation
-        self.seats = seats
+        self.slots = slots
 
     def replica(self, at: int = 0) -> RayReplica:
         """The one that serves in a slot now."""
@@ -132,14 +131,14 @@ async def fleet(
         reservation = await started.enter_async_context(reserved(rollout, model, nodes))
         policy = policy or RestartPolicy(first_wait_s=0.1)
         replicas = RayReplicas(
-            rollout, model, reservation.replica_seats(), move=reservation.move, report=report, policy=policy, **options
+            rollout, model, reservation.replica_slots(), move=reservation.move, report=report, policy=policy, **options
         )
         engines = await replicas.start()
         router = Router(engines, limits=rollout.limits, failures=rollout.failures, rng=random.Random(0))
         started.push_async_callback(router.close)
         supervisor = await replicas.supervisor.attend(router, lambda kind, fields: None)
         started.push_async_callback(supervisor.close)
-        yield Fleet(router, engines, supervisor, recoveries, news, reservation, replicas.seats)
+        yield Fleet(router, engines, supervisor, recoveries, news, reservation, replicas.slots)
 
 
 def alive(pid: int) -> bool:

@@ -12,7 +12,7 @@ import pytest
 pytest.importorskip("ray")
 
 from treadle.cluster.ray.actor import Listener, connect
-from treadle.cluster.ray.guard import descendants, guarded
+from treadle.cluster.ray.reaper import descendants, reaping
 from treadle.errors import DeadlineError
 from treadle.process.channel import Channel, ChannelClosed
 
@@ -71,7 +71,7 @@ def test_a_guard_ends_those_it_was_given_and_no_others():
     with sleeper() as mine, sleeper() as other:
         try:
             assert {mine.pid, other.pid} <= set(descendants(os.getpid()))
-            with guarded([mine.pid]):
+            with reaping([mine.pid]):
                 assert mine.poll() is None
             assert mine.wait(10) == -9
             assert other.poll() is None

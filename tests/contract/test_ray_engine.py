@@ -44,7 +44,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> object:
 async def open_replica(model: object, start: Start, save_s: float) -> AsyncIterator[Engine]:
     config = rollout()
     async with ray_cluster.reserved(config, model) as reservation:
-        replicas = RayReplicas(config, model, reservation.replica_seats(), name="remote", save_s=save_s, start=start)
+        replicas = RayReplicas(config, model, reservation.replica_slots(), name="remote", save_s=save_s, start=start)
         (engine,) = await replicas.start()
         yield engine
 

@@ -11,36 +11,36 @@ pytest.importorskip("ray")
 from tests import ray_cluster
 from tests.contract import test_policy_contract
 from tests.contract.test_policy_contract import Load, Networks, make_spec
+from treadle.cluster.ray.placement import ActorSlot
 from treadle.cluster.ray.ranks import RemoteRanks
-from treadle.cluster.ray.seat import Seat
-from treadle.cluster.ray.solo import SoloRank, SoloSpec
+from treadle.cluster.ray.single_rank import SingleRank, SingleRankSpec
 from treadle.policy.rank import FSDPRank, NetworksSpec
 from treadle.policy.rank_group import RankGroup
 from treadle.policy.sharded import ShardedCritic, ShardedPolicy, ShardedReference
 
 
 @pytest.fixture(scope="module")
-def seat() -> Iterator[Seat]:
-    with ray_cluster.ray_here() as nodes, ray_cluster.bundle(nodes[0]) as seat:
-        yield seat
+def slot() -> Iterator[ActorSlot]:
+    with ray_cluster.ray_here() as nodes, ray_cluster.bundle(nodes[0]) as slot:
+        yield slot
 
 
-def solo(spec: NetworksSpec) -> SoloSpec:
-    return SoloSpec(**{field.name: getattr(spec, field.name) for field in fields(SoloSpec)})
+def solo(spec: NetworksSpec) -> SingleRankSpec:
+    return SingleRankSpec(**{field.name: getattr(spec, field.name) for field in fields(SingleRankSpec)})
 
 
 @pytest.fixture(scope="module", params=[1, 2], ids=["one rank", "two ranks"])
-def load(request: pytest.FixtureRequest, seat: Seat, directory: Path) -> Iterator[Load]:
+def load(request: pytest.FixtureRequest, slot: ActorSlot, directory: Path) -> Iterator[Load]:
     spec = make_spec(directory)
     alone = request.param == 1
     handles = RemoteRanks.start(
-        solo(spec) if alone else spec, [seat] * request.param, launch_timeout_s=180, timeout_s=60
+        solo(spec) if alone else spec, [slot] * request.param, launch_timeout_s=180, timeout_s=60
     )
     ranks = RankGroup(handles, 60)
 
     def load_networks(wanted: NetworksSpec) -> Networks:
         if alone:
-            ranks.run("loading", SoloRank.load, solo(wanted))
+            ranks.run("loading", SingleRank.load, solo(wanted))
         else:
             ranks.run("loading", FSDPRank.load, wanted)
         return Networks(ShardedPolicy(ranks), ShardedReference(ranks), ShardedCritic(ranks))

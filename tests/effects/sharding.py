@@ -33,8 +33,8 @@ def cut(name: str) -> Callable[..., Any]:
         config = training(BASE, {**SHARDED, **ALSO[name], "model.path": str(tiny_model()), **keys})
         distributed.init_process_group("fake", store=FakeStore(), rank=0, world_size=4)
         try:
-            seat = RankSpec(0, 4, "127.0.0.1", 0, "", "cpu", 60.0)
-            rank = FSDPRank(seat, sharded_spec(config, steps=1))
+            rank_spec = RankSpec(0, 4, "127.0.0.1", 0, "", "cpu", 60.0)
+            rank = FSDPRank(rank_spec, sharded_spec(config, steps=1))
             network: Any = getattr(rank, name)._network
             return [_describe(part) for part in network.module.modules() if isinstance(part, FSDPModule)]
         finally:

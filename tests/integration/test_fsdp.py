@@ -275,7 +275,7 @@ def test_a_large_model_is_exported_in_several_files(pair: RankGroup, tied: Path,
 
 def publish(rank: FSDPRank, dtype: torch.dtype) -> str | None:
     """What a publisher does: every rank goes through all weights, one writes."""
-    if rank.seat.rank == 0:
+    if rank.rank_spec.rank == 0:
         return checksum(dict(rank.policy.full_tensors(dtype)))
     for _ in rank.policy.full_tensors(dtype):
         pass

@@ -33,7 +33,7 @@ def pair(directory: Path) -> Iterator[RankGroup]:
 
 
 def stumble(rank: FSDPRank) -> None:
-    if rank.seat.rank == 1:
+    if rank.rank_spec.rank == 1:
         raise KeyError("layer 7")
 
 
@@ -47,7 +47,7 @@ def test_an_unexpected_error_names_its_rank_and_ends_the_run(pair: RankGroup) ->
 
 def wait_in_collective(rank: FSDPRank) -> None:
     """The first rank waits for the last, which never comes."""
-    if rank.seat.rank == rank.seat.size - 1:
+    if rank.rank_spec.rank == rank.rank_spec.size - 1:
         time.sleep(600)
     torch.distributed.barrier()
 

@@ -21,8 +21,8 @@ from tests.letters import ask
 from tests.rollouts import rollout, save_model, tasks
 from treadle.cli.main import main
 from treadle.cluster.ray.connection import connected, find_nodes
-from treadle.cluster.ray.guard import descendants
 from treadle.cluster.ray.placement import Reservation
+from treadle.cluster.ray.reaper import descendants
 from treadle.cluster.ray.rollout import reserved, started_rollout
 from treadle.config import ClusterConfig, Config
 from treadle.config.plan import make_plan
@@ -113,13 +113,13 @@ async def _move_a_replica(cluster, model) -> None:
     config = rollout(nnodes=2)
     async with ray_cluster.fleet(config, model, save_s=0.3, start=ray_engines.start_letters) as fleet:
         await fleet.router.update_weights(WeightUpdate(4, "word", {"w": torch.ones(3)}))
-        used = {seat.node.id for seat in fleet.seats.values()}
+        used = {slot.node.id for slot in fleet.slots.values()}
         (spare,) = [node for node in find_nodes() if node.id not in used]
-        away = next(name for name, seat in fleet.seats.items() if seat.node.id != find_nodes()[0].id)
+        away = next(name for name, slot in fleet.slots.items() if slot.node.id != find_nodes()[0].id)
         turns = [asyncio.ensure_future(fleet.router.generate(ask(uid=f"t{at}", max_tokens=500))) for at in range(6)]
         await asyncio.sleep(0.8)
         lost_at = time.monotonic()
-        await asyncio.to_thread(lose, cluster, fleet.seats[away].node)
+        await asyncio.to_thread(lose, cluster, fleet.slots[away].node)
         answers = await asyncio.wait_for(asyncio.gather(*turns), 60)
         assert any(answer.replica == away for answer in answers)
         await fleet.recovered(timeout_s=90)
@@ -129,7 +129,7 @@ async def _move_a_replica(cluster, model) -> None:
         states = {state.name: state for state in fleet.router.snapshot()}
         assert states[recovery.successor].healthy and states[recovery.successor].version == 4
         assert len(states) == 2
-        assert {fleet.reservation.worker_seat(at).there() for at in range(3)} == {True}
+        assert {fleet.reservation.worker_slot(at).there() for at in range(3)} == {True}
         missed = f"{recovery.seconds:.1f} s after it was missed"
         print(f"the replica of a lost node was back on another after {time.monotonic() - lost_at:.1f} s, {missed}")
 
@@ -144,9 +144,9 @@ async def _wait_for_a_node(cluster, model) -> None:
     policy = RestartPolicy(place_s=1.0, first_wait_s=0.1)
     start = ray_engines.start_letters
     async with ray_cluster.fleet(rollout(nnodes=2), model, policy=policy, start=start) as fleet:
-        here = next(at for at, seat in enumerate(fleet.seats.values()) if seat.node.id == find_nodes()[0].id)
+        here = next(at for at, slot in enumerate(fleet.slots.values()) if slot.node.id == find_nodes()[0].id)
         away = fleet.engines[1 - here].name
-        await asyncio.to_thread(lose, cluster, fleet.seats[away].node)
+        await asyncio.to_thread(lose, cluster, fleet.slots[away].node)
         await fleet.recovered(timeout_s=60)
         told = str(fleet.recoveries[0])
         assert "has left the cluster, and no other node has 1 CPU to spare; 1 of 2 replicas go on until a node" in told
@@ -175,7 +175,7 @@ async def _lose_the_last_node(cluster, model) -> None:
         with pytest.raises(RunError, match=r"no replica is left.* has left the cluster, and no other node has 1 CPU"):
             await asyncio.wait_for(fleet.supervisor.watch(), 60)
         with pytest.raises(RunError, match="every machine of the run has left the cluster"):
-            fleet.reservation.worker_seat(0)
+            fleet.reservation.worker_slot(0)
 
 
 DRIVER = """
@@ -235,8 +235,8 @@ def test_a_head_that_takes_no_work_gets_none(model):
 
         async def main() -> None:
             async with reserved(Config(model=model, rollout=rollout(), cluster=address)) as reservation:
-                (seat,) = reservation.replica_seats()
-                assert seat.node.num_cpus == 1.0
+                (slot,) = reservation.replica_slots()
+                assert slot.node.num_cpus == 1.0
 
         asyncio.run(main())
         ray.init(address=cluster.address, log_to_driver=False)

@@ -41,8 +41,8 @@ async def reserved(plan, nodes, body):
         reservation.release()
 
 
-def ask_witnesses(seats):
-    """What actors in these seats say: where they run, and which GPUs they see."""
+def ask_witnesses(slots):
+    """What actors in these slots say: where they run, and which GPUs they see."""
 
     class Witness:  # inside, so that Ray sends its code along
         def __init__(self, surroundings) -> None:
@@ -51,7 +51,7 @@ def ask_witnesses(seats):
         def tell(self):
             return ray.get_runtime_context().get_node_id(), os.environ["CUDA_VISIBLE_DEVICES"]
 
-    actors = [ray.remote(Witness).options(**seat.options()).remote(ActorEnvironment.here(seat.gpus)) for seat in seats]
+    actors = [ray.remote(Witness).options(**slot.options()).remote(ActorEnvironment.here(slot.gpus)) for slot in slots]
     return ray.get([actor.tell.remote() for actor in actors], timeout=60)
 
 
@@ -67,9 +67,9 @@ def test_actors_sit_where_the_plan_says_on_unequal_nodes(unequal):
 
     async def main(reservation) -> None:
         trainer, sampler = plan.nodes("trainer")[0], plan.nodes("rollout")[0]
-        ranks, replicas = reservation.rank_seats(), reservation.replica_seats()
-        assert [seat.gpus for seat in ranks] == [("0",), ("1",), ("2",), ("3",)]
-        assert [seat.gpus for seat in replicas] == [("0", "1")], "one engine over both GPUs"
+        ranks, replicas = reservation.rank_slots(), reservation.replica_slots()
+        assert [slot.gpus for slot in ranks] == [("0",), ("1",), ("2",), ("3",)]
+        assert [slot.gpus for slot in replicas] == [("0", "1")], "one engine over both GPUs"
         told = await asyncio.to_thread(ask_witnesses, (*ranks[:2], *replicas))
         train_id, sample_id = by_name[trainer.machine].id, by_name[sampler.machine].id
         assert told == [(train_id, "0"), (train_id, "1"), (sample_id, "0,1")]
@@ -83,8 +83,8 @@ def test_colocated_engines_share_the_bundle_of_the_ranks(unequal):
 
     async def main(reservation) -> None:
         assert plan.shares_devices
-        assert [str(seat) for seat in reservation.rank_seats()] == [str(seat) for seat in reservation.replica_seats()]
-        assert len({seat.node.id for seat in reservation.rank_seats()}) == 2
+        assert [str(slot) for slot in reservation.rank_slots()] == [str(slot) for slot in reservation.replica_slots()]
+        assert len({slot.node.id for slot in reservation.rank_slots()}) == 2
 
     asyncio.run(reserved(plan, nodes, main))
 
@@ -104,10 +104,10 @@ def test_validation_has_a_gpu_that_nobody_uses_and_does_without_where_others_too
     assert plan.validation is not None and plan.validation.gpus == (1,)
 
     async def main(reservation) -> None:
-        (replica,) = reservation.replica_seats()
-        seat = await reservation.validation_seat(timeout_s=60)
-        assert seat.node == replica.node and {*seat.gpus, *replica.gpus} == {"0", "1"}
-        assert await reservation.validation_seat(timeout_s=0.5) is None, "there is no other"
+        (replica,) = reservation.replica_slots()
+        slot = await reservation.validation_slot(timeout_s=60)
+        assert slot.node == replica.node and {*slot.gpus, *replica.gpus} == {"0", "1"}
+        assert await reservation.validation_slot(timeout_s=0.5) is None, "there is no other"
         assert "validation shares the engines, and the next push of weights waits for it: " in caplog.text
 
     asyncio.run(reserved(plan, nodes, main))
@@ -118,10 +118,10 @@ def test_validation_without_gpus_sits_with_the_engines_and_is_counted_among_them
     plan = make_plan(training_config(*BESIDE), machines(nodes))
 
     async def main(reservation) -> None:
-        (replica,), (rank,) = reservation.replica_seats(), reservation.rank_seats()
-        seat = await reservation.validation_seat(timeout_s=0)
-        assert (seat.node, seat.bundle, seat.crowd) == (replica.node, replica.bundle, 2)
-        assert rank.node != replica.node and replica.crowd == 2
+        (replica,), (rank,) = reservation.replica_slots(), reservation.rank_slots()
+        slot = await reservation.validation_slot(timeout_s=0)
+        assert (slot.node, slot.bundle, slot.sharers) == (replica.node, replica.bundle, 2)
+        assert rank.node != replica.node and replica.sharers == 2
 
     asyncio.run(reserved(plan, nodes, main))
 
@@ -146,14 +146,14 @@ def test_the_scorer_sits_with_the_gpus_of_its_reward_models(unequal, trained):
     plan = make_plan(config, machines(nodes))
 
     async def main(reservation) -> None:
-        seat, held = reservation.scorer_seat(3), reservation.reward_gpus()
-        assert seat.node.machine.name == plan.rewards.placement.machine
-        assert [gpu.name for gpus in held.values() for gpu in gpus] == list(seat.gpus)
+        slot, held = reservation.scorer_slot(3), reservation.reward_gpus()
+        assert slot.node.machine.name == plan.rewards.placement.machine
+        assert [gpu.name for gpus in held.values() for gpu in gpus] == list(slot.gpus)
         assert [gpu.number for gpus in held.values() for gpu in gpus] == [0, 1]
-        ranks = {(rank.node.id, gpu) for rank in reservation.rank_seats() for gpu in rank.gpus}
-        assert not ranks & {(seat.node.id, gpu) for gpu in seat.gpus}, "nobody else has them"
-        told = await asyncio.to_thread(ask_witnesses, [seat])
-        assert told == [(seat.node.id, ",".join(seat.gpus))]
+        ranks = {(rank.node.id, gpu) for rank in reservation.rank_slots() for gpu in rank.gpus}
+        assert not ranks & {(slot.node.id, gpu) for gpu in slot.gpus}, "nobody else has them"
+        told = await asyncio.to_thread(ask_witnesses, [slot])
+        assert told == [(slot.node.id, ",".join(slot.gpus))]
 
     asyncio.run(reserved(plan, nodes, main))
 
@@ -165,9 +165,9 @@ def test_reward_models_share_the_engines_gpus_where_no_other_is_left(unequal):
     assert plan.rewards is not None and plan.rewards.shared_with == "trainer + rollout"
 
     async def main(reservation) -> None:
-        seat = reservation.scorer_seat(0)
-        assert [(seat.node.id, gpu) for gpu in seat.gpus] == [
-            (rank.node.id, gpu) for rank in reservation.rank_seats()[:2] for gpu in rank.gpus
+        slot = reservation.scorer_slot(0)
+        assert [(slot.node.id, gpu) for gpu in slot.gpus] == [
+            (rank.node.id, gpu) for rank in reservation.rank_slots()[:2] for gpu in rank.gpus
         ]
 
     asyncio.run(reserved(plan, nodes, main))

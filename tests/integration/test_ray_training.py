@@ -12,7 +12,7 @@ import pytest
 pytest.importorskip("ray")
 
 from tests import ray_cluster
-from treadle.cluster.ray.guard import descendants
+from treadle.cluster.ray.reaper import descendants
 from treadle.journal import JournalReader
 
 WORDS = (

@@ -53,7 +53,7 @@ async def generate(config, model, engines, *, remote=0, count=6, body=None):
                     await start_worker(
                         Config(model=model, rollout=config),
                         router,
-                        partial(reservation.worker_seat, at),
+                        partial(reservation.worker_slot, at),
                         f"agent worker {at}",
                     )
                 )
@@ -121,7 +121,7 @@ def scored_on_ray(model, functions, body):
         config = rollout()
         reward = RewardConfig(functions=functions, num_workers=1)
         async with ray_cluster.reserved(config, model) as reservation:
-            scorer = await RemoteScorer.create(ScorerSetup(reward), partial(reservation.worker_seat, 0), config.limits)
+            scorer = await RemoteScorer.create(ScorerSetup(reward), partial(reservation.worker_slot, 0), config.limits)
             try:
                 await body(scorer)
             finally:
@@ -156,7 +156,7 @@ def test_judges_work_in_the_actor_and_speak_with_the_policy_through_the_driver(c
         setup = ScorerSetup(RewardConfig(judges=judges), model)
         async with ray_cluster.reserved(config, model) as reservation:
             policy = engine(say("Score: 5"))
-            scorer = await RemoteScorer.create(setup, partial(reservation.scorer_seat, 0), config.limits, policy)
+            scorer = await RemoteScorer.create(setup, partial(reservation.scorer_slot, 0), config.limits, policy)
             try:
                 score = await scorer.score(task(), trajectory("four"))
                 assert score.parts == {"own": 2.0, "policy": 5.0}

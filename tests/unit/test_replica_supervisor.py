@@ -10,7 +10,7 @@ import pytest
 
 from tests import virtual_time
 from treadle.aio import LoopThread
-from treadle.cluster.apart import Apart
+from treadle.cluster.local import LocalReplicas
 from treadle.config.rollout import FailureConfig, LimitsConfig
 from treadle.engine.protocol import Engine, EngineGone, WeightUpdate
 from treadle.engine.replica_supervisor import ReplicaSupervisor, RestartingEngine
@@ -382,7 +382,7 @@ def test_weights_are_restored_from_a_run_on_another_loop() -> None:
                 nurseries.append(Nursery())
             return await nurseries[0].start()
 
-        apart = Apart({"e-1": start}, weight_lock, give)
+        apart = LocalReplicas({"e-1": start}, weight_lock, give)
         apart.supervisor._report = lambda recovery: None
         (engine,) = await rollout.run(apart.start_all(shares_gpu=True, sleeps=False))
         weight_lock.settle(4)

@@ -5,19 +5,24 @@
               (`rollout.nnodes: 0`); in processes of their own where it does not
               vllm: always in processes of its own
 
-Owns which device each part is on, and whether weights travel: not at all, within the process, or by the transport that
-`trainer.weights` asks for.
+Owns which device each part is on, whether weights travel (not at all, within the process, or by the transport that
+`trainer.weights` asks for), and how an engine that was started again gets the policy's weights. The policy lives on
+the run's loop, engines on the rollout's; calls that concern both cross over.
+
+What waits for what: a successor's weights wait until the policy's are those that engines have, then for another push
+to end; a start on the policy's own GPU waits until no step trains, and a step waits for such a start.
 """
 
 import asyncio
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager
+from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
-from treadle.cluster.apart import Apart, Start
+from treadle.aio import first_error
 from treadle.cluster.machine import reward_gpus, this_machine
 from treadle.cluster.runtime import Networks, Runtime, load_networks, push_timeout_s, trainer_devices
 from treadle.config import ModelConfig, TrainConfig
@@ -27,8 +32,9 @@ from treadle.cores import num_cores
 from treadle.data.tasks import TaskSource
 from treadle.engine.gpus import visible_gpus
 from treadle.engine.native.engine import NativeEngine, choose_dtype
-from treadle.engine.protocol import Engine, ProcessEngine
+from treadle.engine.protocol import Engine, ProcessEngine, SupportsSleep, WeightUpdate
 from treadle.engine.remote import start_native_remote
+from treadle.engine.replica_supervisor import ReplicaSupervisor
 from treadle.engine.vllm.engine import VLLMEngine
 from treadle.policy.policy import SinglePolicy
 from treadle.rollout import RolloutParts
@@ -37,6 +43,91 @@ from treadle.weights.transports import TransportSpec
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
+
+T = TypeVar("T")
+
+StartProcessEngine = Callable[[], Coroutine[Any, Any, ProcessEngine]]
+"""Starts an engine, on the rollout's loop."""
+
+PushWeights = Callable[[WeightReceiver, int], Awaitable[object]]
+"""Pushes the policy's weights, as a version; on the run's loop."""
+
+
+async def across(loop: asyncio.AbstractEventLoop, work: Coroutine[Any, Any, T]) -> T:
+    """Await `work` on another loop. Cancelling this cancels it there."""
+    return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(work, loop))
+
+
+@dataclass(frozen=True, slots=True)
+class _EngineOnLoop:
+    """An engine on another loop, as a push sees it."""
+
+    engine: Engine
+    loop: asyncio.AbstractEventLoop
+
+    @property
+    def name(self) -> str:
+        return self.engine.name
+
+    async def update_weights(self, update: WeightUpdate) -> str:
+        return await across(self.loop, self.engine.update_weights(update))
+
+
+class LocalReplicas:
+    """Made on the run's loop; `start_all` is called on the rollout's."""
+
+    def __init__(self, starts: Mapping[str, StartProcessEngine], weight_lock: WeightLock, give: PushWeights):
+        """`starts` starts each engine, by its name."""
+        self._starts = starts
+        self._weight_lock = weight_lock
+        self._give = give
+        self._home = asyncio.get_running_loop()
+        self.supervisor = ReplicaSupervisor(len(starts), restore=self._restore)
+
+    async def start_all(self, *, shares_gpu: bool, sleeps: bool) -> Sequence[Engine]:
+        """Every engine. One that `shares_gpu` with the policy starts again between two steps, and then `sleeps`."""
+        first = True
+
+        async def start(once: StartProcessEngine) -> ProcessEngine:
+            if first or not shares_gpu:
+                return await once()
+            return await across(self._home, self._start_idle(asyncio.get_running_loop(), once, sleeps))
+
+        try:
+            with first_error():
+                async with asyncio.TaskGroup() as starting:
+                    added = [
+                        starting.create_task(self.supervisor.add(name, partial(start, once)))
+                        for name, once in self._starts.items()
+                    ]
+        except BaseException:
+            await self.supervisor.dismiss()
+            raise
+        first = False
+        return [task.result() for task in added]
+
+    async def _start_idle(
+        self, there: asyncio.AbstractEventLoop, once: StartProcessEngine, sleeps: bool
+    ) -> ProcessEngine:
+        async def start() -> ProcessEngine:
+            engine = await once()
+            if sleeps and isinstance(engine, SupportsSleep):
+                await engine.sleep(1)  # the next step may begin before it has weights, which wake it
+            return engine
+
+        async with self._weight_lock.idle():
+            return await across(there, start())
+
+    async def _restore(self, engine: Engine, wanted: Callable[[], bool]) -> int | None:
+        distant = _EngineOnLoop(engine, asyncio.get_running_loop())
+        return await across(self._home, self._restore_still(distant, wanted))
+
+    async def _restore_still(self, engine: WeightReceiver, wanted: Callable[[], bool]) -> int | None:
+        async with self._weight_lock.still() as version:
+            if not wanted():
+                return None
+            await self._give(engine, version)
+            return version
 
 
 @asynccontextmanager
@@ -88,7 +179,7 @@ def _runtime(config: TrainConfig, networks: Networks, transport: Transport | Non
 
     gpus = reward_gpus(config)
     if apart:
-        engines = Apart(_starts(config), weight_lock, give)
+        engines = LocalReplicas(_starts(config), weight_lock, give)
         shares_gpu = config.rollout.nnodes == 0 and bool(config.trainer.n_gpus_per_node)
         start = partial(engines.start_all, shares_gpu=shares_gpu, sleeps=config.rollout.free_cache_engine)
         rollout = RolloutParts(engines=start, attend=engines.supervisor.attend, gpus=gpus)
@@ -117,7 +208,7 @@ async def _start_here(config: TrainConfig, source: "ModelConfig | PreTrainedMode
     return [await NativeEngine.create(config.rollout, source, device=_engine_device(config), prove=prove)]
 
 
-def _starts(config: TrainConfig) -> dict[str, Start]:
+def _starts(config: TrainConfig) -> dict[str, StartProcessEngine]:
     """What starts each engine, by its name."""
     named = {f"{config.rollout.name}-{at}": gpus for at, gpus in enumerate(_replica_gpus(config))}
     return {name: partial(_start_one, config, name, gpus) for name, gpus in named.items()}

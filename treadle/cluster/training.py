@@ -136,9 +136,9 @@ def _runtime(config: TrainConfig, tasks: TaskSource) -> AbstractAsyncContextMana
     """The parts where the config wants them."""
     if config.cluster.backend == "local":
         return local.started(config, tasks)
-    from treadle.cluster.ray import parts  # needs Ray
+    from treadle.cluster.ray import runtime  # needs Ray
 
-    return parts.started(config, tasks)
+    return runtime.started(config, tasks)
 
 
 @asynccontextmanager
@@ -229,7 +229,7 @@ async def _push(runtime: Runtime, receiver: WeightReceiver, version: int) -> Pus
 async def _start_rollout(
     config: TrainConfig, brought: RolloutParts, parts: AsyncExitStack, supplied: RolloutParts
 ) -> AgentLoopManager:
-    """A rollout around what the runtime supplies; `parts` closes it."""
+    """A rollout around what the runtime supplies; `runtime` closes it."""
     own = replace(supplied, journal=brought.journal, api_keys=brought.api_keys, inputs=brought.inputs)
     rollout = await AgentLoopManager.create(rollout=config.rollout, model=config.model, reward=config.reward, parts=own)
     return await parts.enter_async_context(rollout)

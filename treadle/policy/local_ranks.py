@@ -35,7 +35,7 @@ be an address that other machines reach."""
 class RankSetup:
     """What a rank is told first."""
 
-    seat: RankSpec
+    rank_spec: RankSpec
     spec: NetworksSpec
 
 
@@ -72,11 +72,11 @@ class LocalRanks:
         """A rank for each of `devices` (`cpu`, `cuda:0`), all of which have loaded their part; or an error."""
         store = RendezvousStore()
         threads = max(1, (os.cpu_count() or 1) // len(devices)) if "cpu" in devices else None
-        seats = [
+        rank_specs = [
             RankSpec(rank, len(devices), store.host, store.port, store.key, device, timeout_s, threads)
             for rank, device in enumerate(devices)
         ]
-        ranks = cls(_launch([_spec(seat, spec, launch_timeout_s) for seat in seats]), store)
+        ranks = cls(_launch([_spec(rank_spec, spec, launch_timeout_s) for rank_spec in rank_specs]), store)
         try:
             RankGroup(ranks, launch_timeout_s, LAUNCH_KEY).run("its start", answer_ready)
         except BaseException:
@@ -110,11 +110,11 @@ def answer_ready(rank: object) -> None:
     """The first call: answered when a rank is whole."""
 
 
-def _spec(seat: RankSpec, spec: NetworksSpec, launch_timeout_s: float) -> ProcessSpec:
+def _spec(rank_spec: RankSpec, spec: NetworksSpec, launch_timeout_s: float) -> ProcessSpec:
     return ProcessSpec(
-        f"policy rank {seat.rank}",
+        f"policy rank {rank_spec.rank}",
         f"{__name__}:{serve_rank.__name__}",
-        RankSetup(seat, spec),
+        RankSetup(rank_spec, spec),
         launch_timeout_s,
         LAUNCH_KEY,
         environment={**LOOPBACK, **os.environ},
@@ -167,12 +167,12 @@ def serve_rank(parent: BlockingParent, setup: RankSetup) -> None:
     A rank that could not load answers every call with its trouble. One in the middle of a collective that the others
     have left sees nothing any more: it is killed with its parent, or by it.
     """
-    name = f"policy rank {setup.seat.rank} (pid {os.getpid()})"
+    name = f"policy rank {setup.rank_spec.rank} (pid {os.getpid()})"
     parent.started()
     rank: FSDPRank | None = None
     trouble: Exception | None = None
     try:
-        rank = FSDPRank.create(setup.seat, setup.spec)
+        rank = FSDPRank.create(setup.rank_spec, setup.spec)
     except Exception as error:  # noqa: BLE001  (whatever it is, the driving process must hear it)
         trouble = error
     with suppress(ChannelClosed):

@@ -78,16 +78,16 @@ class FSDPRank:
     reference: FSDPReference | None
     critic: FSDPCritic | None
 
-    def __init__(self, seat: RankSpec, spec: NetworksSpec) -> None:
-        self.seat = seat
-        self._device = torch.device(seat.device)
+    def __init__(self, rank_spec: RankSpec, spec: NetworksSpec) -> None:
+        self.rank_spec = rank_spec
+        self._device = torch.device(rank_spec.device)
         self.load(spec)
 
     @classmethod
-    def create(cls, seat: RankSpec, spec: NetworksSpec) -> "FSDPRank":
+    def create(cls, rank_spec: RankSpec, spec: NetworksSpec) -> "FSDPRank":
         """Meet the other ranks and load the networks with them."""
-        _join(seat)
-        return cls(seat, spec)
+        _join(rank_spec)
+        return cls(rank_spec, spec)
 
     def load(self, spec: NetworksSpec) -> None:
         """Load networks, in the place of those there are. All ranks at once."""
@@ -130,15 +130,15 @@ class FSDPRank:
             distributed.destroy_process_group()
 
 
-def _join(seat: RankSpec) -> None:
+def _join(rank_spec: RankSpec) -> None:
     """Meet the other ranks."""
-    device = torch.device(seat.device)
+    device = torch.device(rank_spec.device)
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    if seat.num_threads is not None:
-        torch.set_num_threads(seat.num_threads)
-    patience = timedelta(seconds=seat.timeout_s)
-    store = join_store(seat.host, seat.port, seat.key, patience)
+    if rank_spec.num_threads is not None:
+        torch.set_num_threads(rank_spec.num_threads)
+    patience = timedelta(seconds=rank_spec.timeout_s)
+    store = join_store(rank_spec.host, rank_spec.port, rank_spec.key, patience)
     distributed.init_process_group(
-        BACKENDS[device.type], store=store, rank=seat.rank, world_size=seat.size, timeout=patience
+        BACKENDS[device.type], store=store, rank=rank_spec.rank, world_size=rank_spec.size, timeout=patience
     )

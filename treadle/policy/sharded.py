@@ -173,7 +173,7 @@ def _gradient_norms(rank: FSDPRank, rows: FlatRows) -> Tensor | None:
 
 
 def _tensors(rank: FSDPRank) -> Mapping[str, Tensor] | None:
-    if rank.seat.rank == 0:
+    if rank.rank_spec.rank == 0:
         return {name: tensor.cpu() for name, tensor in rank.policy.full_tensors()}
     for _ in rank.policy.full_tensors():
         pass  # the first rank needs everybody's rows
@@ -237,4 +237,4 @@ def _critic(rank: FSDPRank) -> FSDPCritic:
 
 def _from_first(rank: FSDPRank, found: Tensor) -> Tensor | None:
     """What all ranks know travels once."""
-    return found if rank.seat.rank == 0 else None
+    return found if rank.rank_spec.rank == 0 else None

@@ -20,7 +20,7 @@ from typing import Any
 
 import ray
 
-from treadle.cluster.ray.guard import descendants, guarded
+from treadle.cluster.ray.reaper import descendants, reaping
 from treadle.errors import DeadlineError
 from treadle.process.channel import RAW, Channel, ChannelCodec
 from treadle.process.main import ParentConnection, receive_setup, serve_async
@@ -128,7 +128,7 @@ class _GuardedParent(ParentConnection):
 
     def started(self, value: Any = None) -> None:
         if self._guards is not None:  # a successor needs the memory that they hold
-            self._guards.enter_context(guarded(descendants(os.getpid())))
+            self._guards.enter_context(reaping(descendants(os.getpid())))
         super().started(value)
 
 

@@ -16,7 +16,7 @@ from typing import Any
 
 import ray
 
-from treadle.cluster.ray.guard import descendants, guarded
+from treadle.cluster.ray.reaper import descendants, reaping
 from treadle.config import ClusterConfig, Machine
 from treadle.errors import ConfigError, Mistake
 
@@ -59,7 +59,7 @@ def connected(cluster: ClusterConfig) -> Iterator[tuple[Node, ...]]:
         key, missing = ("cluster.ray_init", "") if cluster.address is None else ("cluster.address", "Ray cluster")
         raise ConfigError([Mistake(key, f"Ray did not start: {error}", cluster.address, missing=missing)]) from error
     started = [pid for pid in descendants(os.getpid()) if pid not in before]
-    with guarded(started if cluster.address is None else []):
+    with reaping(started if cluster.address is None else []):
         try:
             yield find_nodes()
         finally:

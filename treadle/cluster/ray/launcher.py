@@ -1,4 +1,4 @@
-"""Launcher on a Ray cluster: a process is an actor, in a seat, with a socket to the driver.
+"""Launcher on a Ray cluster: a process is an actor, in a slot, with a socket to the driver.
 
 Owns the actor, the socket to it and the verdict on it. Two things tell of a death, and the first one counts: the socket
 closes, or Ray says so (a machine that vanishes closes nothing). Also what Ray says about an actor that is gone, in a
@@ -17,7 +17,7 @@ import ray
 from ray.exceptions import RayActorError, RayError, RayTaskError
 
 from treadle.cluster.ray.actor import ActorEnvironment, Address, ProcessActor, connect
-from treadle.cluster.ray.seat import Seat
+from treadle.cluster.ray.placement import ActorSlot
 from treadle.errors import DeadlineError, RunError, TreadleError
 from treadle.process.channel import RAW, Channel, ChannelClosed
 from treadle.process.launcher import ProcessSpec, read_first
@@ -29,17 +29,17 @@ _VERDICT_S = 2.0
 
 
 class RayLauncher:
-    """A `Launcher` for one seat of the cluster."""
+    """A `Launcher` for one slot of the cluster."""
 
-    def __init__(self, seat: Seat) -> None:
-        self._seat = seat
+    def __init__(self, slot: ActorSlot) -> None:
+        self._slot = slot
 
     async def launch(
         self, spec: ProcessSpec, handle: Handler, expected: type[Exception] = TreadleError
     ) -> "RayProcess":
         """An actor that serves, or an error within the deadline."""
-        seat = self._seat
-        actor: Any = ray.remote(ProcessActor).options(**seat.options()).remote(ActorEnvironment.here(seat.gpus))
+        slot = self._slot
+        actor: Any = ray.remote(ProcessActor).options(**slot.options()).remote(ActorEnvironment.here(slot.gpus))
         try:
             async with asyncio.timeout(spec.start_timeout_s):
                 address: Address = await actor.address.remote()
@@ -50,9 +50,9 @@ class RayLauncher:
             ray.kill(actor)
             if isinstance(error, TimeoutError):
                 limit = f"{spec.start_timeout_key} = {spec.start_timeout_s:g}"
-                raise DeadlineError(f"{spec.name} on {seat} did not start within {limit}") from error
+                raise DeadlineError(f"{spec.name} on {slot} did not start within {limit}") from error
             if isinstance(error, RayError):
-                raise RunError(f"{spec.name} on {seat} died while it started: {explain(error)}") from error
+                raise RunError(f"{spec.name} on {slot} died while it started: {explain(error)}") from error
             raise
         channel.use(spec.codec.to_child, spec.codec.to_parent)
         peer = RpcPeer(channel, handle, expected, name=spec.name)

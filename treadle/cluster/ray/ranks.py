@@ -20,9 +20,9 @@ from ray.exceptions import GetTimeoutError, RayActorError, RayError
 
 from treadle.cluster.ray.actor import ActorEnvironment, Address
 from treadle.cluster.ray.launcher import explain
+from treadle.cluster.ray.placement import ActorSlot as Place
 from treadle.cluster.ray.rank_actor import RankActor
-from treadle.cluster.ray.seat import Seat as Place
-from treadle.cluster.ray.solo import SoloRank, SoloSpec
+from treadle.cluster.ray.single_rank import SingleRank, SingleRankSpec
 from treadle.cores import num_cores
 from treadle.errors import DeadlineError, RunError
 from treadle.policy.local_ranks import RankAnswer, answer_ready
@@ -47,7 +47,7 @@ class RemoteRanks:
 
     @classmethod
     def start(
-        cls, spec: NetworksSpec | SoloSpec, places: Sequence[Place], *, launch_timeout_s: float, timeout_s: float
+        cls, spec: NetworksSpec | SingleRankSpec, places: Sequence[Place], *, launch_timeout_s: float, timeout_s: float
     ) -> "RemoteRanks":
         """A rank for each place, all of which have loaded their part; or an error within the deadline. Blocks."""
         store = RendezvousStore(ray.util.get_node_ip_address())
@@ -62,8 +62,8 @@ class RemoteRanks:
             ]
             ranks = cls(actors, names, store)
             ranks.pids = [address.pid for address in addresses]
-            for at, seat in enumerate(_seats(places, store, timeout_s)):
-                actors[at].load.remote(_starter(seat, spec), names[at], launch_timeout_s)
+            for at, rank_spec in enumerate(_rank_specs(places, store, timeout_s)):
+                actors[at].load.remote(_starter(rank_spec, spec), names[at], launch_timeout_s)
                 ranks._watch(at, addresses[at])
             RankGroup(ranks, launch_timeout_s, LAUNCH_KEY).run("its start", answer_ready)
             return ranks
@@ -106,9 +106,13 @@ def _name(at: int, place: Place, address: Address) -> str:
     return f"policy rank {at} on {place} (pid {address.pid})"
 
 
-def _starter(seat: RankSpec, spec: NetworksSpec | SoloSpec) -> Callable[[], object]:
+def _starter(rank_spec: RankSpec, spec: NetworksSpec | SingleRankSpec) -> Callable[[], object]:
     """What makes the rank in its process."""
-    return partial(SoloRank, seat, spec) if isinstance(spec, SoloSpec) else partial(FSDPRank.create, seat, spec)
+    return (
+        partial(SingleRank, rank_spec, spec)
+        if isinstance(spec, SingleRankSpec)
+        else partial(FSDPRank.create, rank_spec, spec)
+    )
 
 
 def _addresses(actors: Sequence[Any], places: Sequence[Place], timeout_s: float) -> list[Address]:
@@ -124,7 +128,7 @@ def _addresses(actors: Sequence[Any], places: Sequence[Place], timeout_s: float)
         raise RunError(f"a rank of the policy died while it started: {explain(error)}") from error
 
 
-def _seats(places: Sequence[Place], store: RendezvousStore, timeout_s: float) -> list[RankSpec]:
+def _rank_specs(places: Sequence[Place], store: RendezvousStore, timeout_s: float) -> list[RankSpec]:
     """Each process sees its own GPU and no other, under the number 0. Cores are shared out, unless somebody has."""
     cores = num_cores()
     free = "OMP_NUM_THREADS" not in os.environ
@@ -137,7 +141,7 @@ def _seats(places: Sequence[Place], store: RendezvousStore, timeout_s: float) ->
             store.key,
             "cuda:0" if place.gpus else "cpu",
             timeout_s,
-            max(1, cores // place.crowd) if free and not place.gpus else None,
+            max(1, cores // place.sharers) if free and not place.gpus else None,
         )
         for rank, place in enumerate(places)
     ]

@@ -3,7 +3,7 @@
 Owns which replica sits where, and the last weights that were pushed. What happens when a replica dies is the same as on
 one machine (`engine.replica_supervisor`): its tokens are kept, another is started in its slot. What a cluster adds:
 
-    seat       a replica whose node has left looks for another (`RestartPolicy.place_s`); then the others go on, and it
+    slot       a replica whose node has left looks for another (`RestartPolicy.place_s`); then the others go on, and it
                waits for a node that joins, as long as the run lasts
     weights    plain tensors lie in Ray's store, written once for all replicas; a successor gets the last ones that were
                pushed, once no push is under way
@@ -24,8 +24,8 @@ from ray.exceptions import RayActorError, RayError
 
 from treadle.cluster.ray.actor import THREADS, VISIBLE
 from treadle.cluster.ray.launcher import RayLauncher, RayProcess, explain, own_error
-from treadle.cluster.ray.seat import Seat
-from treadle.cluster.ray.tensors import InStore, Packed, StoredTensors, pack
+from treadle.cluster.ray.object_store import InStore, Packed, StoredTensors, pack
+from treadle.cluster.ray.placement import ActorSlot
 from treadle.config import ModelConfig, RolloutConfig
 from treadle.cores import num_cores
 from treadle.data.renderer import Renderer
@@ -48,7 +48,7 @@ class ReplicaSetup:
     rollout: RolloutConfig
     model: ModelConfig
     name: str
-    crowd: int = 1
+    sharers: int = 1
     """How many actors compute on the processors there at once."""
     api_key: str | None = None
     start: "StartReplica | None" = None
@@ -57,7 +57,7 @@ class ReplicaSetup:
 
 StartReplica = Callable[[ReplicaSetup], Awaitable[Engine]]
 
-Move = Callable[[Seat], Awaitable[Seat]]
+Move = Callable[[ActorSlot], Awaitable[ActorSlot]]
 """Finds another place such as one whose machine has left; waits until there is one."""
 
 
@@ -73,7 +73,7 @@ async def start_replica(setup: ReplicaSetup) -> Engine:
 
         device = "cuda" if os.environ[VISIBLE] else "cpu"
         if device == "cpu" and THREADS not in os.environ:
-            torch.set_num_threads(max(1, num_cores() // setup.crowd))
+            torch.set_num_threads(max(1, num_cores() // setup.sharers))
         return await NativeEngine.create(rollout, model, name=setup.name, device=device)
     renderer = await asyncio.to_thread(Renderer.create, model)
     return await start_engine(rollout, model, renderer, setup.api_key, setup.name, visible_gpus())
@@ -203,7 +203,7 @@ class RayReplicas:
         self,
         rollout: RolloutConfig,
         model: ModelConfig,
-        seats: Sequence[Seat],
+        slots: Sequence[ActorSlot],
         *,
         name: str | None = None,
         save_s: float | None = SAVE_S,
@@ -215,11 +215,11 @@ class RayReplicas:
     ) -> None:
         if rollout.name == "openai":
             save_s = None  # an endpoint keeps no tokens of what is interrupted
-        self.seats = {f"{name or rollout.name}-{at}": seat for at, seat in enumerate(seats)}
+        self.slots = {f"{name or rollout.name}-{at}": slot for at, slot in enumerate(slots)}
         """Where each replica is, by its name."""
         self.pushed = PushedWeights()
         self.supervisor = ReplicaSupervisor(
-            len(seats), restore=self._restore, policy=policy, report=report, save_s=save_s
+            len(slots), restore=self._restore, policy=policy, report=report, save_s=save_s
         )
         self._setup = ReplicaSetup(rollout, model, "", 1, api_key, start)
         self._move = move
@@ -231,7 +231,7 @@ class RayReplicas:
             with first_error():
                 async with asyncio.TaskGroup() as group:
                     added = [
-                        group.create_task(self.supervisor.add(name, partial(self._start, name))) for name in self.seats
+                        group.create_task(self.supervisor.add(name, partial(self._start, name))) for name in self.slots
                     ]
         except BaseException:
             await self.supervisor.dismiss()
@@ -239,46 +239,46 @@ class RayReplicas:
         return [task.result() for task in added]
 
     async def _launch(self, name: str) -> RayReplica:
-        """A replica in its seat, or an error within `rollout.limits.launch_timeout_s`."""
-        seat, rollout = self.seats[name], self._setup.rollout
-        setup = replace(self._setup, name=name, crowd=seat.crowd)
+        """A replica in its slot, or an error within `rollout.limits.launch_timeout_s`."""
+        slot, rollout = self.slots[name], self._setup.rollout
+        setup = replace(self._setup, name=name, sharers=slot.sharers)
         replica = await RayReplica.create(
             partial(start_replica, setup),
             name=name,
             limits=rollout.limits,
-            launcher=RayLauncher(seat),
+            launcher=RayLauncher(slot),
             sends_text=not rollout.uses_gpus(),
         )
-        replica.place, replica.pushed = str(seat), self.pushed
+        replica.place, replica.pushed = str(slot), self.pushed
         replica.computes_elsewhere = rollout.name == "vllm"
         return replica
 
     async def _start(self, name: str) -> RayReplica:
         """A replica, elsewhere if its node has left. A start that fails because its node leaves does not count."""
         while True:
-            if not self.seats[name].there():
-                await self._find_seat(name)
-            if self.seats[name].gpus:
+            if not self.slots[name].there():
+                await self._find_slot(name)
+            if self.slots[name].gpus:
                 await self.pushed.awake()  # else the policy has the device to itself
             try:
                 return await self._launch(name)
             except TreadleError:
-                if self.seats[name].there():
+                if self.slots[name].there():
                     raise
 
-    async def _find_seat(self, name: str) -> None:
-        """Another seat for a replica; RestartFailed where it is bound to the machine that has left."""
-        seat, place_s = self.seats[name], self.supervisor.policy.place_s
-        left = f"{seat.node.machine.name} has left the cluster"
+    async def _find_slot(self, name: str) -> None:
+        """Another slot for a replica; RestartFailed where it is bound to the machine that has left."""
+        slot, place_s = self.slots[name], self.supervisor.policy.place_s
+        left = f"{slot.node.machine.name} has left the cluster"
         if self._move is None:
             raise RestartFailed(left)
         try:
             async with asyncio.timeout(place_s):
-                self.seats[name] = await self._move(seat)
+                self.slots[name] = await self._move(slot)
         except TimeoutError:
-            wanted = f"{len(seat.gpus)} GPU" if seat.gpus else "1 CPU"
+            wanted = f"{len(slot.gpus)} GPU" if slot.gpus else "1 CPU"
             self.supervisor.go_on_without(name, f"{left}, and no other node has {wanted} to spare")
-            self.seats[name] = await self._move(seat)
+            self.slots[name] = await self._move(slot)
 
     async def _restore(self, engine: Engine, wanted: Callable[[], bool]) -> int | None:
         """Give a successor the weights of the others; the version it has then. A push that comes first does it too."""

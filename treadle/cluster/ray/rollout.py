@@ -9,10 +9,9 @@ from functools import partial
 
 from treadle.cluster.ray.connection import connected, machines_of
 from treadle.cluster.ray.launcher import RayLauncher
-from treadle.cluster.ray.placement import Reservation
+from treadle.cluster.ray.placement import ActorSlot, Reservation
 from treadle.cluster.ray.replicas import RayReplicas
 from treadle.cluster.ray.scorer import RemoteScorer, ScorerSetup
-from treadle.cluster.ray.seat import Seat
 from treadle.config import Config, make_plan
 from treadle.config.placement import reward_gpu_requests
 from treadle.process.supervisor import Recovery, print_recovery
@@ -57,12 +56,17 @@ async def reserved(config: Config) -> AsyncIterator[Reservation]:
 
 
 def supply_rollout(
-    config: Config, reservation: Reservation, report: Report, *, seats: Sequence[Seat] = (), name: str | None = None
+    config: Config,
+    reservation: Reservation,
+    report: Report,
+    *,
+    slots: Sequence[ActorSlot] = (),
+    name: str | None = None,
 ) -> RolloutParts:
-    """What this config needs of these places; with replicas in `seats`, or where the plan has them."""
+    """What this config needs of these places; with replicas in `slots`, or where the plan has them."""
     rollout, reward = config.rollout, config.reward
     move = reservation.move if reservation.can_move else None
-    places = seats or reservation.replica_seats()
+    places = slots or reservation.replica_slots()
     replicas = RayReplicas(rollout, config.model, places, name=name, move=move, report=report)
     workers, scorer = None, None
 
@@ -71,8 +75,8 @@ def supply_rollout(
 
     async def start_scorer(lent: RewardContext) -> RemoteScorer:
         setup = ScorerSetup(reward, config.model, lent.api_keys, reservation.reward_gpus())
-        seat = partial(reservation.scorer_seat, rollout.agent.num_workers or 1)
-        return await RemoteScorer.create(setup, seat, rollout.limits, lent.policy)
+        slot = partial(reservation.scorer_slot, rollout.agent.num_workers or 1)
+        return await RemoteScorer.create(setup, slot, rollout.limits, lent.policy)
 
     if rollout.agent.num_workers:
         workers = start_workers
@@ -88,7 +92,7 @@ async def _start_workers(config: Config, engine: TokenGenerator, reservation: Re
     async with AsyncExitStack() as started:
         workers = []
         for at in range(rollout.agent.num_workers or 0):
-            worker = await start_worker(config, engine, partial(reservation.worker_seat, at), f"agent worker {at}")
+            worker = await start_worker(config, engine, partial(reservation.worker_slot, at), f"agent worker {at}")
             started.push_async_callback(worker.close)
             workers.append(worker)
         started.pop_all()
@@ -96,14 +100,14 @@ async def _start_workers(config: Config, engine: TokenGenerator, reservation: Re
 
 
 async def start_worker(
-    config: Config, engine: TokenGenerator, seat: Callable[[], Seat], name: str
+    config: Config, engine: TokenGenerator, slot: Callable[[], ActorSlot], name: str
 ) -> RemoteAgentWorker:
-    """An agent worker in an actor. `seat` says where, whenever one is started."""
+    """An agent worker in an actor. `slot` says where, whenever one is started."""
     return await RemoteAgentWorker.create(
         rollout=config.rollout,
         model=config.model,
         engine=engine,
         name=name,
-        launcher=lambda: RayLauncher(seat()),
+        launcher=lambda: RayLauncher(slot()),
         sends_text=not config.rollout.uses_gpus(),
     )

@@ -12,7 +12,7 @@ from types import NoneType
 from typing import Any
 
 from treadle.cluster.ray.launcher import RayLauncher
-from treadle.cluster.ray.seat import Seat
+from treadle.cluster.ray.placement import ActorSlot
 from treadle.config import ModelConfig, RewardConfig
 from treadle.config.rollout import LimitsConfig
 from treadle.data.renderer import Renderer
@@ -103,23 +103,27 @@ class RemoteScorer:
     """A `Scoring`. Built by `create`, on the loop that uses it."""
 
     def __init__(
-        self, setup: ScorerSetup, seat: Callable[[], Seat], limits: LimitsConfig, policy: TokenGenerator | None
+        self, setup: ScorerSetup, slot: Callable[[], ActorSlot], limits: LimitsConfig, policy: TokenGenerator | None
     ) -> None:
         self._setup = setup
-        self._seat = seat
+        self._slot = slot
         self._limits = limits
         self._policy = policy
         self._supervisor = Supervisor(self._start, RESTART)
 
     @classmethod
     async def create(
-        cls, setup: ScorerSetup, seat: Callable[[], Seat], limits: LimitsConfig, policy: TokenGenerator | None = None
+        cls,
+        setup: ScorerSetup,
+        slot: Callable[[], ActorSlot],
+        limits: LimitsConfig,
+        policy: TokenGenerator | None = None,
     ) -> "RemoteScorer":
-        """A scorer whose functions and models are loaded, or an error. `seat` says where, whenever it is started.
+        """A scorer whose functions and models are loaded, or an error. `slot` says where, whenever it is started.
 
         `policy` answers judges that speak with the weights in training.
         """
-        scorer = cls(setup, seat, limits, policy)
+        scorer = cls(setup, slot, limits, policy)
         await scorer._supervisor.current()
         return scorer
 
@@ -164,7 +168,7 @@ class RemoteScorer:
             kill_with_parent=bool(self._setup.gpus),  # they hold memory that a successor needs
         )
         handle = _refuse if self._policy is None else self._policy.generate
-        return await RayLauncher(self._seat()).launch(spec, handle, Failure)
+        return await RayLauncher(self._slot()).launch(spec, handle, Failure)
 
     async def close(self) -> None:
         """End the actor, and with it its processes."""

@@ -1,4 +1,4 @@
-"""A rank that is alone: policy, reference and critic on one device, called as the ranks of a sharded run are.
+"""Single rank: policy, reference and critic on one device, called as the ranks of a sharded run are.
 
 Owns nothing but the likeness: `sharded` sees a rank, and finds the same networks under the same names.
 """
@@ -19,7 +19,7 @@ from treadle.policy.reference import SingleReference
 
 
 @dataclass(frozen=True, slots=True)
-class SoloSpec:
+class SingleRankSpec:
     """The networks of a run, as sections."""
 
     model: ModelConfig
@@ -33,7 +33,7 @@ class SoloSpec:
     """None: no critic."""
 
 
-class SoloPolicy(SinglePolicy):
+class SingleRankPolicy(SinglePolicy):
     """A policy on one device that hands out its weights as a rank of many does."""
 
     def full_tensors(self, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
@@ -41,23 +41,23 @@ class SoloPolicy(SinglePolicy):
             yield name, tensor.to(dtype) if dtype is not None and tensor.is_floating_point() else tensor
 
 
-class SoloRank:
+class SingleRank:
     """The networks, loaded."""
 
-    policy: SoloPolicy
+    policy: SingleRankPolicy
     reference: SingleReference | None
     critic: SingleCritic | None
 
-    def __init__(self, seat: RankSpec, spec: SoloSpec) -> None:
-        self.seat = seat
-        if seat.num_threads is not None:
-            torch.set_num_threads(seat.num_threads)
+    def __init__(self, rank_spec: RankSpec, spec: SingleRankSpec) -> None:
+        self.rank_spec = rank_spec
+        if rank_spec.num_threads is not None:
+            torch.set_num_threads(rank_spec.num_threads)
         self.load(spec)
 
-    def load(self, spec: SoloSpec) -> None:
+    def load(self, spec: SingleRankSpec) -> None:
         """Load networks, in the place of those there are."""
-        model, actor, sampling, device = spec.model, spec.actor, spec.sampling, torch.device(self.seat.device)
-        self.policy = SoloPolicy.create(
+        model, actor, sampling, device = spec.model, spec.actor, spec.sampling, torch.device(self.rank_spec.device)
+        self.policy = SingleRankPolicy.create(
             model=model,
             actor=actor,
             rollout_correction=spec.rollout_correction,

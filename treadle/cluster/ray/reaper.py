@@ -1,7 +1,7 @@
-"""Ends what a killed process leaves behind: `python -m treadle.cluster.ray.guard FD PID …`, never by hand.
+"""Reaper: ends what a killed process leaves behind. `python -m treadle.cluster.ray.reaper FD PID …`, never by hand.
 
 Most processes end with the one that started them, but some take their time: two helpers of Ray notice a minute later,
-and an engine's server holds the memory that its successor needs. The guard holds on to them from the start, so that no
+and an engine's server holds the memory that its successor needs. The reaper holds on to them from the start, so that no
 other process can be mistaken for them, and waits for the other end of a pipe to close. Linux only.
 """
 
@@ -11,42 +11,33 @@ import subprocess
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
-from pathlib import Path
+
+from treadle.process.tree import list_tree
 
 
 @contextmanager
-def guarded(pids: Sequence[int]) -> Iterator[None]:
+def reaping(pids: Sequence[int]) -> Iterator[None]:
     """Inside, these processes end soon after this one, however it ends; and with the block."""
     if not pids or not hasattr(os, "pidfd_open"):
         yield
         return
     theirs, ours = os.pipe()
-    command = (sys.executable, "-m", "treadle.cluster.ray.guard", str(theirs), *map(str, pids))
-    guard = subprocess.Popen(command, pass_fds=[theirs], stdin=subprocess.DEVNULL, start_new_session=True)
+    command = (sys.executable, "-m", "treadle.cluster.ray.reaper", str(theirs), *map(str, pids))
+    reaper = subprocess.Popen(command, pass_fds=[theirs], stdin=subprocess.DEVNULL, start_new_session=True)
     os.close(theirs)
     try:
         yield
     finally:
         os.close(ours)
-        guard.wait()
+        reaper.wait()
 
 
 def descendants(pid: int) -> list[int]:
     """Every process below one."""
-    children: dict[int, list[int]] = {}
-    for stat in Path("/proc").glob("[0-9]*/stat"):
-        with suppress(OSError):  # it ended while we were looking
-            parent = int(stat.read_text().rpartition(")")[2].split()[1])
-            children.setdefault(parent, []).append(int(stat.parent.name))
-    found, todo = [], [pid]
-    while todo:
-        below = children.get(todo.pop(), [])
-        found += below
-        todo += below
-    return found
+    return list_tree(pid)[1:]
 
 
-def guard(pipe: int, pids: Sequence[int]) -> None:
+def reap(pipe: int, pids: Sequence[int]) -> None:
     """Wait for the driver to go, then end these processes."""
     held = []
     for pid in pids:
@@ -60,4 +51,4 @@ def guard(pipe: int, pids: Sequence[int]) -> None:
 
 if __name__ == "__main__":
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    guard(int(sys.argv[1]), [int(word) for word in sys.argv[2:]])
+    reap(int(sys.argv[1]), [int(word) for word in sys.argv[2:]])

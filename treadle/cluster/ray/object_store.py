@@ -1,6 +1,6 @@
 """Weights in Ray's object store: written once, read in place by every process of a node.
 
-Owns the form in which tensors lie there: plain bytes with their shape and number format, since Ray shares the memory
+Owns the form in which tensors lie there: plain bytes with their shape and dtype, since Ray shares the memory
 of arrays between processes and copies that of tensors.
 """
 

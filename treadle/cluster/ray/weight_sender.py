@@ -1,4 +1,4 @@
-"""Weights from the policy's ranks to the replicas of a cluster.
+"""Weight sender of a cluster: weights from the ranks of the policy to the replicas.
 
 Owns the first half of the way: all ranks gather their shards, the first one casts and sums them up. From there they go
 to Ray's store, where every replica reads them, or through a transport that the first rank keeps open. The driver never
@@ -16,7 +16,7 @@ import ray
 import torch
 from torch import Tensor
 
-from treadle.cluster.ray.tensors import InStore, Packed, StoredTensors, pack
+from treadle.cluster.ray.object_store import InStore, Packed, StoredTensors, pack
 from treadle.engine.protocol import WeightUpdate
 from treadle.model.checksum import RunningChecksum
 from treadle.policy.rank_group import RankGroup
@@ -93,7 +93,7 @@ _outboxes: WeakKeyDictionary[Any, Outbox] = WeakKeyDictionary()
 def publish(rank: Any, version: int, dtype: torch.dtype, route: TransportSpec) -> Published | None:
     """In a rank: gather all weights; the first rank keeps them. Collective."""
     tensors = rank.policy.full_tensors(dtype)
-    if rank.seat.rank:
+    if rank.rank_spec.rank:
         for _ in tensors:
             pass  # the first rank needs everybody's rows
         return None
