@@ -59,7 +59,7 @@ def make_sample(number: int) -> Trajectory:
     return replace(make_trajectory("42" + "!" * number, sample=number), rows=(row,))
 
 
-async def scores(reward: RewardConfig, surroundings: RewardContext = NO_CONTEXT, count: int = 2) -> Any:
+async def scores(reward: RewardConfig, context: RewardContext = NO_CONTEXT, count: int = 2) -> Any:
     """Scores of some samples of a task that are scored side by side, and of their group; or the failures."""
 
     async def one(sample: Trajectory) -> Any:
@@ -72,7 +72,7 @@ async def scores(reward: RewardConfig, surroundings: RewardContext = NO_CONTEXT,
     task, clock = replace(make_task(), ground_truth=os.getpid()), asyncio.get_running_loop().time
     samples, began = [make_sample(number) for number in range(count)], clock()
     try:
-        scorer = await Scorer.create(reward, surroundings)
+        scorer = await Scorer.create(reward, context)
     except TreadleError as error:
         return str(error)
     async with scorer:

@@ -61,8 +61,8 @@ def is_alive(pid: int) -> bool:
         return False
 
 
-async def score(reward: RewardConfig, surroundings: RewardContext = NO_CONTEXT) -> list[Score]:
-    async with await Scorer.create(reward, surroundings) as scorer:
+async def score(reward: RewardConfig, context: RewardContext = NO_CONTEXT) -> list[Score]:
+    async with await Scorer.create(reward, context) as scorer:
         trajectories = [make_trajectory(answer, sample=at) for at, answer in enumerate(ANSWERS)]
         return list(await asyncio.gather(*(scorer.score(make_task(), item) for item in trajectories)))
 

@@ -10,7 +10,7 @@ import pytest
 from tests.schedules import Rollout, Trial, words_for
 from treadle.errors import RunError
 from treadle.inspect.timeline import read_timeline, write_timeline
-from treadle.inspect.timeline_svg import COLUMNS, Chart, draw, format_duration
+from treadle.inspect.timeline_svg import COLUMNS, Chart, draw_svg, format_duration
 from treadle.journal import Journal
 from treadle.types import Outcome, StopReason, Timing, Trajectory
 
@@ -75,7 +75,7 @@ def test_ten_thousand_steps_take_the_room_of_ten(tmp_path):
     spans = [(step, [["rollout", step, step + 0.4], ["train", step + 0.4, step + 0.9]]) for step in range(1, 10_001)]
     write(tmp_path / "many", *spans)
     write(tmp_path / "few", *spans[:10])
-    many, few = draw(read_timeline(tmp_path / "many")), draw(read_timeline(tmp_path / "few"))
+    many, few = draw_svg(read_timeline(tmp_path / "many")), draw_svg(read_timeline(tmp_path / "few"))
     assert len(many) < 100_000
     assert "10,000 steps" in many
     texts = [text.text for text in ElementTree.fromstring(many).iter(f"{SVG}text")]

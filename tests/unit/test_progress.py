@@ -40,7 +40,7 @@ class Clock:
 
 
 def test_trajectories_are_counted_by_how_they_ended() -> None:
-    tally = RolloutCounters()
+    counters = RolloutCounters()
     outcomes = [
         DONE,
         Outcome.ended(StopReason.LENGTH),
@@ -51,96 +51,96 @@ def test_trajectories_are_counted_by_how_they_ended() -> None:
         Outcome.failed(ToolFailure("z")),
     ]
     for _ in range(10):
-        tally.start()
+        counters.start()
     for outcome in outcomes:
-        tally.finish(make(outcome=outcome))
-    tally.drop()
-    assert (tally.done, tally.running, tally.dropped, tally.tokens) == (7, 2, 1, 70)
-    assert tally.truncated == {StopReason.LENGTH: 2, StopReason.DEADLINE: 1}
-    assert tally.failed == {Boundary.ENGINE: 1, Boundary.TOOL: 2}
-    assert tally.num_failed == 3
+        counters.finish(make(outcome=outcome))
+    counters.drop()
+    assert (counters.done, counters.running, counters.dropped, counters.tokens) == (7, 2, 1, 70)
+    assert counters.truncated == {StopReason.LENGTH: 2, StopReason.DEADLINE: 1}
+    assert counters.failed == {Boundary.ENGINE: 1, Boundary.TOOL: 2}
+    assert counters.num_failed == 3
 
 
 def test_a_retried_attempt_goes_on_running_and_its_tokens_count() -> None:
-    tally = RolloutCounters()
-    tally.start()
-    tally.retry(make(outcome=Outcome.failed(EngineFailure("x"))))
-    assert (tally.done, tally.running, tally.retried, tally.num_failed, tally.tokens) == (0, 1, 1, 0, 10)
+    counters = RolloutCounters()
+    counters.start()
+    counters.retry(make(outcome=Outcome.failed(EngineFailure("x"))))
+    assert (counters.done, counters.running, counters.retried, counters.num_failed, counters.tokens) == (0, 1, 1, 0, 10)
 
 
 def test_a_trajectory_of_an_earlier_start_is_done_but_was_not_running() -> None:
-    tally = RolloutCounters()
-    tally.recall(make(reward=1.0))
-    assert (tally.done, tally.running, tally.tokens, tally.mean_reward) == (1, 0, 0, 1.0)
+    counters = RolloutCounters()
+    counters.add_finished(make(reward=1.0))
+    assert (counters.done, counters.running, counters.tokens, counters.mean_reward) == (1, 0, 0, 1.0)
 
 
 def test_the_reward_is_the_mean_over_what_was_scored() -> None:
-    tally = RolloutCounters()
-    assert tally.mean_reward is None
+    counters = RolloutCounters()
+    assert counters.mean_reward is None
     for reward in (1.0, 0.0, None, 0.5):
-        tally.finish(make(reward=reward))
-    tally.finish(make(outcome=Outcome.failed(EngineFailure("x")), reward=-100.0))
-    assert tally.mean_reward == 0.5
+        counters.finish(make(reward=reward))
+    counters.finish(make(outcome=Outcome.failed(EngineFailure("x")), reward=-100.0))
+    assert counters.mean_reward == 0.5
 
 
 def test_tokens_per_second_slide_with_the_clock() -> None:
     clock = Clock()
-    tally = RolloutCounters(clock=clock)
-    assert tally.tokens_per_s == 0.0
+    counters = RolloutCounters(clock=clock)
+    assert counters.tokens_per_s == 0.0
     for _ in range(120):
         clock.now += 0.5
-        tally.finish(make(num_tokens=50))
-    assert tally.tokens_per_s == pytest.approx(100, rel=0.05)
+        counters.finish(make(num_tokens=50))
+    assert counters.tokens_per_s == pytest.approx(100, rel=0.05)
     clock.now += 15
-    assert tally.tokens_per_s == pytest.approx(50, rel=0.1)
+    assert counters.tokens_per_s == pytest.approx(50, rel=0.1)
     clock.now += 31
-    assert tally.tokens_per_s == 0.0
+    assert counters.tokens_per_s == 0.0
 
 
 def test_the_rate_of_a_long_run_takes_no_more_memory() -> None:
     clock = Clock()
-    tally = RolloutCounters(clock=clock)
+    counters = RolloutCounters(clock=clock)
     for _ in range(1000):
         clock.now += 1.0
-        tally.finish(make())
-    assert len(tally._rate._slots) <= 30
+        counters.finish(make())
+    assert len(counters._rate._slots) <= 30
 
 
 def test_early_on_the_rate_is_over_the_time_there_was() -> None:
     clock = Clock()
-    tally = RolloutCounters(clock=clock)
+    counters = RolloutCounters(clock=clock)
     clock.now += 4
-    tally.finish(make(num_tokens=400))
-    assert tally.tokens_per_s == pytest.approx(100)
+    counters.finish(make(num_tokens=400))
+    assert counters.tokens_per_s == pytest.approx(100)
 
 
 def test_each_stage_knows_mean_max_and_the_slowest() -> None:
-    tally = RolloutCounters()
-    tally.finish(make("quick", timing=Timing(generate_s=1.0, tool_s=0.5)))
-    tally.finish(make("slow", timing=Timing(generate_s=3.0, score_s=0.25)))
-    assert (tally.generate.mean_s, tally.generate.max_s, tally.generate.slowest) == (2.0, 3.0, "slow/0")
-    assert (tally.tool.mean_s, tally.tool.slowest) == (0.5, "quick/0")
-    assert (tally.score.mean_s, tally.score.slowest) == (0.25, "slow/0")
+    counters = RolloutCounters()
+    counters.finish(make("quick", timing=Timing(generate_s=1.0, tool_s=0.5)))
+    counters.finish(make("slow", timing=Timing(generate_s=3.0, score_s=0.25)))
+    assert (counters.generate.mean_s, counters.generate.max_s, counters.generate.slowest) == (2.0, 3.0, "slow/0")
+    assert (counters.tool.mean_s, counters.tool.slowest) == (0.5, "quick/0")
+    assert (counters.score.mean_s, counters.score.slowest) == (0.25, "slow/0")
 
 
 def test_the_line_names_what_there_is() -> None:
-    tally = RolloutCounters(clock=Clock())
-    assert describe(tally, 8) == "0/8 done, 0 running, 0 tokens/s"
-    tally.finish(make(reward=0.25))
-    tally.finish(make(outcome=Outcome.failed(ToolFailure("x"))))
-    tally.finish(make(outcome=Outcome.ended(StopReason.LENGTH)))
-    tally.drop()
-    assert describe(tally).startswith("3 done, -4 running, 1 failed (tool 1), 1 truncated, 1 dropped, ")
-    assert describe(tally).endswith(" tokens/s, reward 0.25")
+    counters = RolloutCounters(clock=Clock())
+    assert describe(counters, 8) == "0/8 done, 0 running, 0 tokens/s"
+    counters.finish(make(reward=0.25))
+    counters.finish(make(outcome=Outcome.failed(ToolFailure("x"))))
+    counters.finish(make(outcome=Outcome.ended(StopReason.LENGTH)))
+    counters.drop()
+    assert describe(counters).startswith("3 done, -4 running, 1 failed (tool 1), 1 truncated, 1 dropped, ")
+    assert describe(counters).endswith(" tokens/s, reward 0.25")
 
 
 REPLICAS = (ReplicaStatus("replica-0", "ready", 3), ReplicaStatus("replica-1", "dead"))
 
 
-def finished(tally: RolloutCounters, count: int = 1) -> None:
+def finished(counters: RolloutCounters, count: int = 1) -> None:
     for _ in range(count):
-        tally.start()
-        tally.finish(Trajectory("task", 0, (), Outcome.ended(StopReason.STOP), Score(0.5)))
+        counters.start()
+        counters.finish(Trajectory("task", 0, (), Outcome.ended(StopReason.STOP), Score(0.5)))
 
 
 class Terminal:
@@ -193,38 +193,38 @@ def terminal(monkeypatch: pytest.MonkeyPatch, kind: str = "xterm-256color") -> I
 
 
 def test_without_a_terminal_it_is_plain_lines_and_a_last_one() -> None:
-    tally, out = RolloutCounters(), io.StringIO()
-    with LiveProgress(tally, total=4, replicas=lambda: REPLICAS, stream=out, plain_interval_s=0.01):
+    counters, out = RolloutCounters(), io.StringIO()
+    with LiveProgress(counters, total=4, replicas=lambda: REPLICAS, stream=out, plain_interval_s=0.01):
         assert eventually(lambda: "0/4 done" in out.getvalue())
-        finished(tally, 4)
+        finished(counters, 4)
     assert out.getvalue().splitlines()[-1].startswith("4/4 done, 0 running, ")
     assert "reward 0.5, replica-1 dead" in out.getvalue().splitlines()[-1]
     assert "\x1b" not in out.getvalue()
 
 
 def test_a_short_run_still_says_how_it_ended() -> None:
-    tally, out = RolloutCounters(), io.StringIO()
-    with LiveProgress(tally, stream=out):
-        finished(tally)
+    counters, out = RolloutCounters(), io.StringIO()
+    with LiveProgress(counters, stream=out):
+        finished(counters)
     assert out.getvalue().splitlines() == ["1 done, 0 running, 0 tokens/s, reward 0.5"]
 
 
 def test_a_dumb_terminal_gets_plain_lines(monkeypatch: pytest.MonkeyPatch) -> None:
-    tally = RolloutCounters()
-    with terminal(monkeypatch, "dumb") as screen, LiveProgress(tally, stream=screen.stream, plain_interval_s=0.01):
+    counters = RolloutCounters()
+    with terminal(monkeypatch, "dumb") as screen, LiveProgress(counters, stream=screen.stream, plain_interval_s=0.01):
         assert screen.shows("0 done")
-        finished(tally)
+        finished(counters)
         assert screen.shows("1 done")
         assert "\x1b" not in screen.drawn
 
 
 def test_a_terminal_gets_a_live_view_that_leaves_the_cursor_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
-    tally = RolloutCounters()
+    counters = RolloutCounters()
     with terminal(monkeypatch) as screen:
-        with LiveProgress(tally, total=2, replicas=lambda: REPLICAS, stream=screen.stream, interval_s=0.01):
+        with LiveProgress(counters, total=2, replicas=lambda: REPLICAS, stream=screen.stream, interval_s=0.01):
             assert screen.shows("0/2 done")
             assert screen.shows("replica-1")
-            finished(tally, 2)
+            finished(counters, 2)
             assert screen.shows("2/2 done")
         assert screen.shows("\x1b[?25h")
 
@@ -241,10 +241,10 @@ def test_what_is_printed_meanwhile_is_not_lost(monkeypatch: pytest.MonkeyPatch) 
 
 @pytest.mark.parametrize("size", [(0, 0), (1, 1), (7, 2), (400, 1)])
 def test_a_resized_terminal_does_not_end_the_view(monkeypatch: pytest.MonkeyPatch, size: tuple[int, int]) -> None:
-    tally = RolloutCounters()
+    counters = RolloutCounters()
     with (
         terminal(monkeypatch) as screen,
-        LiveProgress(tally, total=2, replicas=lambda: REPLICAS, stream=screen.stream, interval_s=0.01) as progress,
+        LiveProgress(counters, total=2, replicas=lambda: REPLICAS, stream=screen.stream, interval_s=0.01) as progress,
     ):
         assert screen.shows("0/2 done")
         screen.resize(*size)
@@ -252,7 +252,7 @@ def test_a_resized_terminal_does_not_end_the_view(monkeypatch: pytest.MonkeyPatc
         assert eventually(lambda: len(screen.drawn) > seen + 100)
         assert progress._thread.is_alive()
         screen.resize(100, 24)
-        finished(tally, 2)
+        finished(counters, 2)
         assert screen.shows("2/2 done")
 
 

@@ -46,19 +46,19 @@ def around(script: Script | None = None, model: str = "", **fields: Any) -> Rewa
     return RewardContext(ModelConfig(path=model), renderer(), None, start)
 
 
-async def score(reward: RewardConfig, surroundings: RewardContext, *trajectories: Trajectory) -> list[Score]:
-    async with await Scorer.create(reward, surroundings) as scorer:
+async def score(reward: RewardConfig, context: RewardContext, *trajectories: Trajectory) -> list[Score]:
+    async with await Scorer.create(reward, context) as scorer:
         return list(await asyncio.gather(*(scorer.score(make_task(), item) for item in trajectories)))
 
 
-def judge_once(judge: JudgeConfig, surroundings: RewardContext, answer: str = "42", **keys: Any) -> Score:
-    (total,) = run(score(make_reward(judge, **keys), surroundings, make_trajectory(answer)))
+def judge_once(judge: JudgeConfig, context: RewardContext, answer: str = "42", **keys: Any) -> Score:
+    (total,) = run(score(make_reward(judge, **keys), context, make_trajectory(answer)))
     return total
 
 
-def fail(judge: JudgeConfig, surroundings: RewardContext, answer: str = "42", **keys: Any) -> ScoreFailure:
+def fail(judge: JudgeConfig, context: RewardContext, answer: str = "42", **keys: Any) -> ScoreFailure:
     with pytest.raises(ScoreFailure) as caught:
-        judge_once(judge, surroundings, answer, **keys)
+        judge_once(judge, context, answer, **keys)
     assert caught.value.boundary is Boundary.REWARD
     return caught.value
 
@@ -232,7 +232,7 @@ def test_an_engine_that_refuses_is_the_rewards_failure():
 
 
 @pytest.mark.parametrize(
-    ("judge", "surroundings", "key"),
+    ("judge", "context", "key"),
     [
         (make_judge(engine={"name": "policy"}), RewardContext(), "path"),
         (make_judge(engine={"name": "policy"}), lend(None), "engine.name"),
@@ -242,9 +242,9 @@ def test_an_engine_that_refuses_is_the_rewards_failure():
         (make_judge(pattern="("), around(), "pattern"),
     ],
 )
-def test_what_a_judge_lacks_is_a_mistake_with_its_whole_key(judge, surroundings, key):
+def test_what_a_judge_lacks_is_a_mistake_with_its_whole_key(judge, context, key):
     with pytest.raises(ConfigError) as caught:
-        judge_once(judge, surroundings)
+        judge_once(judge, context)
     assert [mistake.key for mistake in caught.value.mistakes] == [f"reward.judges.fair.{key}"]
 
 
@@ -292,9 +292,9 @@ def test_a_judge_has_an_engine_for_each_share_of_the_gpus_that_a_plan_gave_it():
     assert asked[-1] == gpus
 
 
-def judge_group(judge: JudgeConfig, surroundings: RewardContext, *answers: str, **keys: Any) -> list[Score]:
+def judge_group(judge: JudgeConfig, context: RewardContext, *answers: str, **keys: Any) -> list[Score]:
     async def main() -> list[Score]:
-        async with await Scorer.create(make_reward(judge, **keys), surroundings) as scorer:
+        async with await Scorer.create(make_reward(judge, **keys), context) as scorer:
             group = [make_trajectory(answer, sample=at) for at, answer in enumerate(answers)]
             return await scorer.score_group(make_task(), group)
 

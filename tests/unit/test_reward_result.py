@@ -6,7 +6,16 @@ from typing import Any
 import numpy as np
 import pytest
 
-from treadle.reward.result import MAX_RESULT_BYTES, Fault, ScoreFailure, combine, decode, encode, read_score, settle
+from treadle.reward.result import (
+    MAX_RESULT_BYTES,
+    Fault,
+    ScoreFailure,
+    as_worker_result,
+    combine,
+    decode,
+    encode,
+    read_score,
+)
 from treadle.types import Score
 
 
@@ -50,7 +59,7 @@ def test_what_is_no_finite_number_is_a_failure_of_its_own_kind(result: Any, faul
 
 def test_extra_fields_become_plain_json() -> None:
     odd = {"n": np.int64(3), "list": np.arange(3), "set": {1}, "tuple": (1, 2), "object": object, "text": "\udc80é"}
-    settled = settle(Score(1.0, {}, odd))
+    settled = as_worker_result(Score(1.0, {}, odd))
     assert settled.extra["n"] == 3
     assert settled.extra["list"] == [0, 1, 2]
     assert settled.extra["set"] == [1]

@@ -81,10 +81,10 @@ def _supplied(config: "Config") -> AbstractContextManager["RolloutParts"]:
     return started_rollout_blocking(config)
 
 
-def _show_progress(tally: "RolloutCounters", total: int) -> AbstractContextManager[object]:
+def _show_progress(counters: "RolloutCounters", total: int) -> AbstractContextManager[object]:
     from treadle.observe import LiveProgress
 
-    return LiveProgress(tally, total=total, stream=sys.stderr)
+    return LiveProgress(counters, total=total, stream=sys.stderr)
 
 
 def _print_summary(result: "RolloutResult") -> None:

@@ -65,6 +65,12 @@ class EngineGone(EngineFailure):
     """The engine's process has ended."""
 
 
+class TokenGenerator(Protocol):
+    """Answers requests: an engine, or the router in front of several."""
+
+    async def generate(self, request: Request) -> Completion: ...
+
+
 class Engine(Protocol):
     """One replica. Built by its factory, whole; `close` is the last call. All calls come from one event loop."""
 

@@ -15,11 +15,9 @@ from typing import Any
 from treadle.errors import RunError
 from treadle.journal import Event, Filter, JournalReader
 
-_KINDS = frozenset({"admit", "stale", "remove", "step", "checkpoint", "resume", "dropped_events"})
-
 
 class _TaskStatus(StrEnum):
-    """Where a task of some position is."""
+    """Status of the task at a position."""
 
     OPEN = "open"
     TRAINED = "trained"
@@ -46,7 +44,7 @@ class Audit:
 
 @dataclass(frozen=True, slots=True)
 class _CheckpointMark:
-    """Tells checkpoints apart: two with the same step, frontier and open tasks have the same books."""
+    """Tells checkpoints apart: two with the same step, frontier and open tasks have the same states."""
 
     step: int
     position: int
@@ -63,34 +61,34 @@ _BEGINNING = _CheckpointMark(0, 0, frozenset())
 
 @dataclass(slots=True)
 class _TaskStates:
-    """Positions and where they are, with the way back to each checkpoint."""
+    """Status of every position, with an undo log back to each checkpoint."""
 
-    places: dict[int, _TaskStatus] = field(default_factory=dict)
+    statuses: dict[int, _TaskStatus] = field(default_factory=dict)
     open: set[int] = field(default_factory=set)
-    """Those of `places` that are open."""
+    """Those of `statuses` that are open."""
     admitted: int = 0
     """The position after the last that was admitted."""
     names: dict[int, str] = field(default_factory=dict)
     """The uid each position was admitted with."""
     changes: list[tuple[int, _TaskStatus | None]] = field(default_factory=list)
-    """Every change, as the position and where it was before."""
+    """Every change, as the position and its status before."""
     checkpoints: dict[_CheckpointMark, int] = field(default_factory=lambda: {_BEGINNING: 0})
     """How many changes there were at each."""
     readmitted: set[int] = field(default_factory=set)
     """Positions that may be admitted though they are open: a resume left them, or they became too old."""
     first: _CheckpointMark = _BEGINNING
-    """Where the books begin."""
+    """Where the record begins."""
     step: int = 0
     counts: Counter[str] = field(default_factory=Counter)
     problems: list[str] = field(default_factory=list)
 
-    def move(self, position: int, place: _TaskStatus) -> None:
-        self.changes.append((position, self.places.get(position)))
-        self._put(position, place)
+    def move(self, position: int, status: _TaskStatus) -> None:
+        self.changes.append((position, self.statuses.get(position)))
+        self._put(position, status)
         self.admitted = max(self.admitted, position + 1)
 
     def go_back(self, mark: _CheckpointMark) -> None:
-        """To where a checkpoint was saved."""
+        """Undo all changes after a checkpoint."""
         length = self.checkpoints.get(mark)
         if length is None:
             self.problems.append(
@@ -100,13 +98,13 @@ class _TaskStates:
             return
         while len(self.changes) > length:
             position, before = self.changes.pop()
-            self.counts["again"] += self.places[position] is _TaskStatus.TRAINED
+            self.counts["again"] += self.statuses[position] is _TaskStatus.TRAINED
             self._put(position, before)
         self.checkpoints = {saved: at for saved, at in self.checkpoints.items() if at <= length}
         self._go_on(mark)
 
     def start_from(self, mark: _CheckpointMark) -> None:
-        """Begin with the checkpoint of another run: what it left open is open here, all else before it is not ours."""
+        """Begin with the checkpoint of another run: what is open there is open here; the rest is that run's."""
         self.first = mark
         self.checkpoints = {mark: 0}
         for position in mark.open:
@@ -116,52 +114,45 @@ class _TaskStates:
     def _go_on(self, mark: _CheckpointMark) -> None:
         self.step, self.admitted, self.readmitted = mark.step, mark.position, set(mark.open)
 
-    def _put(self, position: int, place: _TaskStatus | None) -> None:
-        if place is None:
-            del self.places[position]
+    def _put(self, position: int, status: _TaskStatus | None) -> None:
+        if status is None:
+            del self.statuses[position]
         else:
-            self.places[position] = place
-        if place is _TaskStatus.OPEN:
+            self.statuses[position] = status
+        if status is _TaskStatus.OPEN:
             self.open.add(position)
         else:
             self.open.discard(position)
 
 
 def audit(run_dir: Path) -> Audit:
-    """Read every event of a run, in order, and keep the books."""
-    books = _TaskStates()
+    """Read every event of a run, in order, and follow the state of each task."""
+    states = _TaskStates()
     with JournalReader.open(run_dir) as reader:
-        for event in _events(reader):
+        for event in reader.iter_events():
             if not event.is_intact:
-                books.problems.append(f"event {event.id} ({event.kind}) of the journal is not as it was written")
+                states.problems.append(f"event {event.id} ({event.kind}) of the journal is not as it was written")
             elif event.kind == "dropped_events":
                 lost = event.fields["count"]
-                books.problems.append(f"the record is not complete: logging.journal_max_mb let {lost} events go")
+                states.problems.append(f"the record is not complete: logging.journal_max_mb let {lost} events go")
             else:
-                _apply_event(books, event)
-        books.problems += _find_damage(reader)
-    if not books.counts["starts"]:
+                _apply_event(states, event)
+        states.problems += _find_damage(reader)
+    if not states.counts["starts"]:
         raise RunError(f"{run_dir} is no training run: its journal has no start of one")
-    _find_gaps(books)
-    places = Counter(books.places.values())
+    _find_gaps(states)
+    statuses = Counter(states.statuses.values())
     return Audit(
-        starts=books.counts["starts"],
-        steps=books.step - books.first.step,
-        trained=places[_TaskStatus.TRAINED],
-        removed=places[_TaskStatus.REMOVED],
-        open=places[_TaskStatus.OPEN],
-        trained_again=books.counts["again"],
-        reused=books.counts["reused"],
-        continued=books.counts["continued"],
-        problems=tuple(books.problems),
+        starts=states.counts["starts"],
+        steps=states.step - states.first.step,
+        trained=statuses[_TaskStatus.TRAINED],
+        removed=statuses[_TaskStatus.REMOVED],
+        open=statuses[_TaskStatus.OPEN],
+        trained_again=states.counts["again"],
+        reused=states.counts["reused"],
+        continued=states.counts["continued"],
+        problems=tuple(states.problems),
     )
-
-
-def _events(reader: JournalReader) -> Iterator[Event]:
-    last = 0
-    while found := reader.events(after=last):
-        yield from (event for event in found if event.kind in _KINDS or not event.is_intact)
-        last = found[-1].id
 
 
 def _find_damage(reader: JournalReader) -> Iterator[str]:
@@ -172,82 +163,79 @@ def _find_damage(reader: JournalReader) -> Iterator[str]:
             yield f"trajectory {name} is not as it was written"
 
 
-def _apply_event(books: _TaskStates, event: Event) -> None:
+def _apply_event(states: _TaskStates, event: Event) -> None:
     fields = event.fields
     if event.kind == "resume":
-        _resume(books, _CheckpointMark.of(fields))
+        mark = _CheckpointMark.of(fields)
+        states.counts["starts"] += 1
+        if states.counts["starts"] == 1 and mark != _BEGINNING:
+            states.start_from(mark)
+        else:
+            states.go_back(mark)
     elif event.kind == "checkpoint":
-        _check(books, _CheckpointMark.of(fields))
+        _check(states, _CheckpointMark.of(fields))
     elif event.kind == "step":
-        _train(books, fields)
+        _train(states, fields)
     elif event.kind == "admit":
-        _admit(books, fields)
+        _admit(states, fields)
     elif event.kind == "stale":
-        books.readmitted.add(fields["position"])
+        states.readmitted.add(fields["position"])
     elif event.kind == "remove":
-        _expect(books, fields["position"], _TaskStatus.OPEN, "was removed")
-        books.move(fields["position"], _TaskStatus.REMOVED)
+        _expect(states, fields["position"], _TaskStatus.OPEN, "was removed")
+        states.move(fields["position"], _TaskStatus.REMOVED)
 
 
-def _resume(books: _TaskStates, mark: _CheckpointMark) -> None:
-    books.counts["starts"] += 1
-    if books.counts["starts"] == 1 and mark != _BEGINNING:
-        books.start_from(mark)
-    else:
-        books.go_back(mark)
-
-
-def _admit(books: _TaskStates, fields: Mapping[str, Any]) -> None:
+def _admit(states: _TaskStates, fields: Mapping[str, Any]) -> None:
     position = fields["position"]
-    if position in books.readmitted:
-        books.readmitted.discard(position)
-        _expect(books, position, _TaskStatus.OPEN, "was admitted again")
+    if position in states.readmitted:
+        states.readmitted.discard(position)
+        _expect(states, position, _TaskStatus.OPEN, "was admitted again")
     else:
-        _expect(books, position, None, "was admitted")
-    books.counts["reused"] += fields["finished"]
-    books.counts["continued"] += fields["continued"]
-    books.names[position] = fields["uid"]
-    books.move(position, _TaskStatus.OPEN)
+        _expect(states, position, None, "was admitted")
+    states.counts["reused"] += fields["finished"]
+    states.counts["continued"] += fields["continued"]
+    states.names[position] = fields["uid"]
+    states.move(position, _TaskStatus.OPEN)
 
 
-def _train(books: _TaskStates, fields: Mapping[str, Any]) -> None:
+def _train(states: _TaskStates, fields: Mapping[str, Any]) -> None:
     step = fields["step"]
-    if step != books.step + 1:
-        books.problems.append(f"step {step} follows step {books.step}")
+    if step != states.step + 1:
+        states.problems.append(f"step {step} follows step {states.step}")
     for position, (uid, _) in zip(fields["positions"], fields["groups"], strict=True):
-        _expect(books, position, _TaskStatus.OPEN, f"was trained in step {step}")
-        if uid != books.names.get(position, uid):
-            books.problems.append(f"task {position} is {books.names[position]}, but step {step} trained {uid} for it")
-        books.move(position, _TaskStatus.TRAINED)
-    books.step = step
+        _expect(states, position, _TaskStatus.OPEN, f"was trained in step {step}")
+        if uid != states.names.get(position, uid):
+            states.problems.append(f"task {position} is {states.names[position]}, but step {step} trained {uid} for it")
+        states.move(position, _TaskStatus.TRAINED)
+    states.step = step
 
 
-def _check(books: _TaskStates, mark: _CheckpointMark) -> None:
-    """A checkpoint knows every task that is open, and no other."""
+def _check(states: _TaskStates, mark: _CheckpointMark) -> None:
+    """Check that a checkpoint lists every open task, and no other."""
     saved = f"the checkpoint after step {mark.step}"
-    for position in sorted(books.open - mark.open):
-        books.problems.append(f"task {position} was lost: {saved} has no trace of it")
-    for position in sorted(mark.open - books.open):
-        place = books.places.get(position, "never admitted")
-        books.problems.append(f"task {position} is open in {saved}, but it was {place}")
-    if mark.position != books.admitted:
-        books.problems.append(f"{saved} goes on with task {mark.position}, but the next is {books.admitted}")
-    books.checkpoints[mark] = len(books.changes)
+    for position in sorted(states.open - mark.open):
+        states.problems.append(f"task {position} was lost: {saved} has no trace of it")
+    for position in sorted(mark.open - states.open):
+        status = states.statuses.get(position, "never admitted")
+        states.problems.append(f"task {position} is open in {saved}, but it was {status}")
+    if mark.position != states.admitted:
+        states.problems.append(f"{saved} goes on with task {mark.position}, but the next is {states.admitted}")
+    states.checkpoints[mark] = len(states.changes)
 
 
-def _expect(books: _TaskStates, position: int, expected: _TaskStatus | None, what: str) -> None:
-    place = books.places.get(position)
-    if place is not expected:
-        books.problems.append(f"task {position} {what}, but it was {place or 'never admitted'}")
+def _expect(states: _TaskStates, position: int, expected: _TaskStatus | None, what: str) -> None:
+    status = states.statuses.get(position)
+    if status is not expected:
+        states.problems.append(f"task {position} {what}, but it was {status or 'never admitted'}")
 
 
-def _find_gaps(books: _TaskStates) -> None:
+def _find_gaps(states: _TaskStates) -> None:
     """Positions never admitted; as ranges, since one wrong position may leave a gap of any size."""
-    expected = books.first.position
-    known = (position for position in books.places if books.first.position <= position < books.admitted)
-    for position in (*sorted(known), books.admitted):
+    expected = states.first.position
+    known = (position for position in states.statuses if states.first.position <= position < states.admitted)
+    for position in (*sorted(known), states.admitted):
         if position == expected + 1:
-            books.problems.append(f"task {expected} was skipped")
+            states.problems.append(f"task {expected} was skipped")
         elif position > expected:
-            books.problems.append(f"tasks {expected} to {position - 1} were skipped")
+            states.problems.append(f"tasks {expected} to {position - 1} were skipped")
         expected = position + 1

@@ -18,7 +18,7 @@ from treadle.types import Group, Trajectory
 
 @dataclass(frozen=True, slots=True)
 class ReplayedStep:
-    """One step, then and now."""
+    """One step: the checksum recorded then and the one computed now."""
 
     step: int
     recorded: str | None
@@ -50,7 +50,9 @@ def _surviving(reader: JournalReader) -> tuple[dict[int, Event], dict[int, str]]
     """The steps and the checksums of versions that count: a resume undoes what came after its checkpoint."""
     steps: dict[int, Event] = {}
     weights: dict[int, str] = {}
-    for event in _events(reader):
+    for event in reader.iter_events():
+        if not event.is_intact:
+            raise DamagedRecord(f"event {event.id} ({event.kind}) of the journal is not as it was written")
         fields = event.fields
         if event.kind == RESUME:
             steps = {step: done for step, done in steps.items() if step <= fields["step"]}
@@ -60,16 +62,6 @@ def _surviving(reader: JournalReader) -> tuple[dict[int, Event], dict[int, str]]
         elif event.kind == "weights":
             weights[fields["version"]] = fields["checksum"]
     return steps, weights
-
-
-def _events(reader: JournalReader) -> Iterator[Event]:
-    last = 0
-    while found := reader.events(after=last):
-        for event in found:
-            if not event.is_intact:
-                raise DamagedRecord(f"event {event.id} ({event.kind}) of the journal is not as it was written")
-            yield event
-        last = found[-1].id
 
 
 def _groups(reader: JournalReader, event: Event, run_dir: Path) -> list[Group]:

@@ -12,7 +12,7 @@ from math import ceil
 from pathlib import Path
 
 from treadle.errors import RunError
-from treadle.inspect.timeline_svg import COLUMNS, Band, Chart, ChartMark, ChartNote, Lane, draw, format_duration
+from treadle.inspect.timeline_svg import COLUMNS, Band, Chart, ChartMark, ChartNote, Lane, draw_svg, format_duration
 from treadle.journal import Event, JournalReader, SessionTime
 from treadle.observe.step_metrics import Interval, add_up
 from treadle.trainer.resume import RESUME
@@ -25,7 +25,7 @@ _CELLS = 16
 _MAX_NOTES = 250
 _MAX_NAMED = 12
 _VALIDATION = "validation-"
-"""What names of validation tasks begin with."""
+"""Prefix of the names of validation tasks."""
 
 _WORK = (
     ("trains", (("train", "training", "train"),)),
@@ -56,7 +56,7 @@ class _Step:
 
 @dataclass(slots=True)
 class _Sessions:
-    """When sessions were open, in little room: there may be millions."""
+    """Begin and end of sessions, in compact arrays: there may be millions."""
 
     starts: "array[int]" = field(default_factory=lambda: array("l"))
     began: "array[float]" = field(default_factory=lambda: array("d"))
@@ -74,7 +74,7 @@ class _Sessions:
 
 
 class _Axis:
-    """From moments of a start to columns: one start after the other, without the time between them."""
+    """Time axis, from moments of a start to columns: one start after the other, without the time between them."""
 
     def __init__(self, ranges: dict[int, tuple[float, float]]) -> None:
         self.seconds = sum(ended - began for began, ended in ranges.values())
@@ -89,14 +89,14 @@ class _Axis:
         return min(float(COLUMNS), (self._before[start] + min(max(moment, began), ended) - began) * self._scale)
 
     def marks(self) -> tuple[ChartMark, ...]:
-        """Where the run was taken up again."""
+        """Where the run was resumed."""
         return tuple(ChartMark(self._before[start] * self._scale, f"start {start}") for start in self.starts[1:])
 
 
 def write_timeline(run_dir: Path) -> Path:
     """Draw the timeline of a run into its directory."""
     path = run_dir / FILE_NAME
-    path.write_text(draw(read_timeline(run_dir)), encoding="utf-8")
+    path.write_text(draw_svg(read_timeline(run_dir)), encoding="utf-8")
     return path
 
 
@@ -104,8 +104,8 @@ def read_timeline(run_dir: Path) -> Chart:
     """The timeline of a run; RunError where it did nothing yet."""
     sessions = _Sessions()
     with JournalReader.open(run_dir) as reader:
-        begun = {event.start: event.time for event in _events(reader, RESUME)}
-        recorded = [_read_step(event) for event in _events(reader, "spans") if event.fields["spans"]]
+        begun = {event.start: event.time for event in reader.iter_events(RESUME)}
+        recorded = [_read_step(event) for event in reader.iter_events("spans") if event.fields["spans"]]
         for session in reader.session_times():
             sessions.add(session)
     if not recorded:
@@ -116,8 +116,8 @@ def read_timeline(run_dir: Path) -> Chart:
     working = _working_lanes(axis, recorded)
     last = max((step.step for step in steps), default=0)
     return Chart(
-        title=f"{run_dir.resolve().name}: {_count(last, 'step')} in {format_duration(axis.seconds)}",
-        remarks=(_tell_trainer(working), _tell_rollout(sampling, waiting), *_tell_starts(axis, steps)),
+        title=f"{run_dir.resolve().name}: {_format_count(last, 'step')} in {format_duration(axis.seconds)}",
+        remarks=(_describe_trainer(working), _describe_rollout(sampling, waiting), *_describe_starts(axis, steps)),
         seconds=axis.seconds,
         lanes=(sampling, waiting, *working),
         steps=tuple(
@@ -126,13 +126,6 @@ def read_timeline(run_dir: Path) -> Chart:
         starts=axis.marks(),
         notes=tuple(_notes(axis, steps)),
     )
-
-
-def _events(reader: JournalReader, kind: str) -> Iterator[Event]:
-    last = 0
-    while found := reader.events(after=last, kind=kind):
-        yield from found
-        last = found[-1].id
 
 
 def _read_step(event: Event) -> _Step:
@@ -158,7 +151,7 @@ def _named_steps(steps: Sequence[_Step], last: int) -> Iterator[_Step]:
 
 
 def _ranges(begun: dict[int, float], recorded: Sequence[_Step], sessions: _Sessions) -> dict[int, tuple[float, float]]:
-    """When each start that left something was at work."""
+    """Begin and end of each start that recorded anything."""
     ranges = {item.start: (item.began, item.ended) for item in reversed(recorded)}
     for item in recorded:
         began, ended = ranges[item.start]
@@ -191,7 +184,7 @@ def _mean_by_column(cells: Sequence[float]) -> list[float]:
 
 
 def _round_up(value: float) -> int:
-    """To something that looks well at an axis."""
+    """To a round number for an axis."""
     size = 1
     while size * 10 < value:
         size *= 10
@@ -222,10 +215,10 @@ def _notes(axis: _Axis, steps: Sequence[_Step]) -> Iterator[ChartNote]:
         some = steps[at : at + size]
         first, last = some[0], some[-1]
         begins, ends = axis.column(first.start, first.began), axis.column(last.start, last.ended)
-        yield ChartNote(begins, ends, _tell_steps(some))
+        yield ChartNote(begins, ends, _describe_steps(some))
 
 
-def _tell_steps(steps: Sequence[_Step]) -> str:
+def _describe_steps(steps: Sequence[_Step]) -> str:
     first, last = steps[0].step, steps[-1].step
     seconds = add_up(tuple(span for item in steps for span in item.spans))
     name = f"step {first}" if first == last else f"steps {first} to {last}"
@@ -234,27 +227,27 @@ def _tell_steps(steps: Sequence[_Step]) -> str:
     return "\n".join([name, *spent])
 
 
-def _tell_trainer(lanes: Sequence[Lane]) -> str:
+def _describe_trainer(lanes: Sequence[Lane]) -> str:
     bands = [band for lane in lanes for band in lane.bands if band.name != "validation"]
     shares = [f"{_share(band):.0%} {band.name}" for band in bands if _share(band) >= 0.005]
     return f"trainer: {', '.join(shares)}" if shares else "trainer: did nothing"
 
 
-def _tell_rollout(sampling: Lane, waiting: Lane) -> str:
+def _describe_rollout(sampling: Lane, waiting: Lane) -> str:
     values = [sum(column) for column in zip(*(band.values for band in sampling.bands), strict=True)]
     mean, most, idle = sum(values) / COLUMNS, max(values), _share(waiting.bands[0])
     return f"rollout: {mean:.1f} sessions open on average, {most:.0f} at most; none for {idle:.0%} of the time"
 
 
-def _tell_starts(axis: _Axis, steps: Sequence[_Step]) -> Iterator[str]:
+def _describe_starts(axis: _Axis, steps: Sequence[_Step]) -> Iterator[str]:
     again = len(steps) - len({item.step for item in steps})
     if len(axis.starts) > 1:
-        yield f"{len(axis.starts)} starts; {_count(again, 'step')} made again after a crash"
+        yield f"{len(axis.starts)} starts; {_format_count(again, 'step')} made again after a crash"
 
 
 def _share(band: Band) -> float:
     return sum(band.values) / COLUMNS
 
 
-def _count(number: int, what: str) -> str:
+def _format_count(number: int, what: str) -> str:
     return f"{number} {what}" if number == 1 else f"{number:,} {what}s"

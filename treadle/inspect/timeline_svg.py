@@ -16,7 +16,7 @@ COLUMNS = 1000
 _LEFT, _RIGHT, _TOP = 150, 40, 152
 _TALL, _LOW, _GAP = 110, 26, 10
 _LEAST = 3.0
-"""Pixels that something gets, however short it was."""
+"""Least width in pixels, however short the span."""
 
 _MAX_TICKS = 10
 _MAX_NAMED_MARKS = 12
@@ -60,7 +60,7 @@ class Lane:
 
 @dataclass(frozen=True, slots=True)
 class ChartMark:
-    """Something at a moment: a column, which may be a fraction, and its name."""
+    """A labelled moment: a column, which may be a fraction, and its name."""
 
     column: float
     name: str
@@ -82,16 +82,16 @@ class Chart:
     title: str
     remarks: tuple[str, ...]
     seconds: float
-    """That all columns together stand for."""
+    """Total of all columns."""
     lanes: tuple[Lane, ...]
     steps: tuple[ChartMark, ...] = ()
     """Where steps ended, in order; those that would stand too close are left out."""
     starts: tuple[ChartMark, ...] = ()
-    """Where the run was taken up again."""
+    """Where the run was resumed."""
     notes: tuple[ChartNote, ...] = ()
 
 
-def draw(chart: Chart) -> str:
+def draw_svg(chart: Chart) -> str:
     """The picture as SVG text."""
     width, bottom = _LEFT + COLUMNS + _RIGHT, _TOP + sum(lane.height + _GAP for lane in chart.lanes)
     height = bottom + 44

@@ -45,7 +45,7 @@ _MAX_DEPTH = 64
 
 
 def _stand_in(value: object) -> object:
-    """A value of JSON's own kinds for one that is not."""
+    """A value of JSON's own types in place of one that is not."""
     if isinstance(value, Mapping):
         return dict(value)
     if isinstance(value, Set):
@@ -59,7 +59,7 @@ def _stand_in(value: object) -> object:
     return repr(value)
 
 
-# A circle ends in a RecursionError soon enough; looking out for one in every container does not pay.
+# A circular reference ends in a RecursionError; a check of every container would cost more.
 _fast = json.JSONEncoder(
     ensure_ascii=False, check_circular=False, allow_nan=False, separators=(",", ":"), default=_stand_in
 ).encode
@@ -121,7 +121,6 @@ def _revive(found: dict[str, Any]) -> Any:
 Value = str | bytes | float | int | None
 Values = tuple[Value, ...]
 Mask = bytes
-
 
 _SEAL_BYTES = 8
 
@@ -187,13 +186,9 @@ def row_values(trajectory_id: int, position: int, row: Row, mask: Mask) -> Value
         mask,
         pack_floats(row.logprobs),
         pack_ints(row.versions),
-        _pack_optional(row.processed_logprobs),
+        pack_floats(row.processed_logprobs) if row.processed_logprobs else None,
         encode([_turn_fields(turn) for turn in row.turns]),
     )
-
-
-def _pack_optional(values: tuple[float, ...]) -> bytes | None:
-    return pack_floats(values) if values else None
 
 
 def _unpack_optional(blob: bytes | None, count: int) -> tuple[float, ...]:
@@ -238,7 +233,7 @@ def _read_turn(stop: str, calls: Sequence[Any] = (), results: Sequence[Any] = ()
     return Turn(
         stop=StopReason(stop),
         calls=tuple(ToolCall(**call) for call in calls),
-        results=tuple(_read_result(**result) for result in results),
+        results=tuple(ToolResult(**{**result, "status": ToolStatus(result["status"])}) for result in results),
         **fields,
     )
 
@@ -261,10 +256,6 @@ def _result_fields(result: ToolResult) -> dict[str, Any]:
     return fields
 
 
-def _read_result(status: str, **fields: Any) -> ToolResult:
-    return ToolResult(status=ToolStatus(status), **fields)
-
-
 def part_values(start: int, written_at: float, part: RecordedCompletion) -> Values:
     """The columns of `parts`."""
     said = part.completion
@@ -275,7 +266,7 @@ def part_values(start: int, written_at: float, part: RecordedCompletion) -> Valu
         (
             *(label(part.uid), part.sample, part.row, part.number, start, written_at, part.asked, part.digest),
             *(pack_ints(said.ids), pack_floats(said.logprobs), pack_ints(said.versions)),
-            *(_pack_optional(said.processed_logprobs), encode(answer)),
+            *(pack_floats(said.processed_logprobs) if said.processed_logprobs else None, encode(answer)),
         )
     )
 
@@ -314,6 +305,8 @@ def headline_values(
     """The columns of `trajectories`; `body` is the digest of what is stored elsewhere."""
     outcome, timing, reward, rows = trajectory.outcome, trajectory.timing, trajectory.reward, trajectory.rows
     boundary = None if outcome.boundary is None else outcome.boundary.value
+    made_from = trajectory.provenance
+    digests = (made_from.sampling, made_from.prompt, made_from.scoring, made_from.row)
     values: Values = (
         *(id, start, written_at, label(trajectory.uid), trajectory.sample, trajectory.attempt, prompt),
         # `.value`: SQLite's binding is slow for anything but plain strings.
@@ -323,18 +316,9 @@ def headline_values(
         *(sum(map(len, masks)), sum(mask.count(1) for mask in masks)),
         *(timing.started_at, timing.total_s, timing.generate_s, timing.tool_s),
         *(timing.score_s, timing.queue_s),
-        *(_provenance_text(trajectory.provenance), body),
+        *(" ".join(digests) if all(digests[:2]) else None, body),
     )
     return sealed(values)
-
-
-def _provenance_text(provenance: Provenance) -> str | None:
-    parts = (provenance.sampling, provenance.prompt, provenance.scoring, provenance.row)
-    return " ".join(parts) if all(parts[:2]) else None
-
-
-def _read_provenance(text: str | None) -> Provenance:
-    return Provenance() if text is None else Provenance(*text.split(" "))
 
 
 def read_headline(stored: Sequence[Any], has_body: bool) -> Headline:
@@ -343,7 +327,7 @@ def read_headline(stored: Sequence[Any], has_body: bool) -> Headline:
     status, reason, boundary, detail, reward, parts = stored[8:14]
     num_rows, num_turns, prompt_tokens, response_tokens, num_sampled = stored[14:19]
     intact = is_intact(stored)
-    if not intact:  # nothing of it is believed, not even how it ended
+    if not intact:  # none of it is trusted, not even the outcome
         status, reason, boundary, detail = Status.FAILED, StopReason.FAILURE, None, "the record is damaged"
         reward = parts = None
     return Headline(
@@ -357,7 +341,7 @@ def read_headline(stored: Sequence[Any], has_body: bool) -> Headline:
         # SQLite keeps a NaN as NULL; the parts say that there was a reward at all.
         reward=None if parts is None else Score(math.nan if reward is None else reward, decode(parts)),
         timing=Timing(*stored[19:25]),
-        provenance=_read_provenance(stored[25] if intact else None),
+        provenance=Provenance(*stored[25].split(" ")) if intact and stored[25] is not None else Provenance(),
         is_intact=intact,
         data_source=data_source,
         num_rows=num_rows,

@@ -57,7 +57,7 @@ class Journal:
         self._refusal = ""
         self._closed = False
         self._interruption: str | None = None
-        # Of its own: tools that never return may hold every thread of the loop's.
+        # A pool of its own: tools that never return may hold every thread of the loop's.
         self._waiters = ThreadPoolExecutor(_MAX_WAITERS, "treadle-journal-wait")
         _open_journals.add(self)
 
@@ -113,7 +113,7 @@ class Journal:
         self._put(MetricsRewound(step))
 
     def interrupt(self, cause: str) -> None:
-        """Say in `run.json`, at once, that this start is being interrupted; `close` then says no other."""
+        """Record in `run.json`, at once, that this start is being interrupted; `close` then keeps that status."""
         self._interruption = cause
         try:
             self._run_file.note(RunStatus.INTERRUPTED, cause)
@@ -165,7 +165,7 @@ class Journal:
     async def close(
         self, status: RunStatus = RunStatus.FINISHED, cause: str | None = None, timeout_s: float = 30.0
     ) -> None:
-        """Write what is left, say how the run ended, and let go of the directory. A second call does nothing."""
+        """Write what is left, record how the run ended, and release the directory. A second call does nothing."""
         if not self._closed:
             await self._in_thread(self.close_blocking, status, cause, timeout_s)
 
@@ -252,7 +252,7 @@ def set_aside(run_dir: Path) -> Path | None:
 
 
 def _ending(error: BaseException | None) -> tuple[RunStatus, str | None]:
-    """How a run ended, as the error says that left it, and the cause in one line."""
+    """Status of a run that ended with this error, and the cause in one line."""
     if error is None:
         return RunStatus.FINISHED, None
     cause = " ".join(f"{type(error).__name__}: {error}".split()).removesuffix(":")

@@ -48,7 +48,7 @@ class DamagedRecord(RunError):
 
 
 class JournalReader:
-    """Answers questions about a run, live or over."""
+    """Queries of a run, live or over."""
 
     def __init__(self, connection: sqlite3.Connection, path: Path) -> None:
         self._connection = connection
@@ -60,7 +60,7 @@ class JournalReader:
         return cls(schema.connect_reader(path), path)
 
     def headlines(self, wanted: Filter = EVERYTHING, *, after: int = 0) -> Iterator[Headline]:
-        """How each trajectory ended, in the order they were written; `after` an id, for those that came since."""
+        """Headline of each trajectory, in the order they were written; `after` an id: only later ones."""
         while page := self._page(wanted, after):
             yield from page
             after = page[-1].id
@@ -133,13 +133,13 @@ class JournalReader:
     def counts(self) -> Counts:
         """How many trajectories there are, by how they ended and where they came from."""
         with self._snapshot():
-            reasons = self._tally("reason")
-            boundaries = self._tally("boundary")
+            reasons = self._count_by("reason")
+            boundaries = self._count_by("boundary")
             return Counts(
                 trajectories=sum(reasons.values()),
                 by_reason={StopReason(reason): count for reason, count in reasons.items()},
                 by_boundary={Boundary(boundary): count for boundary, count in boundaries.items() if boundary},
-                by_source=self._tally("data_source"),
+                by_source=self._count_by("data_source"),
                 superseded=self._count(f"NOT {_LATEST}"),
                 without_body=self._count(f"NOT {_HAS_BODY}"),
             )
@@ -152,6 +152,13 @@ class JournalReader:
             (after, kind, kind, limit),
         )
         return tuple(_event(*stored) for stored in found)
+
+    def iter_events(self, kind: str | None = None) -> Iterator[Event]:
+        """Every event, or those of one kind, oldest first."""
+        after = 0
+        while found := self.events(after, kind):
+            yield from found
+            after = found[-1].id
 
     def metrics(self, after: int = 0, limit: int = 1000) -> tuple[Metrics, ...]:
         """At most `limit` measurements that came after measurement `after`, oldest first."""
@@ -173,7 +180,7 @@ class JournalReader:
 
     @contextmanager
     def _snapshot(self) -> Iterator[None]:
-        """Several questions about the same moment."""
+        """Several queries of one snapshot."""
         self._execute("BEGIN")
         try:
             yield
@@ -232,7 +239,7 @@ class JournalReader:
         )
         return TrajectoryEntry(headline, whole)
 
-    def _tally(self, column: str) -> dict[str, int]:
+    def _count_by(self, column: str) -> dict[str, int]:
         found = self._execute(f"SELECT {column}, count(*) FROM trajectories t WHERE {_LATEST} GROUP BY 1")
         return dict(found)
 

@@ -76,12 +76,12 @@ class RunFile:
         return len(self._starts)
 
     def note(self, status: RunStatus, cause: str | None) -> None:
-        """Say how this start is about to end, in case that it is killed on the way."""
+        """Record how this start is about to end, in case it is killed before `end`."""
         self._starts = (*self._starts[:-1], replace(self._starts[-1], status=status, cause=cause))
         self._write()
 
     def end(self, status: RunStatus, now: float, cause: str | None = None) -> None:
-        """Say how this start ended, and why."""
+        """Record how this start ended, and why."""
         last = replace(self._starts[-1], status=status, ended_at=now, cause=cause)
         self._starts = (*self._starts[:-1], last)
         self._write()
@@ -178,15 +178,23 @@ class RunLock:
         path = run_dir / LOCK_FILE
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
-            _hold(descriptor, path)
-            _sign(descriptor, LockOwner(os.getpid(), socket.gethostname(), now))
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise _lock_refusal(_read_owner(descriptor), path) from None
+            except OSError:  # a file system without locks: only the file's content says that a run holds it
+                owner = _read_owner(descriptor)
+                if owner is not None and owner.may_be_alive:
+                    raise _lock_refusal(owner, path) from None
+            os.ftruncate(descriptor, 0)
+            os.pwrite(descriptor, json.dumps(asdict(LockOwner(os.getpid(), socket.gethostname(), now))).encode(), 0)
         except BaseException:
             os.close(descriptor)
             raise
         return cls(descriptor)
 
     def release(self) -> None:
-        """Let the next run in."""
+        """Release the directory for the next run."""
         os.ftruncate(self._descriptor, 0)
         os.close(self._descriptor)
 
@@ -195,29 +203,12 @@ class RunLock:
         os.close(self._descriptor)
 
 
-def _hold(descriptor: int, path: Path) -> None:
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        raise _lock_refusal(_read_owner(descriptor), path) from None
-    except OSError:
-        # A file system without locks: what the file says is all there is to go by.
-        owner = _read_owner(descriptor)
-        if owner is not None and owner.may_be_alive:
-            raise _lock_refusal(owner, path) from None
-
-
 def _lock_refusal(owner: LockOwner | None, path: Path) -> RunError:
     holder = f"pid {owner.pid} on {owner.host}" if owner else "another process"
     return RunError(
         f"the run directory {path.parent} is in use by {holder}: end that run, or choose another logging.run_dir "
         f"(if no such process runs, delete {path})"
     )
-
-
-def _sign(descriptor: int, owner: LockOwner) -> None:
-    os.ftruncate(descriptor, 0)
-    os.pwrite(descriptor, json.dumps(asdict(owner)).encode(), 0)
 
 
 def _read_owner(descriptor: int) -> LockOwner | None:
@@ -260,11 +251,11 @@ class _QuietHandler(logging.StreamHandler):  # type: ignore[type-arg]
     """A handler whose stream may break: a full disk is the journal's to report."""
 
     def handleError(self, record: logging.LogRecord) -> None:
-        """Say nothing: there is nowhere left to say it."""
+        """Ignore it: there is no stream left to report it on."""
 
 
 def _to_standard_error() -> logging.Handler:
-    """What Python does by itself while no handler is there."""
+    """The handler that Python uses while none is set."""
     handler = logging.StreamHandler(sys.stderr)
     handler.setLevel(logging.WARNING)
     handler.setFormatter(logging.Formatter("%(message)s"))

@@ -57,10 +57,10 @@ class Retention:
         self._page_bytes = schema.pragma(connection, "page_size")
         self._unchecked = max_bytes  # a journal may be opened again with a smaller size
         self._room = 0
-        self._complained = False
+        self._is_over_size = False
 
-    def tend(self, num_bytes: int) -> bool:
-        """Take note of a batch of so many bytes, and leave room for another; whether any body had to be dropped."""
+    def enforce(self, num_bytes: int) -> bool:
+        """Count a batch of so many bytes, and leave room for another; whether any body had to be dropped."""
         self._unchecked += num_bytes
         self._room = min(max(self._room, num_bytes), self._max_bytes // 4)
         if self._unchecked * _CHECKS_PER_SIZE < self._max_bytes:
@@ -69,7 +69,7 @@ class Retention:
         if self._used() + self._room <= _START_AT * self._max_bytes:
             return False
         dropped = self._drop_until(_STOP_AT * self._max_bytes - self._room)
-        self._give_back()
+        self._release_pages()
         return dropped
 
     def _used(self) -> int:
@@ -82,7 +82,7 @@ class Retention:
             oldest, newest = self._connection.execute("SELECT min(trajectory), max(trajectory) FROM texts").fetchone()
             if oldest is None:
                 if not (self._drop_older_parts() or self._drop_headlines() or self._drop_events()):
-                    self._complain(used)
+                    self._record_over_size(used)
                     break
                 dropped = True
                 continue
@@ -108,7 +108,7 @@ class Retention:
                 "ORDER BY id DESC LIMIT 1)",
                 (last,),
             )
-            self._note("dropped", count=last - oldest + 1, through=last)
+            self._add_event("dropped", count=last - oldest + 1, through=last)
             execute("COMMIT")
         except sqlite3.Error:
             if self._connection.in_transaction:
@@ -130,7 +130,7 @@ class Retention:
                 return False
             count = execute("DELETE FROM trajectories WHERE id <= ?", (last,)).rowcount
             execute("DELETE FROM tasks WHERE uid NOT IN (SELECT uid FROM trajectories)")
-            self._note("dropped_headlines", count=count, through=last)
+            self._add_event("dropped_headlines", count=count, through=last)
         return True
 
     def _drop_events(self) -> bool:
@@ -144,19 +144,19 @@ class Retention:
                 f"DELETE FROM events WHERE {free} AND id <= (SELECT (min(id) + max(id)) / 2 FROM events WHERE {free})"
             ).rowcount
             if events or metrics:
-                self._note("dropped_events", count=events, metrics=metrics)
+                self._add_event("dropped_events", count=events, metrics=metrics)
         return bool(events or metrics)
 
-    def _complain(self, used: int) -> None:
-        """Say once that nothing is left to drop."""
-        if not self._complained:
-            self._complained = True
-            self._note("over_size", used_bytes=used, max_bytes=self._max_bytes)
+    def _record_over_size(self, used: int) -> None:
+        """Record once that nothing is left to drop."""
+        if not self._is_over_size:
+            self._is_over_size = True
+            self._add_event("over_size", used_bytes=used, max_bytes=self._max_bytes)
 
-    def _note(self, kind: str, **fields: int) -> None:
+    def _add_event(self, kind: str, **fields: int) -> None:
         self._connection.execute(schema.EVENTS.insert(1), sealed((self._start, time.time(), kind, encode(fields))))
 
-    def _give_back(self) -> None:
+    def _release_pages(self) -> None:
         """Return free pages to the file system where the file itself is too long; others are used again."""
         spare = schema.pragma(self._connection, "page_count") - int(self._max_bytes // self._page_bytes)
         if spare > 0:
@@ -221,7 +221,7 @@ class WriteBatch:
 
 
 class JournalStore:
-    """The writing side of a journal, as one thread sees it."""
+    """Writing side of a journal, for one thread."""
 
     def __init__(self, connection: sqlite3.Connection, metrics: MetricsFile, max_bytes: int) -> None:
         self._connection = connection
@@ -251,71 +251,71 @@ class JournalStore:
             undo.pop_all()
         return store
 
-    def write(self, batch: Iterable[Stamped]) -> None:
-        """Put a batch into the journal, whole, and keep the file within its size."""
-        pages = WriteBatch()
-        for stamped in batch:
-            self._lay_out(pages, stamped.time, stamped.record)
+    def write(self, records: Iterable[Stamped]) -> None:
+        """Write a batch of records to the journal, whole, and keep the file within its size."""
+        batch = WriteBatch()
+        for stamped in records:
+            self._add_record(batch, stamped.time, stamped.record)
         self._connection.execute("BEGIN")
         try:
-            if pages.rewound is not None:
-                self._connection.execute("DELETE FROM metrics WHERE step > ?", (pages.rewound,))
-                self._metrics.rewind(pages.rewound)
-            for table, rows in pages.rows.items():
+            if batch.rewound is not None:
+                self._connection.execute("DELETE FROM metrics WHERE step > ?", (batch.rewound,))
+                self._metrics.rewind(batch.rewound)
+            for table, rows in batch.rows.items():
                 self._insert(table, rows)
-            self._connection.executemany("DELETE FROM parts WHERE uid = ? AND sample = ?", pages.ended)
-            self._insert(schema.PARTS, [*chain.from_iterable(pages.parts.values())])
-            self._metrics.append(pages.lines)
+            self._connection.executemany("DELETE FROM parts WHERE uid = ? AND sample = ?", batch.ended)
+            self._insert(schema.PARTS, [*chain.from_iterable(batch.parts.values())])
+            self._metrics.append(batch.lines)
             self._connection.execute("COMMIT")
         except (sqlite3.Error, OSError):
             self._roll_back()
             raise
-        if self._retention.tend(pages.num_bytes):
+        if self._retention.enforce(batch.num_bytes):
             self._prompts.clear()
 
     def close(self) -> None:
-        """Move what is in the write-ahead log into the file, and let go of both."""
+        """Move what is in the write-ahead log into the file, and close both."""
         self._metrics.close()
         self._connection.close()
 
-    def _lay_out(self, pages: WriteBatch, time: float, record: Record) -> None:
+    def _add_record(self, batch: WriteBatch, time: float, record: Record) -> None:
         match record:
             case Trajectory():
-                self._lay_out_trajectory(pages, time, record)
+                self._add_trajectory(batch, time, record)
             case Task():
-                pages.add(schema.TASKS, task_values(record))
+                batch.add(schema.TASKS, task_values(record))
             case JournalEvent():
-                pages.add(schema.EVENTS, sealed((self._start, time, label(record.kind), encode(record.fields))))
+                batch.add(schema.EVENTS, sealed((self._start, time, label(record.kind), encode(record.fields))))
             case Measurement():
-                pages.add(schema.METRICS, sealed((time, record.step, encode(record.values))))
-                pages.lines.append(encode({**record.values, "step": record.step, "time": time}))
+                batch.add(schema.METRICS, sealed((time, record.step, encode(record.values))))
+                batch.lines.append(encode({**record.values, "step": record.step, "time": time}))
             case PartsAdded(parts):
                 for part in parts:
                     session = (label(part.uid), part.sample)
-                    pages.add_part(session, part_values(self._start, time, part), len(part.completion.ids))
+                    batch.add_part(session, part_values(self._start, time, part), len(part.completion.ids))
             case SessionEnded(uid, sample):
-                pages.end((label(uid), sample))
+                batch.end((label(uid), sample))
             case MetricsRewound(step):
-                pages.rewind(step)
+                batch.rewind(step)
 
-    def _lay_out_trajectory(self, pages: WriteBatch, time: float, trajectory: Trajectory) -> None:
+    def _add_trajectory(self, batch: WriteBatch, time: float, trajectory: Trajectory) -> None:
         id = self._next_trajectory
         self._next_trajectory += 1
         masks = [bytes(row.mask) for row in trajectory.rows]
-        prompt = self._prompt(pages, trajectory)
+        prompt = self._prompt(batch, trajectory)
         rows = [
             row_values(id, at, row, mask) for at, (row, mask) in enumerate(zip(trajectory.rows, masks, strict=True))
         ]
         text = text_values(id, len(prompt.opening), trajectory)
         body = seal((prompt.ids, prompt.text, *chain.from_iterable(values[2:] for values in rows), *text[1:]))
-        pages.add(schema.TRAJECTORIES, headline_values(self._start, time, id, prompt.id, trajectory, masks, body))
+        batch.add(schema.TRAJECTORIES, headline_values(self._start, time, id, prompt.id, trajectory, masks, body))
         for mask, values in zip(masks, rows, strict=True):
-            pages.add(schema.ROWS, values)
-            pages.num_bytes += 13 * len(mask) + len(str(values[-1]))
-        pages.add(schema.TEXTS, text)
-        pages.num_bytes += len(str(text[1]))
+            batch.add(schema.ROWS, values)
+            batch.num_bytes += 13 * len(mask) + len(str(values[-1]))
+        batch.add(schema.TEXTS, text)
+        batch.num_bytes += len(str(text[1]))
 
-    def _prompt(self, pages: WriteBatch, trajectory: Trajectory) -> StoredPrompt:
+    def _prompt(self, batch: WriteBatch, trajectory: Trajectory) -> StoredPrompt:
         """The stored prompt of a trajectory: that of an earlier sample of the same task where it is the same."""
         ids = pack_ints(trajectory.rows[0].prompt_ids) if trajectory.rows else b""
         known = self._prompts.get(trajectory.uid)
@@ -324,8 +324,8 @@ class JournalStore:
         opening = _opening(trajectory.messages)
         prompt = StoredPrompt(self._next_prompt, ids, opening, encode(opening))
         self._next_prompt += 1
-        pages.add(schema.PROMPTS, (prompt.id, label(trajectory.uid), ids, prompt.text))
-        pages.num_bytes += len(ids)
+        batch.add(schema.PROMPTS, (prompt.id, label(trajectory.uid), ids, prompt.text))
+        batch.num_bytes += len(ids)
         if len(self._prompts) >= _MAX_PROMPTS:
             del self._prompts[next(iter(self._prompts))]
         self._prompts[trajectory.uid] = prompt

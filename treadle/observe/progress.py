@@ -136,11 +136,11 @@ class RolloutCounters:
     def finish(self, finished: FinishedTrajectory) -> None:
         """A trajectory that was started has ended."""
         self.running -= 1
-        self.recall(finished)
+        self.add_finished(finished)
         self._count_tokens(finished)
 
-    def recall(self, finished: FinishedTrajectory) -> None:
-        """A trajectory of an earlier start of this run: it is done, and says nothing about the speed of this one."""
+    def add_finished(self, finished: FinishedTrajectory) -> None:
+        """A trajectory of an earlier start of this run: it is done, and does not count for the speed of this one."""
         self.done += 1
         self._count_end(finished.outcome)
         if finished.reward is not None and finished.outcome.ok:
@@ -182,7 +182,7 @@ _EXIT_TIMEOUT_S = 2.0
 
 @dataclass(frozen=True, slots=True)
 class ReplicaStatus:
-    """How one replica does, in a word."""
+    """State of one replica, in one word."""
 
     name: str
     state: str
@@ -201,7 +201,7 @@ class ProgressView:
 
 
 class ProgressScreen(Protocol):
-    """Somewhere to show a view. Raises OSError or ValueError when the stream is gone."""
+    """Output for a view. Raises OSError or ValueError when the stream is gone."""
 
     def show(self, view: ProgressView) -> None: ...
 
@@ -223,11 +223,11 @@ class PlainScreen:
 
 
 class LiveProgress:
-    """Shows a tally while its `with` block runs, from a thread of its own."""
+    """Live view of counters while its `with` block runs, from a thread of its own."""
 
     def __init__(
         self,
-        tally: RolloutCounters,
+        counters: RolloutCounters,
         *,
         total: int | None = None,
         replicas: Callable[[], Sequence[ReplicaStatus]] | None = None,
@@ -235,7 +235,7 @@ class LiveProgress:
         interval_s: float = 0.25,
         plain_interval_s: float = 5.0,
     ) -> None:
-        self._tally = tally
+        self._tally = counters
         self._total = total
         self._replicas = replicas
         self._stream = stream or sys.stdout
@@ -256,10 +256,10 @@ class LiveProgress:
         self._thread.join(_EXIT_TIMEOUT_S)
 
     def view(self) -> ProgressView:
-        """The numbers of this moment."""
-        tally = self._tally
+        """The current numbers."""
+        counters = self._tally
         replicas = () if self._replicas is None else tuple(self._replicas())
-        return ProgressView(tally.done, self._total, tally.running, describe(tally, self._total), replicas)
+        return ProgressView(counters.done, self._total, counters.running, describe(counters, self._total), replicas)
 
     def _run(self) -> None:
         try:
@@ -284,19 +284,22 @@ class LiveProgress:
         return terminal, self._interval_s
 
 
-def describe(tally: RolloutCounters, total: int | None = None) -> str:
+def describe(counters: RolloutCounters, total: int | None = None) -> str:
     """The numbers so far in one line of plain characters."""
-    parts = [f"{tally.done}/{total} done" if total is not None else f"{tally.done} done", f"{tally.running} running"]
-    if tally.failed:
-        boundaries = ", ".join(f"{boundary} {count}" for boundary, count in sorted(tally.failed.copy().items()))
-        parts.append(f"{tally.num_failed} failed ({boundaries})")
-    if tally.truncated:
-        parts.append(f"{sum(tally.truncated.copy().values())} truncated")
-    if tally.retried:
-        parts.append(f"{tally.retried} retried")
-    if tally.dropped:
-        parts.append(f"{tally.dropped} dropped")
-    parts.append(f"{tally.tokens_per_s:,.0f} tokens/s")
-    if tally.mean_reward is not None:
-        parts.append(f"reward {tally.mean_reward:.4g}")
+    parts = [
+        f"{counters.done}/{total} done" if total is not None else f"{counters.done} done",
+        f"{counters.running} running",
+    ]
+    if counters.failed:
+        boundaries = ", ".join(f"{boundary} {count}" for boundary, count in sorted(counters.failed.copy().items()))
+        parts.append(f"{counters.num_failed} failed ({boundaries})")
+    if counters.truncated:
+        parts.append(f"{sum(counters.truncated.copy().values())} truncated")
+    if counters.retried:
+        parts.append(f"{counters.retried} retried")
+    if counters.dropped:
+        parts.append(f"{counters.dropped} dropped")
+    parts.append(f"{counters.tokens_per_s:,.0f} tokens/s")
+    if counters.mean_reward is not None:
+        parts.append(f"reward {counters.mean_reward:.4g}")
     return ", ".join(parts)

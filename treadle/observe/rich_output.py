@@ -49,7 +49,7 @@ class TerminalScreen:
 
     def show(self, view: ProgressView) -> None:
         self._fit()
-        self._live.update(render(view), refresh=True)
+        self._live.update(render_progress(view), refresh=True)
 
     def close(self) -> None:
         """Leave the last view standing, and the cursor as it was."""
@@ -61,7 +61,7 @@ class TerminalScreen:
         self._live.console.size = ConsoleDimensions(columns or _COLUMNS, lines or _LINES)
 
 
-def render(view: ProgressView) -> RenderableType:
+def render_progress(view: ProgressView) -> RenderableType:
     """A progress bar, the numbers, and one line for each replica."""
     bar = Table.grid(expand=True)  # a bar alone does not end its line
     bar.add_row(ProgressBar(total=view.total, completed=view.done, pulse=view.total is None))

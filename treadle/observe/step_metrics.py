@@ -46,7 +46,7 @@ class Spans:
             self._intervals.append((name, self._epoch + began, self._epoch + self._clock()))
 
     def take(self) -> tuple[Interval, ...]:
-        """The spans that ended, in order of ending; the next call starts from nothing."""
+        """The spans that ended, in order of ending; the next call starts empty."""
         taken, self._intervals = tuple(self._intervals), []
         return taken
 

@@ -46,7 +46,7 @@ class SourceSummary:
 
 @dataclass(frozen=True, slots=True)
 class FailureSummary:
-    """The failures of one boundary, and what the first of them said."""
+    """The failures of one boundary, and the detail of the first."""
 
     boundary: Boundary
     count: int
@@ -66,7 +66,7 @@ class StageSummary:
 
 @dataclass(frozen=True, slots=True)
 class Summary:
-    """The end of a rollout in numbers."""
+    """Summary of a rollout."""
 
     num_tasks: int
     num_trajectories: int
@@ -90,7 +90,7 @@ class Summary:
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """What a reader should not miss."""
+        """Warnings about the result."""
         return tuple(
             f"every reward{f' of {source.data_source}' if source.data_source else ''} is {source.reward_mean:g}: "
             "samples that all score the same teach nothing"
@@ -200,7 +200,9 @@ class _Gathered:
             num_scored=len(rewards),
             num_failed=self.failed_by_source[name],
             reward_mean=mean,
-            reward_std=None if mean is None or len(rewards) < 2 else _std(rewards, mean),
+            reward_std=None
+            if mean is None or len(rewards) < 2
+            else sqrt(fsum((reward - mean) ** 2 for reward in rewards) / (len(rewards) - 1)),
             pass_at_k=tuple(_pass_at_k(groups, success_threshold)),
             parts={
                 part: fsum(values) / (len(rewards) if part in SESSION_PARTS else len(values))
@@ -208,10 +210,6 @@ class _Gathered:
             },
             all_equal=len(rewards) > 1 and min(rewards) == max(rewards),
         )
-
-
-def _std(rewards: Sequence[float], mean: float) -> float:
-    return sqrt(fsum((reward - mean) ** 2 for reward in rewards) / (len(rewards) - 1))
 
 
 def _pass_at_k(groups: Sequence[Sequence[float]], success_threshold: float) -> Iterable[PassAtK]:

@@ -28,7 +28,7 @@ READ_TIMEOUT_S = 5.0
 
 
 class PrometheusEndpoint:
-    """A tracker that is asked instead of telling. Port 0 takes a free one; OSError where the port is taken."""
+    """Prometheus endpoint: scraped by a server. Port 0 takes a free one; OSError where the port is taken."""
 
     def __init__(self, port: int, labels: Mapping[str, str]) -> None:
         self._labels = dict(labels)
@@ -83,7 +83,7 @@ class PrometheusEndpoint:
                 self.wfile.write(body)
 
             def log_message(self, format: str, *args: object) -> None:
-                """Scrapes are no news."""
+                """Scrapes are not logged."""
 
         return Handler
 
@@ -98,7 +98,7 @@ def _escape(text: str) -> str:
 
 
 class Tracker(Protocol):
-    """Somewhere metrics are sent."""
+    """Receiver of metrics."""
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None: ...
 
@@ -203,7 +203,7 @@ class TrackioTracker:
         import trackio
 
         self._trackio: Any = trackio
-        with redirect_stdout(sys.stderr):  # it greets there
+        with redirect_stdout(sys.stderr):  # it prints a greeting
             self._run: Any = trackio.init(
                 project=logging.project_name, name=logging.experiment_name, config=dict(config), resume="allow"
             )
@@ -285,14 +285,14 @@ class Trackers:
 
 
 def _kept(file: Path, make: Callable[[], str]) -> str:
-    """What this run directory had in the file before, or what is made now."""
+    """Content of the file in this run directory, made now if there is none."""
     if not file.exists():
         file.write_text(make())
     return file.read_text().strip()
 
 
 def _is_skinny() -> bool:
-    """Whether the part of MLflow is installed that only speaks to servers."""
+    """Whether mlflow-skinny is installed, which only sends to servers."""
     try:
         return not distribution("mlflow")
     except PackageNotFoundError:

@@ -1,6 +1,6 @@
 """Live progress of a training run: on a terminal; elsewhere one plain line a step, and one a minute between them.
 
-Owns what is shown while a run trains. Told of steps, phases and validations; changes nothing.
+Owns what is shown while a run trains. Called with steps, phases and validations; changes nothing.
 """
 
 import logging
@@ -28,7 +28,7 @@ CURVE_WIDTH = 60
 
 @dataclass(slots=True)
 class TrainingState:
-    """What there is to show."""
+    """State of a training run that is shown."""
 
     total_steps: int
     step: int = 0
@@ -86,7 +86,7 @@ class TrainingView:
             self._thread.join(_EXIT_TIMEOUT_S)
 
     def _beat(self) -> None:
-        """Say what the run is doing whenever it said nothing for a while."""
+        """Print the current phase whenever nothing was printed for a while."""
         while not self._over:
             if self._said.wait(self._heartbeat_s):
                 self._said.clear()
@@ -94,7 +94,7 @@ class TrainingView:
                 state, silent_s = self._state, time.monotonic() - self._line_at
                 phase = self._phase() or state.phase
                 line = f"after step {state.step} of {state.total_steps}: {phase}, no news for {silent_s:.0f} s"
-                with suppress(OSError, ValueError):  # the stream is gone, and with it the reader
+                with suppress(OSError, ValueError):  # the stream is gone
                     say(line, file=self._stream)
 
     def _say(self, line: str) -> None:
@@ -105,7 +105,7 @@ class TrainingView:
             self._said.set()
 
     def watch(self, phase: Callable[[], str]) -> None:
-        """Show what the run is doing, as `phase` tells; empty between phases."""
+        """Show the current phase, which `phase` returns; empty between phases."""
         self._phase = phase
 
     def resume(self, step: int) -> None:

@@ -42,7 +42,7 @@ class StallReport:
     waits: tuple[Wait, ...]
 
     def text(self) -> str:
-        """For a person: the oldest waits by name, and how many more there are of which kind."""
+        """As text: the oldest waits by name, and how many more there are of which kind."""
         listed, rest = self.waits[:_MAX_LISTED], self.waits[_MAX_LISTED:]
         lines = [f"waiting: {self._describe(wait)}" for wait in listed]
         kinds = Counter((wait.stage, wait.server) for wait in rest)
@@ -74,7 +74,7 @@ def _place(stage: str, server: str) -> str:
 
 
 class StallWatchdog:
-    """Looks at the open waits when the next of them can be due, and reports those that are."""
+    """Checks the open waits when the next of them can be due, and reports those that are."""
 
     def __init__(
         self,

@@ -348,8 +348,8 @@ async def _check_reward_models(
         judges = {name: judge for name, judge in judges.items() if judge.path is not None}
     if judges or reward.classifiers:
         alone = RewardConfig(**{**reward.values(), "judges": judges})
-        surroundings = RewardContext(config.model, renderer, api_keys=environment)
-        report.add((await prepare_models(alone, surroundings)).mistakes)
+        context = RewardContext(config.model, renderer, api_keys=environment)
+        report.add((await prepare_models(alone, context)).mistakes)
 
 
 async def _score_answers(scorer: Scorer, task: Task, report: PreflightReport) -> None:

@@ -1,4 +1,4 @@
-"""Reward context: what a rollout lends to its reward models: its engine, its renderer, and how it starts engines.
+"""Reward context: the engine, renderer and engine starter of a rollout, for its reward models.
 
 Owns the narrow view, so that reward models know neither routers nor rollouts. A scorer outside a rollout passes what it
 has: `start_engines` of `treadle.rollout.engines` is enough for a judge with a model of its own.
@@ -6,23 +6,15 @@ has: `start_engines` of `treadle.rollout.engines` is enough for a judge with a m
 
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
 
 from treadle.config.rollout import ModelConfig, RolloutConfig
 from treadle.data.renderer import Renderer
-from treadle.engine.protocol import Engine, Gpu
-from treadle.types import Completion, Request
+from treadle.engine.protocol import Engine, Gpu, TokenGenerator
 
 StartEngines = Callable[
     [RolloutConfig, ModelConfig, Renderer, str | None, Sequence[Gpu] | None], Awaitable[Sequence[Engine]]
 ]
 """Starts every replica of a section. The last arguments: the key of an endpoint, and the GPUs, if some were chosen."""
-
-
-class JudgeGenerator(Protocol):
-    """Answers requests."""
-
-    async def generate(self, request: Request) -> Completion: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +25,7 @@ class RewardContext:
     """The policy's model."""
     renderer: Renderer | None = None
     """Between the policy's messages and ids."""
-    policy: JudgeGenerator | None = None
+    policy: TokenGenerator | None = None
     """The policy itself, for judges with `engine: {name: policy}`."""
     start_engines: StartEngines | None = None
     api_keys: Mapping[str, str] = field(default_factory=dict)

@@ -20,7 +20,7 @@ from treadle.types import Task, Trajectory
 
 
 def _read_response(_: Task, trajectory: Trajectory) -> str:
-    """What the model said last, as text; content in OpenAI's list of parts is joined."""
+    """Text of the model's last turn; content in OpenAI's list of parts is joined."""
     spoken: object = trajectory.response_text
     if isinstance(spoken, str):
         return spoken
@@ -45,7 +45,7 @@ ARGUMENTS: Mapping[str, Callable[[Task, Trajectory], Any]] = {
     "solution_str": _read_response,
     "extra_info": _read_extra_info,
 }
-"""Parameter names and what fills them. The last two are verl's words for `response` and `extra`."""
+"""Parameter names and what fills them. The last two are verl's names for `response` and `extra`."""
 
 
 GROUP_ARGUMENTS: Mapping[str, Callable[[Task, Sequence[Trajectory]], Any]] = {
@@ -66,16 +66,16 @@ GROUP_ARGUMENTS: Mapping[str, Callable[[Task, Sequence[Trajectory]], Any]] = {
 PARAMETERS: Mapping[str, Iterable[str]] = {"sample": tuple(ARGUMENTS), "group": tuple(GROUP_ARGUMENTS)}
 """The names that are filled, by scope."""
 
-Gather = Callable[[Iterable[str]], dict[str, Any]]
+CollectArguments = Callable[[Iterable[str]], dict[str, Any]]
 """The values for parameter names, of what is to be scored."""
 
 
-def gather(names: Iterable[str], task: Task, trajectory: Trajectory) -> dict[str, Any]:
+def collect_arguments(names: Iterable[str], task: Task, trajectory: Trajectory) -> dict[str, Any]:
     """The values for these parameter names; those of other scopes are left out."""
     return {name: ARGUMENTS[name](task, trajectory) for name in names if name in ARGUMENTS}
 
 
-def gather_group(names: Iterable[str], task: Task, trajectories: Sequence[Trajectory]) -> dict[str, Any]:
+def collect_group_arguments(names: Iterable[str], task: Task, trajectories: Sequence[Trajectory]) -> dict[str, Any]:
     """The same for all samples of a task at once."""
     return {name: GROUP_ARGUMENTS[name](task, trajectories) for name in names if name in GROUP_ARGUMENTS}
 

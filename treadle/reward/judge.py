@@ -16,45 +16,47 @@ import asyncio
 import inspect
 import random
 from collections import Counter, deque
-from collections.abc import Coroutine, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from importlib import import_module
 from statistics import fmean
-from typing import Any, TypeVar
+from typing import Any
 
+from treadle.aio import first_error, run_concurrently
 from treadle.config.reward import JudgeConfig, RewardConfig
 from treadle.config.rollout import FailureConfig
 from treadle.data.renderer import Renderer
+from treadle.engine.protocol import TokenGenerator
 from treadle.engine.router import Router
 from treadle.errors import ConfigError, EngineFailure, Mistake, PromptFailure, RunError
 from treadle.model.tokenizer import load_tokenizer
-from treadle.reward.context import JudgeGenerator, RewardContext
-from treadle.reward.function import RewardFunction, gather, gather_group, load_function
+from treadle.reward.context import RewardContext
+from treadle.reward.function import RewardFunction, collect_arguments, collect_group_arguments, load_function
 from treadle.reward.prompt import RewardPrompt, SpecialTokenEscaper, to_messages
 from treadle.reward.rate_limit import RateLimit
 from treadle.reward.result import (
     UNBOUNDED,
     Fault,
     ScoreFailure,
+    as_worker_result,
+    as_worker_results,
     blame_function,
     check_count,
     read_number,
-    settle,
-    settle_answer,
 )
 from treadle.reward.sandbox.protocol import copy
 from treadle.types import Message, Request, SamplingParams, Score, StopReason, Task, Trajectory
 
 _PLACES = {"model.": "", "rollout.limits.": "engine.", "rollout.": "engine."}
-"""Where a judge has the keys of the sections that engines know; the first that fits."""
+"""Prefixes of keys in sections that engines know, and of a judge's own keys; the first that matches counts."""
 
 
 @dataclass(frozen=True, slots=True)
 class JudgeEngine:
     """An engine, and the renderer that turns messages into its ids. `router` is the judge's own, if it has one."""
 
-    engine: JudgeGenerator
+    engine: TokenGenerator
     renderer: Renderer
     router: Router | None = None
 
@@ -66,53 +68,53 @@ class JudgeEngine:
 
 @dataclass(frozen=True, slots=True)
 class JudgeEncoding:
-    """How a judge's questions become ids, and what must not be spelled out in them."""
+    """Encoding of a judge's questions: the renderer, and the escaper of special tokens."""
 
     renderer: Renderer
     guard: SpecialTokenEscaper
 
 
-async def prepare_judge_encoding(judge: JudgeConfig, surroundings: RewardContext) -> JudgeEncoding:
+async def prepare_judge_encoding(judge: JudgeConfig, context: RewardContext) -> JudgeEncoding:
     """The renderer of the judge's model, or the policy's where it has none of its own."""
     own = judge.path is not None
-    model = judge.model() if own else surroundings.model
+    model = judge.model() if own else context.model
     if own and model is not None:
         with _judge_keys():
             tokenizer = await asyncio.to_thread(load_tokenizer, model)
             return JudgeEncoding(
                 await asyncio.to_thread(Renderer.create, model, tokenizer), SpecialTokenEscaper.of(tokenizer)
             )
-    if surroundings.renderer is None or model is None:
-        fix = "give path, or build the scorer with Surroundings(model=…, renderer=…)"
+    if context.renderer is None or model is None:
+        fix = "give path, or build the scorer with RewardContext(model=…, renderer=…)"
         raise ConfigError([Mistake("path", "is needed: no rollout lends its tokenizer", fix=fix)])
     known = judge.engine.name == "policy"
     guard = (
         SpecialTokenEscaper.of(await asyncio.to_thread(load_tokenizer, model)) if known else SpecialTokenEscaper.usual()
     )
-    return JudgeEncoding(surroundings.renderer, guard)
+    return JudgeEncoding(context.renderer, guard)
 
 
 async def start_judge_engine(
-    name: str, judge: JudgeConfig, reward: RewardConfig, speech: JudgeEncoding, surroundings: RewardContext
+    name: str, judge: JudgeConfig, reward: RewardConfig, encoding: JudgeEncoding, context: RewardContext
 ) -> JudgeEngine:
     """The engine of a judge, started; a ConfigError or RunError within the launch deadline."""
     engine = judge.engine
     if engine.name == "policy":
-        if surroundings.policy is None:
-            fix = "give the judge an engine of its own, or build the scorer with Surroundings(policy=…)"
+        if context.policy is None:
+            fix = "give the judge an engine of its own, or build the scorer with RewardContext(policy=…)"
             raise ConfigError([Mistake("engine.name", "policy, but no rollout lends its engine", "policy", fix=fix)])
-        return JudgeEngine(surroundings.policy, speech.renderer)
-    if surroundings.start_engines is None:
-        fix = "build the scorer with Surroundings(start_engines=treadle.rollout.engines.start_engines)"
+        return JudgeEngine(context.policy, encoding.renderer)
+    if context.start_engines is None:
+        fix = "build the scorer with RewardContext(start_engines=treadle.rollout.engines.start_engines)"
         raise ConfigError([Mistake("engine.name", "nothing here starts engines", engine.name, fix=fix)])
     rollout = judge.rollout(FailureConfig(request_retries=reward.retries))
-    model = judge.model() if judge.path is not None else surroundings.model
-    assert model is not None, "speech was prepared with it"
-    api_key = surroundings.api_keys.get(engine.openai.api_key_env)
-    gpus = surroundings.gpus.get(name)
+    model = judge.model() if judge.path is not None else context.model
+    assert model is not None, "the encoding was prepared with it"
+    api_key = context.api_keys.get(engine.openai.api_key_env)
+    gpus = context.gpus.get(name)
     with _judge_keys():
         try:
-            replicas = await surroundings.start_engines(rollout, model, speech.renderer, api_key, gpus)
+            replicas = await context.start_engines(rollout, model, encoding.renderer, api_key, gpus)
         except (EngineFailure, RunError) as failure:
             raise RunError(f"the engine of reward.judges.{name} did not start: {failure}") from failure
     router = Router(
@@ -122,12 +124,12 @@ async def start_judge_engine(
         rng=random.Random(judge.seed),
         name=f"router of judge {name}",
     )
-    return JudgeEngine(router, speech.renderer, router)
+    return JudgeEngine(router, encoding.renderer, router)
 
 
 @contextmanager
 def _judge_keys() -> Iterator[None]:
-    """Engines and tokenizers name keys of `model` and `rollout`; a judge's author knows other names."""
+    """Report mistakes in keys of `model` and `rollout` under the judge's own keys."""
     try:
         yield
     except ConfigError as error:
@@ -141,7 +143,7 @@ def _move(mistake: Mistake) -> Mistake:
 
 
 regex = import_module("regex")
-"""Unlike the standard library's module, this one can give up."""
+"""Unlike the standard library's module, this one has a timeout."""
 
 TIMEOUT_S = 0.1
 SHOWN = 200
@@ -149,7 +151,7 @@ SHOWN = 200
 
 
 class ScoreExtractor:
-    """How one judge's answers are read. Built by `create`."""
+    """Score extractor: reads the answers of one judge. Built by `create`."""
 
     def __init__(self, judge: JudgeConfig, pattern: Any, parser: RewardFunction | None) -> None:
         self._judge, self._pattern, self._parser = judge, pattern, parser
@@ -208,13 +210,17 @@ class ScoreExtractor:
     ) -> tuple[Score, ...]:
         grouped = parser.scope == "group"
         with blame_function(parser.name):
-            values = gather_group(parser.needs, task, about) if grouped else gather(parser.needs, task, about[0])
+            values = (
+                collect_group_arguments(parser.needs, task, about)
+                if grouped
+                else collect_arguments(parser.needs, task, about[0])
+            )
             result = replace(parser, kwargs={"text": text})(copy(values))
             if inspect.isawaitable(result):
                 result = await result
             if result is None:
                 raise unreadable("has a parser that found no score", text)
-            return check_count(settle_answer(parser.read(result)), len(about))
+            return check_count(as_worker_results(parser.read(result)), len(about))
 
 
 def unreadable(problem: str, text: str) -> ScoreFailure:
@@ -234,12 +240,10 @@ def _load_parser(path: str, scope: str) -> RewardFunction:
 KEPT = 4000
 """Characters of an answer that a score keeps, from its end."""
 
-T = TypeVar("T")
-
 
 @dataclass(frozen=True, slots=True)
 class JudgeQuestion:
-    """What is asked about one trajectory, or about all samples of a task."""
+    """A question about one trajectory, or about all samples of a task."""
 
     task: Task
     trajectories: tuple[Trajectory, ...]
@@ -256,23 +260,23 @@ class JudgeVote:
 
 
 class Judge:
-    """Built whole from what `prompt`, `reading` and `voice` prepared."""
+    """A judge, built from prompt, extractor and engine."""
 
     def __init__(
         self,
         name: str,
         judge: JudgeConfig,
         prompt: RewardPrompt,
-        reading: ScoreExtractor,
-        voice: JudgeEngine,
+        extractor: ScoreExtractor,
+        judge_engine: JudgeEngine,
         rate: RateLimit,
     ) -> None:
         self._name, self._judge = name, judge
-        self._prompt, self._reading, self._voice, self._rate = prompt, reading, voice, rate
+        self._prompt, self._extractor, self._judge_engine, self._rate = prompt, extractor, judge_engine, rate
         self._places = asyncio.Semaphore(judge.max_concurrency)
 
     async def score(self, task: Task, trajectory: Trajectory) -> Score:
-        """The judge's score, with its words in `extra`. Raises ScoreFailure."""
+        """The judge's score, with its answers in `extra`. Raises ScoreFailure."""
         (score,) = await self.score_group(task, [trajectory])
         return score
 
@@ -283,7 +287,8 @@ class Judge:
             question = self._pose(task, tuple(trajectories))
             try:
                 async with asyncio.timeout(judge.timeout_s) as deadline:
-                    votes = await _together([self._vote(question, number) for number in range(judge.n)])
+                    with first_error():
+                        votes = await run_concurrently([self._vote(question, number) for number in range(judge.n)])
             except TimeoutError as error:
                 if not deadline.expired():
                     raise
@@ -297,7 +302,7 @@ class Judge:
         )
 
     async def close(self) -> None:
-        await self._voice.close()
+        await self._judge_engine.close()
 
     def _pose(self, task: Task, about: tuple[Trajectory, ...]) -> JudgeQuestion:
         judge, engine, prompt = self._judge, self._judge.engine, self._prompt
@@ -306,7 +311,7 @@ class Judge:
         if engine.name == "openai":
             return JudgeQuestion(task, about, messages, ())
         try:
-            ids = self._voice.renderer.prompt(messages)
+            ids = self._judge_engine.renderer.prompt(messages)
         except PromptFailure as failure:
             raise ScoreFailure(Fault.PROMPT, f"has a question that cannot be rendered: {failure}") from failure
         room = engine.max_model_len - judge.response_length
@@ -322,7 +327,7 @@ class Judge:
             await self._rate.turn()
             try:
                 text = await self._answer(question, number + judge.n * attempt)
-                return JudgeVote(await self._reading.read(text, question.task, question.trajectories), text)
+                return JudgeVote(await self._extractor.read(text, question.task, question.trajectories), text)
             except ScoreFailure as failure:
                 if failure.fault is not Fault.UNREADABLE or attempt == judge.retries:
                     raise
@@ -330,59 +335,47 @@ class Judge:
 
     async def _answer(self, question: JudgeQuestion, draw: int) -> str:
         """The text of one whole answer."""
-        judge, said = self._judge, tuple[int, ...]()
-        stops = self._voice.renderer.stop_token_ids
+        judge, answer_ids = self._judge, tuple[int, ...]()
+        stops = self._judge_engine.renderer.stop_token_ids
         sampling = SamplingParams(judge.response_length, judge.temperature, judge.top_p, -1, stops, judge.seed)
         request = Request(self._session(question), draw, question.ids, sampling, 0, question.messages)
         while True:
             try:
-                completion = await self._voice.engine.generate(request)
+                completion = await self._judge_engine.engine.generate(request)
             except EngineFailure as failure:
                 raise ScoreFailure(Fault.ENGINE, f"has an engine that did not answer: {failure}") from failure
-            said += completion.ids
-            text = completion.text if judge.engine.name == "openai" else self._voice.renderer.decode(said)
-            room = judge.response_length - len(said)
+            answer_ids += completion.ids
+            text = completion.text if judge.engine.name == "openai" else self._judge_engine.renderer.decode(answer_ids)
+            room = judge.response_length - len(answer_ids)
             if completion.stop is StopReason.STOP:
                 return text
             if completion.stop is StopReason.LENGTH or room < 1:
                 raise unreadable(f"was cut at response_length={judge.response_length}", text)
-            # Interrupted, as new weights do to the policy's engine: it goes on after what it has said.
+            # Interrupted, as new weights do to the policy's engine: it continues after the tokens so far.
             await asyncio.sleep(0)  # an engine that interrupts without waiting must not keep the deadline from firing
             request = replace(
                 request,
-                ids=(*question.ids, *said),
+                ids=(*question.ids, *answer_ids),
                 sampling=replace(sampling, max_tokens=room),
-                position=len(said),
+                position=len(answer_ids),
             )
 
     def _session(self, question: JudgeQuestion) -> str:
-        """The name under which engines know this judgement; no session of the policy has it."""
+        """Session name of this judgement at engines; no session of the policy has it."""
         about = "group" if self._judge.scope == "group" else question.trajectories[0].sample
         return f"judge {self._name}: {question.task.uid}/{about}"
 
     def _forget(self, question: JudgeQuestion) -> None:
-        if self._voice.router is not None:
+        if self._judge_engine.router is not None:
             for draw in range(self._judge.n * (self._judge.retries + 1)):
-                self._voice.router.forget(f"{self._session(question)}/{draw}")
+                self._judge_engine.router.forget(f"{self._session(question)}/{draw}")
 
 
 def _count_votes(votes: Sequence[Score], answers: tuple[str, ...], judge: JudgeConfig) -> Score:
-    """What votes come to. Among scores that equally many gave, a majority is their mean."""
+    """Score of the votes. Among scores that equally many gave, a majority is their mean."""
     first, values = votes[0], [score.value for score in votes]
     if len(votes) == 1:
-        return settle(Score(first.value, first.parts, {**first.extra, "answers": answers}))
+        return as_worker_result(Score(first.value, first.parts, {**first.extra, "answers": answers}))
     counts = Counter(values)
     chosen = values if judge.vote == "mean" else [value for value in counts if counts[value] == max(counts.values())]
-    return settle(Score(fmean(chosen), extra={"votes": values, "answers": answers}))
-
-
-async def _together(work: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
-    """Run coroutines side by side; the first that fails ends the others, and its error is raised."""
-    if len(work) == 1:
-        return [await work[0]]
-    try:
-        async with asyncio.TaskGroup() as group:
-            running = [group.create_task(item) for item in work]
-    except BaseExceptionGroup as failed:
-        raise failed.exceptions[0] from None
-    return [task.result() for task in running]
+    return as_worker_result(Score(fmean(chosen), extra={"votes": values, "answers": answers}))

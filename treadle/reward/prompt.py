@@ -42,8 +42,8 @@ _COMMON_SPELLINGS = re.compile(
         )
     )
 )
-"""How special tokens are spelled by the families of today, for a server whose tokenizer is not here. It is better to
-break up something else that looks like one than to let one through: a judge reads `< tool_call>` as well."""
+"""Spellings of special tokens in current model families, for a server without a local tokenizer. It is better to break
+up something else that looks like one than to let one through: a judge reads `< tool_call>` as well."""
 
 _MAX_ROUNDS = 8
 
@@ -68,12 +68,12 @@ class SpecialTokenEscaper:
     def clean(self, value: Any) -> Any:
         """Foreign text, or a message or a list of foreign text, without special tokens; a message keeps its role."""
         if isinstance(value, str):
-            return self.settle(value, bytes(b"\1" * len(value)))
+            return self.escape_foreign(value, bytes(b"\1" * len(value)))
         if isinstance(value, Mapping):
             return {name: item if name == "role" else self.clean(item) for name, item in value.items()}
         return [self.clean(item) for item in value] if isinstance(value, list | tuple) else value
 
-    def settle(self, text: str, foreign: bytes) -> str:
+    def escape_foreign(self, text: str, foreign: bytes) -> str:
         """The text without those special tokens that `foreign`, one byte a character, has a part in."""
         for _ in range(_MAX_ROUNDS):
             broken, mask = self._break(text, foreign)
@@ -100,13 +100,13 @@ _ONLY_WORDS = dict.fromkeys(map(ord, "<>|[]｜"), " ")
 
 
 def read_question(task: Task, _: Trajectory) -> str:
-    """What the user asked last."""
+    """Text of the last user message."""
     asked = (message["content"] for message in reversed(task.messages) if message["role"] == "user")
     return _as_text(next(asked, ""))
 
 
 def read_conversation(_: Task, trajectory: Trajectory) -> str:
-    """All that was said, each message after the name of its role."""
+    """All messages as text, each after the name of its role."""
     return "\n\n".join(f"{message['role']}: {_as_text(message.get('content'))}" for message in trajectory.messages)
 
 
@@ -164,7 +164,7 @@ class RewardPrompt:
             text = self._template.render({name: read(name) for name in self._needs})
         except (TemplateError, TypeError, ValueError, ArithmeticError, LookupError, AttributeError) as error:
             raise ScoreFailure(Fault.PROMPT, f"has a prompt that cannot be filled: {describe(error)}") from error
-        return self._guard.settle(*_unmark(text))
+        return self._guard.escape_foreign(*_unmark(text))
 
 
 def _unmark(text: str) -> tuple[str, bytes]:

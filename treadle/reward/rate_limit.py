@@ -23,7 +23,7 @@ class RateClock:
         self._lock = Lock()
 
     def take(self, now: float) -> float:
-        """Take the turn that is due: 0; or how long it is until one is."""
+        """Take the turn that is due and return 0; else return how long it is until one is."""
         with self._lock:
             if now < self._next_s:
                 return self._next_s - now
@@ -52,7 +52,7 @@ class RateLimit:
         loop = asyncio.get_running_loop()
         async with self._line:
             wait_s = self._clock.take(loop.time())
-            while wait_s:  # others, in other threads, may have been first then
+            while wait_s:  # another thread may have taken the turn by then
                 await asyncio.sleep(wait_s)
                 wait_s = self._clock.take(loop.time())
 

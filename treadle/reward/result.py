@@ -37,7 +37,7 @@ class Fault(StrEnum):
     TOO_LARGE = "too_large"
     CLOSED = "closed"
     PROMPT = "prompt"
-    """The trajectory could not be put into words for the model, or is too long."""
+    """The trajectory could not be rendered for the model, or is too long."""
     ENGINE = "engine"
     """The judge's engine, or the classifier's server, did not answer."""
     UNREADABLE = "unreadable"
@@ -83,7 +83,7 @@ class ScoreFailure(RewardFailure):
 
 @contextmanager
 def name_function(function: str, kind: str = "function") -> Iterator[None]:
-    """A failure inside belongs to this function or model."""
+    """Name this function or model in a failure inside."""
     try:
         yield
     except ScoreFailure as failure:
@@ -92,7 +92,7 @@ def name_function(function: str, kind: str = "function") -> Iterator[None]:
 
 @contextmanager
 def blame_function(function: str) -> Iterator[None]:
-    """Whatever breaks inside is this function's."""
+    """Report any exception inside as a failure of this function."""
     try:
         yield
     except ScoreFailure as failure:
@@ -114,7 +114,7 @@ def blame_function(function: str) -> Iterator[None]:
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """A full GPU has an error of its own, a full CPU has words; C code that lost its MemoryError has only these."""
+    """Whether memory ran out: by class, or by its text on a CPU and in C code that lost its MemoryError."""
     if isinstance(error, SystemError):
         return "without" in str(error) and "exception" in str(error)
     return (
@@ -209,13 +209,13 @@ def _simplify(value: Any) -> Any:
     return list(value) if isinstance(value, set | frozenset) else repr(value)
 
 
-def settle_answer(answer: RewardResult) -> RewardResult:
-    """The same answer as a worker would give it."""
-    return tuple(settle(score) for score in answer) if isinstance(answer, tuple) else settle(answer)
+def as_worker_results(answer: RewardResult) -> RewardResult:
+    """A result as it would come back from a worker."""
+    return tuple(as_worker_result(score) for score in answer) if isinstance(answer, tuple) else as_worker_result(answer)
 
 
-def settle(score: Score) -> Score:
-    """The same score as a worker's answer would give it."""
+def as_worker_result(score: Score) -> Score:
+    """A score as it would come back from a worker."""
     if not score.extra and not score.parts:
         return score
     settled = decode(encode(score))
@@ -247,7 +247,7 @@ def encode_failure(failure: ScoreFailure) -> bytes:
 
 
 def read_session(trajectory: Trajectory, always: Container[str] = ()) -> dict[str, Score]:
-    """What the session itself brought: the rewards for its turns, and for its tool calls, each added up.
+    """Rewards of the session itself: of its turns, and of its tool calls, each summed.
 
     A part is there where anything was given, or where it is one of `always`.
     """
@@ -265,7 +265,7 @@ def read_session(trajectory: Trajectory, always: Container[str] = ()) -> dict[st
 
 
 def add_up(values: Mapping[str, float], weights: Mapping[str, float] | None = None) -> float:
-    """The weighted sum, of the decimals that a person reads: 0.7 + 0.2 + 0.1 is 1, and not a little less."""
+    """Weighted sum in decimal arithmetic: 0.7 + 0.2 + 0.1 is 1, and not a little less."""
     with localcontext(prec=60):
         factors = weights or {}
         terms = (Decimal(repr(value)) * Decimal(repr(float(factors.get(name, 1.0)))) for name, value in values.items())

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Protocol, TypeVar
 
+from treadle.aio import first_error
 from treadle.config.reward import RewardConfig, reward_models_are_whole
 from treadle.errors import ConfigError, Mistake
 from treadle.reward.classifier.classifier import Classifier, ClassifierInput, start_classifier_head
@@ -37,18 +38,18 @@ class RewardModel(Protocol):
 class PreparedModels:
     """What models need besides their weights, and every mistake found on the way."""
 
-    transcripts: dict[str, ClassifierInput] = field(default_factory=dict)
+    classifier_inputs: dict[str, ClassifierInput] = field(default_factory=dict)
     judges: dict[str, tuple[RewardPrompt, ScoreExtractor, JudgeEncoding]] = field(default_factory=dict)
     mistakes: list[Mistake] = field(default_factory=list)
 
     @property
     def any(self) -> bool:
         """Whether there is a model at all."""
-        return bool(self.transcripts or self.judges)
+        return bool(self.classifier_inputs or self.judges)
 
 
 class RewardModels:
-    """Started by `start`, whole; the constructor only holds."""
+    """Reward models of a section, built by `start`."""
 
     def __init__(
         self,
@@ -61,23 +62,23 @@ class RewardModels:
 
     @classmethod
     async def start(
-        cls, reward: RewardConfig, prepared: PreparedModels, rate: RateLimit, surroundings: RewardContext
+        cls, reward: RewardConfig, prepared: PreparedModels, rate: RateLimit, context: RewardContext
     ) -> "RewardModels":
         """Start every model, or none. ConfigError or RunError says which could not."""
         models: dict[str, RewardModel] = {}
         of_groups: dict[str, Judge] = {}
         async with AsyncExitStack() as started:
-            for name, transcript in prepared.transcripts.items():
+            for name, classifier_input in prepared.classifier_inputs.items():
                 classifier = reward.classifiers[name]
                 with _locate(reward, f"classifiers.{name}."):
-                    head = await start_classifier_head(name, classifier, reward, surroundings)
-                models[name] = Classifier(name, classifier, transcript, head, rate)
+                    head = await start_classifier_head(name, classifier, reward, context)
+                models[name] = Classifier(name, classifier, classifier_input, head, rate)
                 started.push_async_callback(models[name].close)
-            for name, (prompt, reading, speech) in prepared.judges.items():
+            for name, (prompt, extractor, encoding) in prepared.judges.items():
                 judge = reward.judges[name]
                 with _locate(reward, f"judges.{name}."):
-                    voice = await start_judge_engine(name, judge, reward, speech, surroundings)
-                asked = Judge(name, judge, prompt, reading, voice, rate)
+                    judge_engine = await start_judge_engine(name, judge, reward, encoding, context)
+                asked = Judge(name, judge, prompt, extractor, judge_engine, rate)
                 if judge.scope == "group":
                     of_groups[name] = asked
                 else:
@@ -95,11 +96,9 @@ class RewardModels:
         return await self._ask({name: partial(judge.score_group, task, trajectories) for name, judge in judges})
 
     async def _ask(self, questions: Mapping[str, Callable[[], Coroutine[Any, Any, T]]]) -> dict[str, T]:
-        try:
+        with first_error():
             async with asyncio.TaskGroup() as group:
                 asked = {name: group.create_task(self._attempt(name, ask)) for name, ask in questions.items()}
-        except BaseExceptionGroup as failed:
-            raise failed.exceptions[0] from None
         return {name: answer.result() for name, answer in asked.items()}
 
     async def close(self) -> None:
@@ -117,7 +116,7 @@ class RewardModels:
         raise AssertionError("every attempt returns or raises")
 
 
-async def prepare_models(reward: RewardConfig, surroundings: RewardContext) -> PreparedModels:
+async def prepare_models(reward: RewardConfig, context: RewardContext) -> PreparedModels:
     """Read templates, patterns and tokenizers; loads no weights and starts nothing."""
     prepared = PreparedModels()
     for key, problem, fix in reward_models_are_whole(reward):
@@ -126,11 +125,15 @@ async def prepare_models(reward: RewardConfig, surroundings: RewardContext) -> P
         return prepared
     for name, classifier in reward.classifiers.items():
         with _collect(prepared.mistakes), _locate(reward, f"classifiers.{name}."):
-            prepared.transcripts[name] = await ClassifierInput.create(classifier)
+            prepared.classifier_inputs[name] = await ClassifierInput.create(classifier)
     for name, judge in reward.judges.items():
         with _collect(prepared.mistakes), _locate(reward, f"judges.{name}."):
-            reading, speech = ScoreExtractor.create(judge), await prepare_judge_encoding(judge, surroundings)
-            prepared.judges[name] = (RewardPrompt.create(judge.prompt, speech.guard, judge.scope), reading, speech)
+            extractor, encoding = ScoreExtractor.create(judge), await prepare_judge_encoding(judge, context)
+            prepared.judges[name] = (
+                RewardPrompt.create(judge.prompt, encoding.guard, judge.scope),
+                extractor,
+                encoding,
+            )
     return prepared
 
 
@@ -157,5 +160,5 @@ def _place(reward: RewardConfig, place: str, mistake: Mistake) -> Mistake:
     try:
         origin = reward.origin(key)
     except KeyError:
-        origin = None  # an engine blames something that a judge has no key for
+        origin = None  # an engine's mistake in something that a judge has no key for
     return replace(mistake, key=f"reward.{key}", origin=origin)

@@ -2,15 +2,15 @@
 
 Owns the split between this process (built-ins that are pure and bounded, or everything where `reward.num_workers` is
 0) and worker processes (all else), and the retries. What the limits do and do not cover: see `treadle.reward`.
-Models are asked when all functions have answered, so a trajectory that functions cannot score costs no model anything.
+Models run after all functions have returned, so a trajectory that functions cannot score costs no model anything.
 What has scope group comes last, once all samples of a task have the score of everything else.
-Invariant: a Score is what functions and models said; anything that kept one from answering is a RewardFailure, never a
-number.
+Invariant: a Score is what functions and models returned; anything that kept one from returning is a RewardFailure,
+never a number.
 """
 
 import asyncio
 import inspect
-from collections.abc import Awaitable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from types import TracebackType
 from typing import Any
@@ -20,19 +20,25 @@ from treadle.config.reward import RewardConfig, RewardFunctionConfig
 from treadle.errors import ConfigError, Mistake, MisuseError
 from treadle.reward.builtin import BUILTINS
 from treadle.reward.context import NO_CONTEXT, RewardContext
-from treadle.reward.function import Gather, RewardFunction, gather, gather_group, load_function
+from treadle.reward.function import (
+    CollectArguments,
+    RewardFunction,
+    collect_arguments,
+    collect_group_arguments,
+    load_function,
+)
 from treadle.reward.rate_limit import RateLimit
 from treadle.reward.result import (
     Fault,
     RewardResult,
     ScoreFailure,
+    as_worker_results,
     blame_function,
     check_count,
     combine,
     extend,
     name_function,
     read_session,
-    settle_answer,
 )
 from treadle.reward.reward_models import RewardModels, prepare_models
 from treadle.reward.sandbox.confine import hide_where_needed
@@ -63,22 +69,22 @@ class Scorer:
         self._closed = False
 
     @classmethod
-    async def create(cls, reward: RewardConfig, surroundings: RewardContext = NO_CONTEXT) -> "Scorer":
+    async def create(cls, reward: RewardConfig, context: RewardContext = NO_CONTEXT) -> "Scorer":
         """A started scorer. ConfigError with every mistake, or RunError where workers or models cannot start.
 
-        `surroundings`: what a rollout lends to judges.
+        `context`: what judges use of a rollout.
         """
         apart = tuple(name for name in reward.functions if _needs_worker(reward, name))
         rate = RateLimit(reward.rate_limit_per_s, shared_by=_limited(reward))
         mistakes: list[Mistake] = []
         inline = _load_inline(reward, [name for name in reward.functions if name not in apart], mistakes)
-        prepared = await prepare_models(reward, surroundings)
+        prepared = await prepare_models(reward, context)
         mistakes += prepared.mistakes
         pools = await _start_pools(reward, apart, rate, mistakes)
         try:
             if mistakes:
                 raise ConfigError(mistakes)
-            models = await RewardModels.start(reward, prepared, rate, surroundings) if prepared.any else None
+            models = await RewardModels.start(reward, prepared, rate, context) if prepared.any else None
         except BaseException:
             await asyncio.shield(_close_pools(pools))
             raise
@@ -91,7 +97,9 @@ class Scorer:
         with why.
         """
         self._refuse_closed()
-        answers = await self._run_functions(self._of_samples, partial(gather, task=task, trajectory=trajectory))
+        answers = await self._run_functions(
+            self._of_samples, partial(collect_arguments, task=task, trajectory=trajectory)
+        )
         scores = {name: score for name, answer in answers.items() for score in check_count(answer, 1)}
         if self._models is not None:
             scores |= await self._models.score(task, trajectory)
@@ -107,7 +115,7 @@ class Scorer:
         Raises RewardFailure where what has scope group fails, for all of them.
         """
         self._refuse_closed()
-        subject = partial(gather_group, task=task, trajectories=trajectories)
+        subject = partial(collect_group_arguments, task=task, trajectories=trajectories)
         answers = await self._run_functions(self._of_groups, subject, count=len(trajectories))
         columns: dict[str, tuple[Score, ...]] = {}
         for name, answer in answers.items():
@@ -126,9 +134,9 @@ class Scorer:
             raise MisuseError("this scorer is closed; build another with Scorer.create")
 
     async def _run_functions(
-        self, names: Sequence[str], gather: Gather, count: int | None = None
+        self, names: Sequence[str], collect: CollectArguments, count: int | None = None
     ) -> dict[str, RewardResult]:
-        """What each function says, of a sample or of a group of `count`.
+        """Result of each function, for a sample or for a group of `count`.
 
         One that is past its deadline for good has `reward.on_timeout`, if that is set. The others are run
         again then, without it: a worker that is late is killed with all it had to do.
@@ -136,7 +144,7 @@ class Scorer:
         attempt, late = 0, dict[str, RewardResult]()
         while True:
             try:
-                return late | await self._attempt([name for name in names if name not in late], gather)
+                return late | await self._attempt([name for name in names if name not in late], collect)
             except ScoreFailure as failure:
                 if attempt < self._reward.retries and failure.may_pass:
                     attempt += 1
@@ -146,44 +154,41 @@ class Scorer:
                 else:
                     raise
 
-    async def _attempt(self, names: Sequence[str], gather: Gather) -> dict[str, RewardResult]:
+    async def _attempt(self, names: Sequence[str], collect: CollectArguments) -> dict[str, RewardResult]:
         answers: dict[str, RewardResult] = {}
         if names and not self._pools:
             await self._rate.turn()
         for name, function in self._inline.items():
             if name in names:
-                answers[name] = await self._run_inline(function, gather)
+                answers[name] = await self._run_inline(function, collect)
         turn = True
         for pool in self._pools:
             if chosen := tuple(name for name in pool.names if name in names):
-                answers |= await pool.run(chosen, gather, turn=turn)
+                answers |= await pool.run(chosen, collect, turn=turn)
                 turn = False
         return answers
 
-    async def _run_inline(self, function: RewardFunction, gather: Gather) -> RewardResult:
+    async def _run_inline(self, function: RewardFunction, collect: CollectArguments) -> RewardResult:
         """Run in this process: a built-in on the records themselves, a user's function on a copy of them."""
         with blame_function(function.name):
-            values = gather(function.needs)
+            values = collect(function.needs)
             if function.pure:
                 return function.read(function(values))
             return await in_own_task(self._call(function, copy(values)))
 
     async def _call(self, function: RewardFunction, values: Mapping[str, Any]) -> RewardResult:
-        """A user's function, in a task of its own: what it does to its task is no business of the trajectory's."""
+        """Call a user's function; async ones within `reward.timeout_s`. Runs in a task of its own."""
         result = function(values)
         if inspect.isawaitable(result):
-            result = await self._wait_for(result)
-        return settle_answer(function.read(result))
-
-    async def _wait_for(self, result: Awaitable[Any]) -> Any:
-        try:
-            async with asyncio.timeout(self._reward.timeout_s) as deadline:
-                return await result
-        except TimeoutError as error:
-            if deadline.expired():
-                problem = f"ran past reward.timeout_s={self._reward.timeout_s:g}"
-                raise ScoreFailure(Fault.TIMEOUT, problem, past_deadline=True) from error
-            raise
+            try:
+                async with asyncio.timeout(self._reward.timeout_s) as deadline:
+                    result = await result
+            except TimeoutError as error:
+                if deadline.expired():
+                    problem = f"ran past reward.timeout_s={self._reward.timeout_s:g}"
+                    raise ScoreFailure(Fault.TIMEOUT, problem, past_deadline=True) from error
+                raise
+        return as_worker_results(function.read(result))
 
     async def close(self) -> None:
         """End workers and models. Scores that run fail; later ones are a MisuseError. Closing twice is fine."""
@@ -247,7 +252,7 @@ async def _start_pools(
 
 
 async def _close_pools(pools: Sequence[RewardWorkerPool]) -> None:
-    """All of them, whatever one says."""
+    """Close all of them, also where one fails."""
     found = await asyncio.gather(*(pool.close() for pool in pools), return_exceptions=True)
     for error in found:
         if error is not None:

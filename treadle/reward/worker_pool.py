@@ -17,7 +17,7 @@ from treadle.config.reward import RewardConfig
 from treadle.context_vars import capture
 from treadle.errors import ConfigError, DeadlineError, RunError
 from treadle.process.supervisor import RestartPolicy, Supervisor
-from treadle.reward.function import Gather
+from treadle.reward.function import CollectArguments
 from treadle.reward.rate_limit import RateLimit
 from treadle.reward.result import Fault, RewardResult, ScoreFailure, blame_function
 from treadle.reward.sandbox.process import END_TIMEOUT_S, WorkerProcess
@@ -34,7 +34,7 @@ class RewardWorkerPool:
         self.names = names
         self.needs: tuple[str, ...] = ()
         self.missing: tuple[str, ...] = ()
-        """The fences that a sandbox does without on this machine, in words."""
+        """Restrictions that the sandbox lacks on this machine, in words."""
         self._reward, self._rate, self._sandbox = reward, rate, sandbox
         self._places = asyncio.Semaphore(reward.num_workers)
         self._workers: set[WorkerProcess] = set()
@@ -65,8 +65,10 @@ class RewardWorkerPool:
             raise
         return pool
 
-    async def run(self, names: tuple[str, ...], gather: Gather, *, turn: bool = True) -> dict[str, RewardResult]:
-        """What each of these functions says, from one worker. Nothing is packed before there is a place.
+    async def run(
+        self, names: tuple[str, ...], collect: CollectArguments, *, turn: bool = True
+    ) -> dict[str, RewardResult]:
+        """Result of each of these functions, from one worker. Nothing is packed before there is a place.
 
         `turn`: it counts for the rate limit. A score that needs two pools counts once.
         """
@@ -77,13 +79,13 @@ class RewardWorkerPool:
                     worker = await self._current(supervisor)
                     if turn:
                         await self._rate.turn()
-                    return await worker.ask(self._pack_arguments(gather), names)
+                    return await worker.ask(self._pack_arguments(collect), names)
                 finally:
                     self._idle.append(supervisor)
 
-    def _pack_arguments(self, gather: Gather) -> bytes:
+    def _pack_arguments(self, collect: CollectArguments) -> bytes:
         with blame_function(", ".join(self.names)):
-            return pack((gather(self.needs), capture()))
+            return pack((collect(self.needs), capture()))
 
     async def _current(self, supervisor: Supervisor[WorkerProcess]) -> WorkerProcess:
         """A place's worker, started if it has to be: that its functions now cannot be loaded is no mistake of the

@@ -8,18 +8,13 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from treadle.config import RolloutConfig
+from treadle.engine.protocol import TokenGenerator as TokenGenerator
 from treadle.errors import EnvironmentFailure
 from treadle.observe import Wait
 from treadle.rollout.tools.thread_pool import DaemonThreadPool
-from treadle.types import Completion, Message, Request, SamplingParams, Score, Task, ToolCall, ToolResult, Trajectory
+from treadle.types import Message, SamplingParams, Score, Task, ToolCall, ToolResult, Trajectory
 
 MAX_LOOP_THREADS = 256
-
-
-class TokenGenerator(Protocol):
-    """Answers requests: an engine, or the router in front of several."""
-
-    async def generate(self, request: Request) -> Completion: ...
 
 
 class TextRenderer(Protocol):

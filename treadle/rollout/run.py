@@ -44,7 +44,7 @@ class RolloutResult:
     run_dir: Path | None
 
 
-def hide_progress(tally: RolloutCounters, total: int) -> AbstractContextManager[object]:
+def hide_progress(counters: RolloutCounters, total: int) -> AbstractContextManager[object]:
     """No view at all."""
     return nullcontext()
 
@@ -73,7 +73,7 @@ def run_rollout(
     cut = 0 if config.rollout.overlong_prompts == "drop" else len(survey.overlong)
     if not config.logging.journal:
         run = _RolloutRun(config, tasks, None, validation, ReusableSamples(), replace(parts, renderer=renderer))
-        with progress(run.tally, run.total):
+        with progress(run.counters, run.total):
             interrupted = run.roll_out()
         return RolloutResult(run.summary(num_cut=cut), interrupted, None)
     run_dir = Path(config.logging.directory("validation" if validation else "rollout"))
@@ -85,7 +85,7 @@ def run_rollout(
         record_inputs(journal, inputs, validation=validation)
         brought = replace(parts, renderer=renderer, journal=journal, inputs=inputs)
         run = _RolloutRun(config, tasks, journal, validation, kept, brought)
-        with progress(run.tally, run.total):
+        with progress(run.counters, run.total):
             interrupted = run.roll_out()
     return RolloutResult(run.summary(num_cut=cut), interrupted, run_dir)
 
@@ -127,9 +127,9 @@ class _RolloutRun:
         self._unscored = kept.unscored
         self._dropped: set[str] = set()
         self._began = time.monotonic()
-        self.tally = RolloutCounters()
+        self.counters = RolloutCounters()
         for headline in kept.finished:
-            self.tally.recall(headline)
+            self.counters.add_finished(headline)
         if journal is not None:
             for task in tasks:
                 journal.add_task(task)
@@ -145,7 +145,7 @@ class _RolloutRun:
         if len(done) == self.total:
             return False
         kind = RolloutKind.VALIDATION if self._validation else RolloutKind.TRAINING
-        parts = replace(self._parts, observers=(self.tally,))
+        parts = replace(self._parts, observers=(self.counters,))
         try:
             with AgentLoopManager.create_blocking(
                 rollout=config.rollout, model=config.model, reward=config.reward, parts=parts

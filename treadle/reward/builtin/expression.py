@@ -1,4 +1,4 @@
-r"""Arithmetic and algebra in answers: text is parsed by a grammar of our own, and nothing of it is ever run as code.
+r"""Arithmetic and algebra in answers: text is parsed by a grammar of its own, and never run as code.
 
     sum      = ["+" | "-"] product {("+" | "-") product}
     product  = power {("*" | "/") power}
@@ -259,7 +259,7 @@ def _raise(base: Polynomial, exponent: Fraction) -> Polynomial:
 
 
 def is_antiderivative(answer: ExpressionNode, integrand: ExpressionNode, variable: str) -> bool:
-    """Whether the derivative of `answer` is `integrand`: compared at complex unpredictable points.
+    """Whether the derivative of `answer` is `integrand`: compared at unpredictable complex points.
 
     The points follow from a digest of both, so the same answer has the same score. A point where the integrand is
     undefined is passed over; an answer that is undefined at any other is wrong.
