@@ -207,7 +207,7 @@ class AsyncLLMSampler:
     async def _load(self, transfer: bytes) -> Sequence[tuple[str, bool]]:
         """Through vLLM's loader. What each worker holds then, and whether the next update may be written in place."""
         await self._llm.start_weight_update()
-        await self._llm.update_weights(WeightTransferUpdateRequest(update_info={"parcel": transfer}))
+        await self._llm.update_weights(WeightTransferUpdateRequest(update_info={"transfer": transfer}))
         await self._llm.finish_weight_update()
         found: Sequence[tuple[str, bool]] = await self._llm.collective_rpc("treadle_settle")
         return found
