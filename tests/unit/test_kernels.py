@@ -7,6 +7,10 @@ import pytest
 import torch
 from torch import Tensor
 
+if not torch.cuda.is_available() and find_spec("triton"):
+    os.environ["TRITON_INTERPRET"] = "1"
+pytest.importorskip("triton")
+
 from tests.tiny import FAMILIES, VOCABULARY, tiny
 from treadle.algorithm.fused_head import FusedHead
 from treadle.algorithm.logprobs import _ChunkedHead
@@ -28,10 +32,6 @@ from treadle.model.fused_layers import fuse_layers
 from treadle.model.kernels import sum_words
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-if DEVICE.type == "cpu" and find_spec("triton"):
-    os.environ["TRITON_INTERPRET"] = "1"
-pytest.importorskip("triton")
-
 
 pytestmark = [  # the interpreter computes what masks leave out, and uses numpy in ways that are going away
     pytest.mark.filterwarnings("ignore::RuntimeWarning"),

@@ -10,9 +10,9 @@ import torch
 from tests.tiny import tiny
 from tests.unit.test_native_determinism import ROLLOUT, Stand, Talk, alone
 from treadle.config import ModelConfig, RolloutConfig
-from treadle.engine.native.fused_model import MergedLinear
 from treadle.engine.native.input_batch import OutputRing
 from treadle.engine.native.kv_cache import FreeList, KVCacheShape, PagedKVCache, PagePool, SavedPages
+from treadle.engine.native.merged_linear import MergedLinear
 from treadle.engine.native.prefix_cache import PrefixCache, SwapSpace
 from treadle.engine.native.sequence import SequenceState
 from treadle.errors import ConfigError
