@@ -39,7 +39,7 @@ from treadle.errors import ConfigError, DeadlineError, EngineFailure, RequestRef
 from treadle.model.checksum import checksum
 from treadle.model.load import load_causal_model
 from treadle.types import Request, SamplingParams, StopReason
-from treadle.weights import PolicySender, push_weights
+from treadle.weights import PolicySender, WeightSync
 from treadle.weights.shared_memory import SharedMemoryTransport
 
 globals().update({name: value for name, value in vars(contract).items() if name.startswith("test_")})
@@ -101,7 +101,7 @@ class Confirming(VLLMEngine):
         if update.checksum != "checksum":
             return await super().update_weights(update)
         sender = PolicySender(Weights(letters_model()), transport=SharedMemoryTransport(timeout_s=20))  # type: ignore[arg-type]
-        await push_weights(sender, self, update.version, timeout_s=60)
+        await WeightSync(sender, timeout_s=60).push_to(self, update.version)
         return update.checksum
 
 
@@ -173,7 +173,7 @@ def test_new_weights_show_in_what_is_sampled(stage: Stage) -> None:
     async def body(engine: VLLMEngine) -> None:
         native = await NativeEngine.create(ROLLOUT, module)
         sender = PolicySender(Weights(module), transport=SharedMemoryTransport(timeout_s=20, bucket_bytes=4096))  # type: ignore[arg-type]
-        report = await push_weights(sender, engine, 4, timeout_s=60)
+        report = await WeightSync(sender, timeout_s=60).push_to(engine, 4)
         assert report.num_bytes > 4096
         ours, theirs = await native.generate(request), await engine.generate(request)
         await native.close()
@@ -195,7 +195,7 @@ def test_damage_on_the_way_is_named_with_both_checksums(stage: Stage) -> None:
         with pytest.raises(
             RunError, match=r"version 4 has checksum 0123456789abcdef, the engine confirms [0-9a-f]{16}"
         ):
-            await push_weights(sender, engine, 4, timeout_s=60)
+            await WeightSync(sender, timeout_s=60).push_to(engine, 4)
         await engine.update_weights(WeightUpdate(0, "checksum", {}))
 
     play(stage, body)
@@ -268,7 +268,7 @@ def test_pushed_weights_of_a_tied_and_fused_model_give_the_trainers_logprobs(
         assert calculator.version == 3
         native = await NativeEngine.create(RolloutConfig(prompt_length=64, response_length=100), module)
         sender = PolicySender(Weights(module), transport=SharedMemoryTransport(timeout_s=20, bucket_bytes=1 << 19))  # type: ignore[arg-type]
-        await push_weights(sender, calculator, 4, timeout_s=60)
+        await WeightSync(sender, timeout_s=60).push_to(calculator, 4)
         ours, theirs = await native.generate(request), await calculator.generate(request)
         await native.close()
         assert ours.ids == theirs.ids and set(theirs.versions) == {4}

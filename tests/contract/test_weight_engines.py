@@ -30,7 +30,7 @@ from treadle.errors import RunError
 from treadle.model.checksum import checksum
 from treadle.model.load import load_causal_model
 from treadle.types import Request, SamplingParams
-from treadle.weights import PolicySender, Transport, push_weights
+from treadle.weights import PolicySender, Transport, WeightSync
 from treadle.weights.collective import CollectiveTransport
 from treadle.weights.disk import DiskTransport
 from treadle.weights.shared_memory import SharedMemoryTransport
@@ -135,7 +135,7 @@ def test_an_engine_holds_what_was_sent_and_samples_from_it(
     async def main() -> None:
         for version in (3, 4):
             weights.change()
-            report = await push_weights(sender, engine, version, timeout_s=60)
+            report = await WeightSync(sender, timeout_s=60).push_to(engine, version)
             assert report.checksum == checksum(weights.tensors()) and report.num_bytes > 4 * BUCKET
             completion = await engine.generate(Request("t", 0, (5, 6, 7), SamplingParams(4)))
             assert set(completion.versions) == {version} == {engine.version}
@@ -150,8 +150,8 @@ def test_damage_on_the_way_is_found_and_the_next_push_mends_it(
     async def main() -> None:
         sent = checksum(weights.tensors())
         with pytest.raises(RunError, match=rf"version 5 has checksum {sent}, the engine confirms [0-9a-f]{{16}}"):
-            await push_weights(sender_of(weights, Damaging(transport)), engine, 5, timeout_s=60)
-        assert (await push_weights(sender_of(weights, transport), engine, 6, timeout_s=60)).checksum == sent
+            await WeightSync(sender_of(weights, Damaging(transport)), timeout_s=60).push_to(engine, 5)
+        assert (await WeightSync(sender_of(weights, transport), timeout_s=60).push_to(engine, 6)).checksum == sent
 
     loop.run(main())
 
@@ -166,7 +166,7 @@ def test_a_replica_killed_in_the_middle_fails_alone_and_the_next_push_works(
         assert isinstance(victim, Victim)
         victim.flag = tmp_path / "halted"
         router = Router([victim, engine], limits=LIMITS, failures=FailureConfig(), rng=random.Random(0))
-        pushing = asyncio.ensure_future(push_weights(sender, router, 7, timeout_s=60))
+        pushing = asyncio.ensure_future(WeightSync(sender, timeout_s=60).push_to(router, 7))
         await asyncio.to_thread(wait_for, victim.flag)
         os.kill(victim.pid, signal.SIGKILL)
         killed_at = time.monotonic()
@@ -175,7 +175,7 @@ def test_a_replica_killed_in_the_middle_fails_alone_and_the_next_push_works(
         states = {state.name: state.healthy for state in router.snapshot()}
         assert states == {"victim": False, engine.name: True} and engine.version == 7
         weights.change()
-        assert (await push_weights(sender, router, 8, timeout_s=60)).checksum == checksum(weights.tensors())
+        assert (await WeightSync(sender, timeout_s=60).push_to(router, 8)).checksum == checksum(weights.tensors())
         await router.remove(engine.name)
         await router.close()
 

@@ -22,7 +22,7 @@ from treadle.engine.protocol import WeightUpdate
 from treadle.errors import DeadlineError, EngineFailure, RunError
 from treadle.model.checksum import checksum
 from treadle.policy.policy import SinglePolicy
-from treadle.weights import PolicySender, Transport, push_weights
+from treadle.weights import PolicySender, Transport, WeightSync
 from treadle.weights.collective import BroadcastRank, CollectiveTransport, own_address
 from treadle.weights.disk import DiskTransport
 from treadle.weights.shared_memory import SharedMemoryTransport
@@ -145,7 +145,7 @@ def test_weights_arrive_bit_for_bit_at_every_receiver(
 ) -> None:
     transport = make(tmp_path, 2, 20.0)
     sender = PolicySender(policy, dtype=dtype, transport=transport)
-    report = asyncio.run(push_weights(sender, Both(*readers), 3, timeout_s=30))
+    report = asyncio.run(WeightSync(sender, timeout_s=30).push_to(Both(*readers), 3))
     sent = {name: tensor.to(dtype) for name, tensor in policy.tensors().items()}
     assert report.checksum == checksum(sent) and report.version == 3
     assert report.num_bytes == sum(tensor.nbytes for tensor in sent.values())
@@ -162,7 +162,7 @@ def test_versions_follow_each_other(
         for version in (1, 2, 3):
             with torch.no_grad():
                 next(iter(policy.tensors().values())).add_(0.5)
-            words.append((await push_weights(sender, readers[0], version, timeout_s=30)).checksum)
+            words.append((await WeightSync(sender, timeout_s=30).push_to(readers[0], version)).checksum)
         return words
 
     assert len(set(asyncio.run(main()))) == 3
@@ -187,7 +187,7 @@ def test_a_receiver_killed_on_the_way_fails_alone_and_nothing_is_left(
     assert asyncio.run(main()) < 5.0, "its death was noticed, not waited for"
     assert not list(tmp_path.iterdir())
     after = Reader("replica-10")
-    assert asyncio.run(push_weights(sender, after, 2, timeout_s=30)).checksum == checksum(policy.tensors())
+    assert asyncio.run(WeightSync(sender, timeout_s=30).push_to(after, 2)).checksum == checksum(policy.tensors())
     after.close()
 
 
@@ -240,7 +240,7 @@ async def _impatient(sender: PolicySender, stuck: Reader) -> None:
             return ""
 
     try:
-        await push_weights(sender, Silent(), 1, timeout_s=1)
+        await WeightSync(sender, timeout_s=1).push_to(Silent(), 1)
     finally:
         stuck.kill()
 
@@ -269,7 +269,7 @@ def test_a_broadcast_reaches_other_machines(policy: SinglePolicy, readers: tuple
         host = probe.getsockname()[0]
     assert not host.startswith("127.")
     transport = CollectiveTransport(host=host, receivers=1, timeout_s=10, bucket_bytes=BUCKET)
-    report = asyncio.run(push_weights(PolicySender(policy, transport=transport), readers[0], 1, timeout_s=20))
+    report = asyncio.run(WeightSync(PolicySender(policy, transport=transport), timeout_s=20).push_to(readers[0], 1))
     assert report.checksum == checksum(policy.tensors())
     assert own_address(BroadcastRank(1, 1, 2), (host, 9)) == host == own_address(BroadcastRank(1, 0, 2), (host, 9))
     assert own_address(BroadcastRank(1, 1, 2), ("127.0.0.1", 9)) == "127.0.0.1"

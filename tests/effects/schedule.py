@@ -11,7 +11,6 @@ from tests import virtual_time
 from tests.effects.cases import Case, config_cases, configured, training
 from tests.rollouts import renderer, task
 from tests.schedules import ASYNC, BASE, Rollout, Trial
-from treadle.cluster.training import _RolloutReceiver
 from treadle.config import Machine, make_plan
 from treadle.engine.protocol import WeightUpdate
 from treadle.errors import TreadleError
@@ -19,6 +18,7 @@ from treadle.model.checksum import checksum
 from treadle.observe.trackers import Trackers
 from treadle.rollout.service import RolloutKind, RolloutParts, RolloutService
 from treadle.types import Batch
+from treadle.weights.sync import WeightSync
 from treadle.weights.transfer import CastTensors
 from treadle.weights.transports import TransportSpec
 
@@ -75,6 +75,16 @@ def planned(directory: Path, **keys: Any) -> Any:
         return str(error)
 
 
+class Sender:
+    """Weights of one tensor."""
+
+    async def publish(self, version: int) -> WeightUpdate:
+        tensors = {"weight": torch.zeros(1)}
+        return WeightUpdate(version, checksum(tensors), tensors)
+
+    async def retire(self, version: int) -> None: ...
+
+
 def updated(directory: Path, **keys: Any) -> Any:
     """What becomes of a session that is open when new weights come, and how long everything takes."""
     config = training(BASE, {**keys})
@@ -84,11 +94,10 @@ def updated(directory: Path, **keys: Any) -> Any:
         clock = asyncio.get_running_loop().time
         service = await RolloutService.start(slow.rollout, slow.model, None, RolloutParts(renderer=renderer()))
         service.name = "rollout"  # type: ignore[attr-defined]
-        receiver = _RolloutReceiver(service, config.trainer.on_weight_update)  # type: ignore[arg-type]
+        weights = WeightSync.of(config, Sender())
         running = asyncio.ensure_future(service.generate([task()], RolloutKind.TRAINING))
         await asyncio.sleep(10)
-        tensors = {"weight": torch.zeros(1)}
-        await receiver.update_weights(WeightUpdate(1, checksum(tensors), tensors))
+        await weights.push(service, 1)  # type: ignore[arg-type]
         changed = clock()
         batch: Batch = await running
         await service.close()

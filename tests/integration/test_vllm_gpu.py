@@ -15,7 +15,7 @@ from treadle.config import ModelConfig, RolloutConfig
 from treadle.engine.vllm.engine import VLLMEngine
 from treadle.errors import RunError
 from treadle.types import Completion, Request, SamplingParams
-from treadle.weights import PolicySender, push_weights
+from treadle.weights import PolicySender, WeightSync
 from treadle.weights.shared_memory import SharedMemoryTransport
 from treadle.weights.transfer import CastTensors
 
@@ -102,7 +102,7 @@ def test_every_update_shows_in_what_is_sampled(loop: Loop, engine: VLLMEngine, w
     async def body() -> None:
         sending = sender(weights)
         for version in range(1, 5):  # vLLM's loader takes the first, the others are written in place
-            await push_weights(sending, engine, version, timeout_s=60)
+            await WeightSync(sending, timeout_s=60).push_to(engine, version)
             assert weights.gap(await answer(engine)) < 0.05
             weights.change(version)
             assert weights.gap(await answer(engine)) > 0.2
@@ -112,11 +112,11 @@ def test_every_update_shows_in_what_is_sampled(loop: Loop, engine: VLLMEngine, w
 
 def test_damage_is_named_and_the_next_update_mends_it(loop: Loop, engine: VLLMEngine, weights: Weights) -> None:
     async def body() -> None:
-        await push_weights(sender(weights), engine, 10, timeout_s=60)
+        await WeightSync(sender(weights), timeout_s=60).push_to(engine, 10)
         with pytest.raises(RunError, match="holds other weights than the policy: version 11"):
-            await push_weights(sender(weights, Damaging), engine, 11, timeout_s=60)
+            await WeightSync(sender(weights, Damaging), timeout_s=60).push_to(engine, 11)
         weights.change(11)
-        await push_weights(sender(weights), engine, 12, timeout_s=60)
+        await WeightSync(sender(weights), timeout_s=60).push_to(engine, 12)
         assert weights.gap(await answer(engine)) < 0.05
 
     loop.run(body())
@@ -129,7 +129,7 @@ def test_weights_wake_a_sleeping_engine(loop: Loop, engine: VLLMEngine, weights:
         await engine.sleep(level)
         assert torch.cuda.mem_get_info()[0] > awake + (8 << 30)  # a fifth of the GPU was the engine's
         weights.change(20 + level)
-        await push_weights(sender(weights), engine, 20 + level, timeout_s=60)
+        await WeightSync(sender(weights), timeout_s=60).push_to(engine, 20 + level)
         assert weights.gap(await answer(engine)) < 0.05
 
     loop.run(body())

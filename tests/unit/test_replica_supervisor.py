@@ -19,7 +19,7 @@ from treadle.engine.router import Router
 from treadle.errors import EngineFailure, RunError
 from treadle.process.supervisor import Recovery, RestartPolicy
 from treadle.types import Completion, Request, SamplingParams, StopReason
-from treadle.weights.sync import WeightLock
+from treadle.weights.sync import WeightLock, WeightSync
 
 POLICY = RestartPolicy(attempts=3, first_wait_s=0.001)
 REQUEST = Request("s", 0, (1, 2), SamplingParams(4))
@@ -367,14 +367,18 @@ def test_weights_are_restored_from_a_run_on_another_loop() -> None:
     """The step that waits meanwhile goes on by itself: nothing else happens on its loop."""
 
     async def body() -> None:
-        weight_lock, given, release = WeightLock(), [], asyncio.Event()
+        given, release = [], asyncio.Event()
         rollout = LoopThread("rollout")
 
-        async def give(engine: Any, version: int) -> None:
-            await release.wait()
-            await engine.update_weights(WeightUpdate(version, "sum", {}))
-            given.append(version)
+        class Sender:
+            async def publish(self, version: int) -> WeightUpdate:
+                await release.wait()
+                return WeightUpdate(version, "sum", {})
 
+            async def retire(self, version: int) -> None:
+                given.append(version)
+
+        weights = WeightSync(Sender(), timeout_s=5)
         nurseries: list[Nursery] = []
 
         async def start() -> Frail:
@@ -382,18 +386,18 @@ def test_weights_are_restored_from_a_run_on_another_loop() -> None:
                 nurseries.append(Nursery())
             return await nurseries[0].start()
 
-        apart = LocalReplicas({"e-1": start}, weight_lock, give)
+        apart = LocalReplicas({"e-1": start}, weights)
         apart.supervisor._report = lambda recovery: None
         (engine,) = await rollout.run(apart.start_all(shares_gpu=True, sleeps=False))
-        weight_lock.settle(4)
+        weights.lock.mark_synced(4)
         await rollout.run(_kill(nurseries[0].born[0]))
         asked = asyncio.ensure_future(rollout.run(engine.generate(REQUEST)))
         await soon(lambda: len(nurseries[0].born) == 2)
         await asyncio.sleep(0.05)
 
         async def step() -> None:
-            async with weight_lock.changing():
-                assert given == [4], "a step waits for whoever reads"
+            async with weights.lock.training():
+                assert given == [4], "a step waits for what reads the weights"
 
         stepping = asyncio.ensure_future(step())
         await asyncio.sleep(0.05)
@@ -486,19 +490,19 @@ def test_weights_are_still_between_a_push_and_the_next_step() -> None:
         weight_lock, seen = WeightLock(), []
 
         async def look() -> None:
-            async with weight_lock.still() as version:
+            async with weight_lock.synced() as version:
                 seen.append(version)
                 await asyncio.sleep(0.02)
                 seen.append(version)
 
         looking = asyncio.ensure_future(look())
-        async with weight_lock.changing():
+        async with weight_lock.training():
             await asyncio.sleep(0.01)
         await asyncio.sleep(0.01)
         assert not seen, "after a step the weights are nobody's until they were pushed"
-        weight_lock.settle(3)
+        weight_lock.mark_synced(3)
         await soon(lambda: bool(seen))
-        async with weight_lock.changing():
+        async with weight_lock.training():
             assert seen == [3, 3], "a step waits for whoever reads"
         await looking
 
@@ -508,14 +512,14 @@ def test_weights_are_still_between_a_push_and_the_next_step() -> None:
 def test_a_step_that_came_first_leaves_nothing_to_read_until_it_is_pushed() -> None:
     async def body() -> None:
         weight_lock, seen = WeightLock(), []
-        weight_lock.settle(3)
+        weight_lock.mark_synced(3)
 
         async def step() -> None:
-            async with weight_lock.changing():
+            async with weight_lock.training():
                 pass
 
         async def look() -> None:
-            async with weight_lock.still() as version:
+            async with weight_lock.synced() as version:
                 seen.append(version)
 
         async with weight_lock.idle():
@@ -526,7 +530,7 @@ def test_a_step_that_came_first_leaves_nothing_to_read_until_it_is_pushed() -> N
         await stepping
         await asyncio.sleep(0.01)
         assert not seen
-        weight_lock.settle(4)
+        weight_lock.mark_synced(4)
         await looking
         assert seen == [4]
 

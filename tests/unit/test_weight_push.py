@@ -9,7 +9,7 @@ from treadle.engine.protocol import WeightUpdate
 from treadle.errors import DeadlineError, RunError
 from treadle.model.checksum import checksum
 from treadle.policy.policy import SinglePolicy
-from treadle.weights import PolicySender, push_weights
+from treadle.weights import PolicySender, WeightSync
 
 
 @pytest.fixture(scope="module")
@@ -40,7 +40,7 @@ class Receiver:
 
 def test_a_copy_is_confirmed_bit_for_bit(policy: SinglePolicy) -> None:
     engine = Receiver()
-    report = asyncio.run(push_weights(PolicySender(policy), engine, 3, timeout_s=5))
+    report = asyncio.run(WeightSync(PolicySender(policy), timeout_s=5).push_to(engine, 3))
     assert engine.update is not None and engine.update.version == report.version == 3
     assert report.checksum == checksum(policy.tensors())
     assert report.num_bytes == sum(tensor.nbytes for tensor in policy.tensors().values())
@@ -49,26 +49,26 @@ def test_a_copy_is_confirmed_bit_for_bit(policy: SinglePolicy) -> None:
 
 def test_weights_travel_in_the_engines_number_format(policy: SinglePolicy) -> None:
     engine = Receiver()
-    report = asyncio.run(push_weights(PolicySender(policy, dtype=torch.bfloat16), engine, 1, timeout_s=5))
+    report = asyncio.run(WeightSync(PolicySender(policy, dtype=torch.bfloat16), timeout_s=5).push_to(engine, 1))
     narrow = {name: tensor.bfloat16() for name, tensor in policy.tensors().items()}
     assert report.checksum == checksum(narrow) != checksum(policy.tensors())
 
 
 def test_nothing_travels_to_an_engine_that_holds_the_same_module(policy: SinglePolicy) -> None:
     engine = Receiver(own=dict(policy.module.named_parameters()))
-    report = asyncio.run(push_weights(PolicySender(policy, shared=True), engine, 1, timeout_s=5))
+    report = asyncio.run(WeightSync(PolicySender(policy, shared=True), timeout_s=5).push_to(engine, 1))
     assert engine.update is not None and not engine.update.tensors
     assert report.num_bytes == 0 and report.checksum == checksum(policy.tensors())
 
 
 def test_other_weights_end_the_run_naming_both_checksums(policy: SinglePolicy) -> None:
     with pytest.raises(RunError, match=rf"replica-0 .* version 2 has checksum {checksum(policy.tensors())}.*confirms"):
-        asyncio.run(push_weights(PolicySender(policy), Receiver(flip=True), 2, timeout_s=5))
+        asyncio.run(WeightSync(PolicySender(policy), timeout_s=5).push_to(Receiver(flip=True), 2))
 
 
 def test_an_engine_that_does_not_answer_is_named(policy: SinglePolicy) -> None:
     with pytest.raises(DeadlineError, match=r"replica-0 did not confirm the weights of version 2 within 0\.05 s"):
-        asyncio.run(push_weights(PolicySender(policy), Receiver(hang=True), 2, timeout_s=0.05))
+        asyncio.run(WeightSync(PolicySender(policy), timeout_s=0.05).push_to(Receiver(hang=True), 2))
 
 
 def test_a_push_that_is_cancelled_while_it_is_prepared_is_taken_back_all_the_same(policy: SinglePolicy) -> None:
@@ -83,7 +83,7 @@ def test_a_push_that_is_cancelled_while_it_is_prepared_is_taken_back_all_the_sam
             retired.append(version)
 
     async def main() -> None:
-        pushing = asyncio.ensure_future(push_weights(Slow(policy), Receiver(), 4, timeout_s=5))
+        pushing = asyncio.ensure_future(WeightSync(Slow(policy), timeout_s=5).push_to(Receiver(), 4))
         await asyncio.sleep(0.01)
         pushing.cancel()
         with pytest.raises(asyncio.CancelledError):

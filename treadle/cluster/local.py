@@ -14,7 +14,7 @@ to end; a start on the policy's own GPU waits until no step trains, and a step w
 """
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -24,7 +24,7 @@ import torch
 
 from treadle.aio import first_error
 from treadle.cluster.machine import reward_gpus, this_machine
-from treadle.cluster.runtime import Networks, Runtime, load_networks, push_timeout_s, trainer_devices
+from treadle.cluster.runtime import Networks, Runtime, load_networks, trainer_devices
 from treadle.config import ModelConfig, TrainConfig
 from treadle.config.plan import make_plan, validates_beside
 from treadle.config.transport import engines_are_processes
@@ -38,7 +38,7 @@ from treadle.engine.replica_supervisor import ReplicaSupervisor
 from treadle.engine.vllm.engine import VLLMEngine
 from treadle.policy.policy import SinglePolicy
 from treadle.rollout import RolloutParts
-from treadle.weights.sync import PolicySender, PushReport, Transport, WeightLock, WeightReceiver, push_weights
+from treadle.weights.sync import PolicySender, Transport, WeightReceiver, WeightSync
 from treadle.weights.transports import TransportSpec
 
 if TYPE_CHECKING:
@@ -48,9 +48,6 @@ T = TypeVar("T")
 
 StartProcessEngine = Callable[[], Coroutine[Any, Any, ProcessEngine]]
 """Starts an engine, on the rollout's loop."""
-
-PushWeights = Callable[[WeightReceiver, int], Awaitable[object]]
-"""Pushes the policy's weights, as a version; on the run's loop."""
 
 
 async def across(loop: asyncio.AbstractEventLoop, work: Coroutine[Any, Any, T]) -> T:
@@ -76,11 +73,10 @@ class _EngineOnLoop:
 class LocalReplicas:
     """Made on the run's loop; `start_all` is called on the rollout's."""
 
-    def __init__(self, starts: Mapping[str, StartProcessEngine], weight_lock: WeightLock, give: PushWeights):
+    def __init__(self, starts: Mapping[str, StartProcessEngine], weights: WeightSync):
         """`starts` starts each engine, by its name."""
         self._starts = starts
-        self._weight_lock = weight_lock
-        self._give = give
+        self._weights = weights
         self._home = asyncio.get_running_loop()
         self.supervisor = ReplicaSupervisor(len(starts), restore=self._restore)
 
@@ -115,7 +111,7 @@ class LocalReplicas:
                 await engine.sleep(1)  # the next step may begin before it has weights, which wake it
             return engine
 
-        async with self._weight_lock.idle():
+        async with self._weights.lock.idle():
             return await across(there, start())
 
     async def _restore(self, engine: Engine, wanted: Callable[[], bool]) -> int | None:
@@ -123,10 +119,10 @@ class LocalReplicas:
         return await across(self._home, self._restore_still(distant, wanted))
 
     async def _restore_still(self, engine: WeightReceiver, wanted: Callable[[], bool]) -> int | None:
-        async with self._weight_lock.still() as version:
+        async with self._weights.lock.synced() as version:
             if not wanted():
                 return None
-            await self._give(engine, version)
+            await self._weights.push_to(engine, version)
             return version
 
 
@@ -171,21 +167,16 @@ def _runtime(config: TrainConfig, networks: Networks, transport: Transport | Non
     dtype = choose_dtype(config.rollout, _engine_device(config))
     own = policy.module if isinstance(policy, SinglePolicy) and not apart and _same_dtype(config, policy) else None
     sender = PolicySender(policy, dtype=dtype, transport=transport, shared=own is not None)
-    weight_lock, sending = WeightLock(), asyncio.Lock()
-
-    async def give(engine: WeightReceiver, version: int) -> PushReport:
-        async with sending:  # the rollout's engines, validation's, and those that were started again: one at a time
-            return await push_weights(sender, engine, version, timeout_s=push_timeout_s(config))
-
+    weights = WeightSync.of(config, sender)
     gpus = reward_gpus(config)
     if apart:
-        engines = LocalReplicas(_starts(config), weight_lock, give)
+        engines = LocalReplicas(_starts(config), weights)
         shares_gpu = config.rollout.nnodes == 0 and bool(config.trainer.n_gpus_per_node)
         start = partial(engines.start_all, shares_gpu=shares_gpu, sleeps=config.rollout.free_cache_engine)
         rollout = RolloutParts(engines=start, attend=engines.supervisor.attend, gpus=gpus)
     else:
         rollout = RolloutParts(engines=partial(_start_here, config, config.model if own is None else own), gpus=gpus)
-    return Runtime(networks.step, rollout, give, _validation(config), networks.watch, weight_lock)
+    return Runtime(networks.step, rollout, weights, _validation(config), networks.watch)
 
 
 def _same_dtype(config: TrainConfig, policy: SinglePolicy) -> bool:

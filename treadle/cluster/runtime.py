@@ -6,7 +6,7 @@ The networks of this machine are loaded here: on one device in this process, or 
 
 import asyncio
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -23,7 +23,7 @@ from treadle.policy.sharded import ShardedNetworks, needs_ranks
 from treadle.rollout import RolloutParts
 from treadle.trainer.step import StepParts
 from treadle.trainer.terms import total_steps
-from treadle.weights.sync import PushReport, WeightLock, WeightReceiver
+from treadle.weights.sync import WeightSync
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,23 +118,14 @@ def _load_single(config: TrainConfig, steps: int, device: torch.device) -> StepP
 
 @dataclass(frozen=True, slots=True)
 class Runtime:
-    """Started networks, and what a rollout builds its own parts from; whoever made it closes them."""
+    """Started networks, and what a rollout builds its own parts from; its maker closes them."""
 
     step: StepParts
     rollout: RolloutParts
-    """Engines, and who else works for the rollout that training samples from."""
-    push: Callable[[WeightReceiver, int], Awaitable[PushReport]]
-    """Gives a rollout the policy's weights, as a version."""
+    """Engines, agent workers and a scorer for the rollout that training samples from."""
+    weights: WeightSync
+    """Pushes the policy's weights, and orders pushes and training steps."""
     validation: RolloutParts | None = None
     """Engines with weights of their own, for validation that goes on beside training; None where there are none."""
     watch: Callable[[], Awaitable[None]] | None = None
-    """Raises when a part dies that nobody happens to call, and else waits until cancelled; None: there is none."""
-
-    weight_lock: WeightLock = field(default_factory=WeightLock)
-    """Told when training changes the weights, and when the rollout has them."""
-
-
-def push_timeout_s(config: TrainConfig) -> float:
-    """How long engines may take to confirm new weights; where these wait for open sessions, as long as sessions may."""
-    limits = config.rollout.limits
-    return limits.request_timeout_s + (limits.session_timeout_s if config.trainer.on_weight_update == "wait" else 0.0)
+    """Raises when a part dies between two calls to it, and else waits until cancelled; None: there is none."""

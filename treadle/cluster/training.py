@@ -21,10 +21,8 @@ from treadle.cluster.signals import StopSignals
 from treadle.config import TrainConfig, to_yaml
 from treadle.config.rules import check_rules
 from treadle.config.show import flatten, hide_in_words, hide_secret
-from treadle.config.training import OnWeightUpdate
 from treadle.data.renderer import Renderer
 from treadle.data.tasks import TaskSource, load_training_tasks, load_validation_tasks
-from treadle.engine.protocol import WeightUpdate
 from treadle.errors import ConfigError, RunError
 from treadle.inspect.timeline import write_timeline
 from treadle.journal import Journal, logging_to, set_aside
@@ -42,7 +40,6 @@ from treadle.trainer.terms import settings_digest, total_steps
 from treadle.trainer.trainer import Trainer
 from treadle.trainer.validation import Validation
 from treadle.types import NOTHING, Task
-from treadle.weights.sync import PushReport, WeightReceiver
 
 log = logging.getLogger(__name__)
 
@@ -187,7 +184,7 @@ async def _assembled(
             TrainerParts(
                 step=runtime.step,
                 rollout=rollout,
-                push=partial(_push, runtime, _RolloutReceiver(rollout, config.trainer.on_weight_update)),
+                push=partial(runtime.weights.push, rollout),
                 tasks=tasks,
                 validation_tasks=validation_tasks,
                 checkpoints=Checkpoints(run_dir, checkpoint=config.checkpoint, model=config.model),
@@ -197,9 +194,9 @@ async def _assembled(
                 lineage=lineage,
                 inputs=inputs,
                 train=partial(_train, runtime),
-                validator=next((Validator(own, partial(runtime.push, own)) for own in validation), None),
+                validator=next((Validator(own, partial(runtime.weights.push_to, own)) for own in validation), None),
                 watch=runtime.watch,
-                needs_push=runtime.weight_lock.wanted,
+                needs_push=runtime.weights.lock.requested,
             ),
         )
 
@@ -216,14 +213,8 @@ async def _look_at_prompts(config: TrainConfig, tasks: TaskSource, validation_ta
 
 
 async def _train(runtime: Runtime, *arguments: Any) -> StepReport:
-    async with runtime.weight_lock.changing():
+    async with runtime.weights.lock.training():
         return await train_in_thread(runtime.step, *arguments)
-
-
-async def _push(runtime: Runtime, receiver: WeightReceiver, version: int) -> PushReport:
-    report = await runtime.push(receiver, version)
-    runtime.weight_lock.settle(version)
-    return report
 
 
 async def _start_rollout(
@@ -241,15 +232,3 @@ def _log_end(kind: type[BaseException] | None, error: BaseException | None, trac
         log.info("ended")
     else:
         log.info("ended by %s", type(error).__name__, exc_info=error)
-
-
-class _RolloutReceiver:
-    """The rollout as a push sees it: what becomes of open sessions is decided here, once."""
-
-    def __init__(self, rollout: AgentLoopManager, on_weight_update: OnWeightUpdate) -> None:
-        self.name = rollout.name
-        self._rollout = rollout
-        self._on_weight_update = on_weight_update
-
-    async def update_weights(self, update: WeightUpdate) -> str:
-        return await self._rollout.update_weights(update, running=self._on_weight_update)

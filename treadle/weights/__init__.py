@@ -1,5 +1,5 @@
 """New weights on their way to the engines, and the proof that they arrived."""
 
-from treadle.weights.sync import PolicySender, PushReport, Transport, WeightSender, push_weights
+from treadle.weights.sync import PolicySender, PushReport, Transport, WeightSender, WeightSync
 
-__all__ = ["PolicySender", "PushReport", "Transport", "WeightSender", "push_weights"]
+__all__ = ["PolicySender", "PushReport", "Transport", "WeightSender", "WeightSync"]

@@ -7,88 +7,37 @@ elsewhere that gather their shards are another.
 Invariant: a push that returns was confirmed by the engine, bit for bit; anything else is a RunError, or the receiver's
 EngineFailure. Either way the sender has retired the version.
 
-What waits for what: a restarted engine waits until the policy's weights are those that engines have (`WeightLock`); a
-training step waits until nothing reads the weights.
+What waits for what: a push waits for the one before it; a restarted engine waits until the policy's weights are those
+that engines have (`WeightLock`); a training step waits until nothing reads the weights.
 """
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from typing import Protocol
+from functools import partial
+from typing import Protocol, Self
 
 import torch
 from torch import Tensor
 
+from treadle.config import TrainConfig
+from treadle.config.training import OnWeightUpdate
 from treadle.engine.protocol import WeightUpdate
 from treadle.errors import DeadlineError, RunError
 from treadle.model.checksum import checksum
 from treadle.policy.protocol import Policy
 from treadle.weights.transfer import CastTensors, WeightTransfer
 
-
-class WeightLock:
-    """Used on one loop. Starts unsettled: nobody has been given anything."""
-
-    def __init__(self) -> None:
-        self._lock = asyncio.Lock()
-        self._version: int | None = None
-        self._settled = asyncio.Event()
-        self._waiting = 0
-        self._wanted = asyncio.Event()
-
-    @asynccontextmanager
-    async def changing(self) -> AsyncIterator[None]:
-        """A training step. Until the next push, the weights are nobody's."""
-        async with self._lock:
-            self._version = None
-            self._settled.clear()
-            yield
-
-    @asynccontextmanager
-    async def idle(self) -> AsyncIterator[None]:
-        """Between two training steps: the policy computes nothing."""
-        async with self._lock:
-            yield
-
-    def settle(self, version: int) -> None:
-        """Engines were given the weights as they are, under this number."""
-        self._version = version
-        self._settled.set()
-
-    @asynccontextmanager
-    async def still(self) -> AsyncIterator[int]:
-        """Wait until the weights are those that engines have, and keep them so; their version."""
-        while True:
-            await self._wait_settled()
-            async with self._lock:
-                if self._version is not None:
-                    yield self._version
-                    return
-
-    async def wanted(self) -> None:
-        """Wait until somebody waits for the next push."""
-        await self._wanted.wait()
-
-    async def _wait_settled(self) -> None:
-        if self._settled.is_set():
-            return
-        self._waiting += 1
-        self._wanted.set()
-        try:
-            await self._settled.wait()
-        finally:
-            self._waiting -= 1
-            if not self._waiting:
-                self._wanted.clear()
+_UpdateWeights = Callable[[WeightUpdate], Awaitable[str]]
 
 
 class WeightSender(Protocol):
-    """Whoever has the weights. Calls come one at a time."""
+    """The side that has the weights. Calls come one at a time."""
 
     async def publish(self, version: int) -> WeightUpdate:
-        """Make the weights of `version` available; nobody trains until they are retired."""
+        """Make the weights of `version` available; no step trains until they are retired."""
         ...
 
     async def retire(self, version: int) -> None:
@@ -146,7 +95,7 @@ class PolicySender:
 
 
 class WeightReceiver(Protocol):
-    """Whoever takes weights: an engine, or a rollout with engines of its own."""
+    """The side that takes weights: an engine, or a rollout with engines of its own."""
 
     @property
     def name(self) -> str: ...
@@ -180,38 +129,138 @@ class PushReport:
         }
 
 
-async def push_weights(sender: WeightSender, receiver: WeightReceiver, version: int, *, timeout_s: float) -> PushReport:
-    """Give `receiver` the weights that `sender` publishes as `version`."""
-    began = time.perf_counter()
-    publishing = asyncio.ensure_future(sender.publish(version))
-    try:
-        update = await asyncio.shield(publishing)
-    except asyncio.CancelledError:
-        await asyncio.wait({publishing})  # it works in a thread, which cannot be stopped
-        await asyncio.shield(sender.retire(version))
-        raise
-    ready = time.perf_counter()
-    try:
-        confirmed = await _deliver(update, receiver, timeout_s)
-    finally:
-        await asyncio.shield(sender.retire(version))
-    return PushReport(version, confirmed, _count_bytes(update), ready - began, time.perf_counter() - ready)
+class RolloutReceiver(Protocol):
+    """A rollout: it decides what becomes of the sessions that are open while its engines take weights."""
+
+    @property
+    def name(self) -> str: ...
+
+    async def update_weights(self, update: WeightUpdate, *, running: OnWeightUpdate) -> str: ...
 
 
-async def _deliver(update: WeightUpdate, receiver: WeightReceiver, timeout_s: float) -> str:
-    try:
-        async with asyncio.timeout(timeout_s):
-            confirmed = await receiver.update_weights(update)
-    except TimeoutError as error:
-        raise DeadlineError(
-            f"{receiver.name} did not confirm the weights of version {update.version} within {timeout_s:g} s"
-        ) from error
-    if confirmed != update.checksum:
-        raise RunError(
-            f"{receiver.name} holds other weights than the policy: version {update.version} has checksum "
-            f"{update.checksum}, the engine confirms {confirmed}"
+class WeightSync:
+    """The weight sync of a run: one sender, every receiver, one push at a time. Used on one loop."""
+
+    def __init__(
+        self, sender: WeightSender, *, timeout_s: float, on_weight_update: OnWeightUpdate = "continue"
+    ) -> None:
+        """Receivers confirm within `timeout_s`; `on_weight_update` says what becomes of a rollout's open sessions."""
+        self._sender = sender
+        self._timeout_s = timeout_s
+        self._on_weight_update = on_weight_update
+        self._pushing = asyncio.Lock()
+        self.lock = WeightLock()
+
+    @classmethod
+    def of(cls, config: TrainConfig, sender: WeightSender) -> Self:
+        """As a config says. Where a push waits for open sessions, engines have as long as sessions may take."""
+        limits, on_weight_update = config.rollout.limits, config.trainer.on_weight_update
+        timeout_s = limits.request_timeout_s + (limits.session_timeout_s if on_weight_update == "wait" else 0.0)
+        return cls(sender, timeout_s=timeout_s, on_weight_update=on_weight_update)
+
+    async def push(self, rollout: RolloutReceiver, version: int) -> PushReport:
+        """Bring `version` to the rollout that training samples from; from then on engines are in sync."""
+        report = await self._push(
+            rollout.name, partial(rollout.update_weights, running=self._on_weight_update), version
         )
-    return confirmed
+        self.lock.mark_synced(version)
+        return report
+
+    async def push_to(self, receiver: WeightReceiver, version: int) -> PushReport:
+        """Bring `version` to one more receiver: validation's engines, or an engine that was restarted."""
+        return await self._push(receiver.name, receiver.update_weights, version)
+
+    async def _push(self, name: str, update_weights: _UpdateWeights, version: int) -> PushReport:
+        async with self._pushing:
+            began = time.perf_counter()
+            publishing = asyncio.ensure_future(self._sender.publish(version))
+            try:
+                update = await asyncio.shield(publishing)
+            except asyncio.CancelledError:
+                await asyncio.wait({publishing})  # it works in a thread, which cannot be stopped
+                await asyncio.shield(self._sender.retire(version))
+                raise
+            ready = time.perf_counter()
+            try:
+                confirmed = await self._confirm(name, update_weights, update)
+            finally:
+                await asyncio.shield(self._sender.retire(version))
+            return PushReport(version, confirmed, _count_bytes(update), ready - began, time.perf_counter() - ready)
+
+    async def _confirm(self, name: str, update_weights: _UpdateWeights, update: WeightUpdate) -> str:
+        """The receiver's own checksum of the weights it has now, which must be the sender's."""
+        try:
+            async with asyncio.timeout(self._timeout_s):
+                confirmed = await update_weights(update)
+        except TimeoutError as error:
+            raise DeadlineError(
+                f"{name} did not confirm the weights of version {update.version} within {self._timeout_s:g} s"
+            ) from error
+        if confirmed != update.checksum:
+            raise RunError(
+                f"{name} holds other weights than the policy: version {update.version} has checksum "
+                f"{update.checksum}, the engine confirms {confirmed}"
+            )
+        return confirmed
+
+
+class WeightLock:
+    """The order between training steps, which change the weights, and readers of the weights. Used on one loop.
+
+    Starts out of sync: no engine has a version yet.
+    """
+
+    def __init__(self) -> None:
+        self._lock = asyncio.Lock()
+        self._version: int | None = None
+        self._synced = asyncio.Event()
+        self._waiting = 0
+        self._requested = asyncio.Event()
+
+    @asynccontextmanager
+    async def training(self) -> AsyncIterator[None]:
+        """A training step. Until the next push, no engine has the weights that the policy has."""
+        async with self._lock:
+            self._version = None
+            self._synced.clear()
+            yield
+
+    @asynccontextmanager
+    async def idle(self) -> AsyncIterator[None]:
+        """Between two training steps: the policy computes nothing."""
+        async with self._lock:
+            yield
+
+    def mark_synced(self, version: int) -> None:
+        """Engines have the policy's weights, as this version."""
+        self._version = version
+        self._synced.set()
+
+    @asynccontextmanager
+    async def synced(self) -> AsyncIterator[int]:
+        """Wait until engines have the policy's weights, and keep it so; the version of the weights."""
+        while True:
+            await self._wait_synced()
+            async with self._lock:
+                if self._version is not None:
+                    yield self._version
+                    return
+
+    async def requested(self) -> None:
+        """Wait until a restarted engine waits for the next push."""
+        await self._requested.wait()
+
+    async def _wait_synced(self) -> None:
+        if self._synced.is_set():
+            return
+        self._waiting += 1
+        self._requested.set()
+        try:
+            await self._synced.wait()
+        finally:
+            self._waiting -= 1
+            if not self._waiting:
+                self._requested.clear()
 
 
 def _count_bytes(update: WeightUpdate) -> int:

@@ -16,7 +16,7 @@ from treadle.cluster.ray.ranks import RemoteRanks
 from treadle.cluster.ray.rollout import Report, reserved, supply_rollout
 from treadle.cluster.ray.single_rank import SingleRankSpec
 from treadle.cluster.ray.weight_sender import RankSender
-from treadle.cluster.runtime import Runtime, push_timeout_s, sharded_spec
+from treadle.cluster.runtime import Runtime, sharded_spec
 from treadle.config import TrainConfig
 from treadle.data.tasks import TaskSource
 from treadle.engine.native.engine import choose_dtype
@@ -28,7 +28,7 @@ from treadle.process.supervisor import print_recovery
 from treadle.rollout import RolloutParts
 from treadle.trainer.step import StepParts
 from treadle.trainer.terms import total_steps
-from treadle.weights.sync import PushReport, WeightReceiver, push_weights
+from treadle.weights.sync import WeightSync
 from treadle.weights.transports import TransportSpec
 
 
@@ -101,16 +101,13 @@ def _runtime(
     device = torch.device("cuda" if reservation.replica_slots()[0].gpus else "cpu")
     sender = RankSender(ranks, choose_dtype(config.rollout, device), route)
 
-    async def give(receiver: WeightReceiver, version: int) -> PushReport:
-        return await push_weights(sender, receiver, version, timeout_s=push_timeout_s(config))
-
     async def watch() -> None:
         raise await asyncio.wrap_future(handles.gone)
 
     return Runtime(
         step=make_step(config, ranks),
         rollout=supply_rollout(config, reservation, report),
-        push=give,
+        weights=WeightSync.of(config, sender),
         validation=validation,
         watch=watch,
     )
