@@ -6,7 +6,6 @@ import signal
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import pytest
 
@@ -22,7 +21,7 @@ from tests.rollouts import rollout, save_model, tasks
 from treadle.cli.main import main
 from treadle.cluster.ray.connection import connected, find_nodes
 from treadle.cluster.ray.placement import Reservation
-from treadle.cluster.ray.reaper import descendants
+from treadle.cluster.ray.replicas import RayReplicas
 from treadle.cluster.ray.rollout import reserved, started_rollout
 from treadle.config import ClusterConfig, Config
 from treadle.config.plan import make_plan
@@ -262,13 +261,10 @@ def test_a_rollout_that_stands_alone_runs_on_ray_and_survives_a_kill(model):
         ):
             call = asyncio.ensure_future(manager.generate_sequences(tasks(12)))
             await asyncio.sleep(0.7)
-            os.kill(next(pid for pid in descendants(os.getpid()) if _is_replica(pid)), signal.SIGKILL)
+            replicas: RayReplicas = parts.engines.__self__
+            os.kill(replicas.supervisor._slots[0]._engine.pid, signal.SIGKILL)
             batch = await asyncio.wait_for(call, 60)
         assert all(item.outcome.ok and item.num_turns == 2 for item in batch.trajectories)
         assert {item.reward.value for item in batch.trajectories} == {float(len("It is 3."))}
 
     asyncio.run(main())
-
-
-def _is_replica(pid: int) -> bool:
-    return Path(f"/proc/{pid}/cmdline").read_text().startswith("ray::ReplicaActor")
