@@ -151,7 +151,7 @@ def test_arguments_nested_beyond_the_stack_are_invalid() -> None:
     items = {"type": "array", "items": {"$ref": "#/$defs/items"}}
     schema = {"type": "object", "properties": {"a": items}, "$defs": {"items": items}}
     plain = FunctionTool.of(f)
-    nesting = replace(plain, spec=replace(plain.spec, check=compile_validator(schema)))
+    nesting = replace(plain, spec=replace(plain.spec, validate=compile_validator(schema)))
     nested: list[Any] = []
     for _ in range(5000):
         nested = [nested]

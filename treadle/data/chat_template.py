@@ -1,14 +1,14 @@
 """Chat template: messages in, text out.
 
 Owns the only call of `apply_chat_template` in treadle, and what has to be done to messages so that a template shows
-all of them: templates differ in how they want arguments (an object, or JSON text), contents (a text, or a list of
-parts) and an empty list of tools. All that is tried out once, by `create`. Knows nothing about tokens or turns.
+all of them: templates differ in the form they need for arguments (an object, or JSON text), contents (a text, or a list
+of parts) and an empty list of tools. All that is tried out once, by `create`. Knows nothing about tokens or turns.
 
 A template that ignores `tools` gets them through messages instead (`write_tools`): schemas stand in the system message,
 calls of earlier turns in the text of their assistant message, and results in user messages, all in the format of
 Hermes, which the parser `hermes` reads.
-Invariant: a template shows each message it is given, or there is a `PromptFailure` with the template's own words or
-the role that it leaves out. Messages without tools are left alone.
+Invariant: a template shows each message it is given, or there is a `PromptFailure` with the template's own message
+or the role that it leaves out. Messages without tools are left alone.
 """
 
 import json
@@ -115,7 +115,7 @@ _SCHEMA = {
 
 @dataclass(frozen=True, slots=True)
 class Dialect:
-    """How a template wants to be given what every conversation has, and what it does not show."""
+    """Dialect of a template: the forms of input it needs, and what it does not show."""
 
     text_arguments: bool = False
     """The arguments of a call as JSON text, not as an object."""
@@ -146,7 +146,7 @@ class ChatTemplate:
 
     @classmethod
     def create(cls, tokenizer: ChatTokenizer, model: ModelConfig) -> "ChatTemplate":
-        """A template that has shown a message; a ConfigError if there is none, or if it cannot even do that."""
+        """A template that renders a message; a ConfigError if there is none, or if it cannot."""
         if model.custom_chat_template is None and not tokenizer.chat_template:
             problem = f"the tokenizer of {model.path!r} has no chat template"
             fix = "set it to a Jinja chat template, or use the tokenizer of an instruction-tuned model"
@@ -180,7 +180,7 @@ class ChatTemplate:
                 return self._apply(messages, tools, ask)
         except PromptFailure as failure:
             roles = ", ".join(message["role"] for message in messages)
-            reason = _words_of(failure.__cause__) or str(failure)
+            reason = _template_message(failure.__cause__) or str(failure)
             raise PromptFailure(f"the chat template refuses a conversation of {roles}: {reason}") from failure
 
     def _refuse_unshown(self, messages: Sequence[Mapping[str, Any]]) -> None:
@@ -210,28 +210,28 @@ class ChatTemplate:
             return None
 
     def _find_dialect(self) -> Dialect:
-        """Try out each way, and keep the first that shows what it should; the plain way where none does."""
+        """Try each dialect, and keep the first that shows what it should; the plain one where none does."""
         said: list[Message] = [{"role": "user", "content": _WORD}]
         ways = (Dialect(), Dialect(empty_tools=True), Dialect(content_parts=True))
-        base = next((way for way in ways if self._speaks(way)._shows(_WORD, said)), None)
+        base = next((way for way in ways if self._with_dialect(way)._shows(_WORD, said)), None)
         if base is None:
             return Dialect()
         turn: Message = {"role": "assistant", "content": "", "tool_calls": [_probe_call({_WORD: _WORD})]}
-        found = replace(base, ignores_calls=self._speaks(base)._shows(_WORD, [*PROBE, turn]) is False)
+        found = replace(base, ignores_calls=self._with_dialect(base)._shows(_WORD, [*PROBE, turn]) is False)
         text = replace(base, text_arguments=True)
-        if not found.ignores_calls and self._speaks(base)._shows(_WORD, [*PROBE, turn]) is None:
-            found = text if self._speaks(text)._shows(_WORD, [*PROBE, turn]) else base
+        if not found.ignores_calls and self._with_dialect(base)._shows(_WORD, [*PROBE, turn]) is None:
+            found = text if self._with_dialect(text)._shows(_WORD, [*PROBE, turn]) else base
         system: list[Message] = [{"role": "system", "content": _WORD}, *PROBE]
-        shows_system = self._speaks(found)._shows(_WORD, system) is True
-        found = replace(found, has_system=shows_system, leaves_out=self._speaks(found)._find_left_out())
-        ignores = self._model.describe_tools and not self._speaks(found)._shows_tools()
+        shows_system = self._with_dialect(found)._shows(_WORD, system) is True
+        found = replace(found, has_system=shows_system, leaves_out=self._with_dialect(found)._find_left_out())
+        ignores = self._model.describe_tools and not self._with_dialect(found)._shows_tools()
         return replace(found, ignores_tools=ignores)
 
-    def _speaks(self, dialect: Dialect) -> "ChatTemplate":
+    def _with_dialect(self, dialect: Dialect) -> "ChatTemplate":
         return ChatTemplate(self._tokenizer, self._model, dialect)
 
     def _find_left_out(self) -> frozenset[str]:
-        """Roles that a template renders without a complaint and without their text."""
+        """Roles that a template renders without an error and without their text."""
         result: Message = {"role": "tool", "content": _WORD, "name": _TOOL, "tool_call_id": "zqcall000"}
         calls: Message = {"role": "assistant", "content": "", "tool_calls": [_probe_call({"x": "1"})]}
         plain: Message = {"role": "assistant", "content": "Done."}
@@ -284,8 +284,8 @@ def _check_messages(messages: list[Any]) -> None:
             raise PromptFailure(f"message {at} has a role that is no word: {role[:80]!r}")
 
 
-def _words_of(cause: BaseException | None) -> str:
-    """What the template itself said, if it raised; other errors are worth their type's name too."""
+def _template_message(cause: BaseException | None) -> str:
+    """The template's own message, if it raised; other errors with the name of their type."""
     from jinja2 import TemplateError
 
     return str(cause) if isinstance(cause, TemplateError) else ""

@@ -32,7 +32,7 @@ Encode = Callable[[str], list[int]]
 
 
 class Encoder:
-    """A tokenizer, cut down to two calls."""
+    """A tokenizer reduced to two calls."""
 
     def __init__(self, tokenizer: ChatTokenizer, cuts: Sequence[str] = ()) -> None:
         self._tokenizer = tokenizer

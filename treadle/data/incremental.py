@@ -1,7 +1,7 @@
 """Incremental rendering: what a chat template writes between two assistant turns (close, messages, next header).
 
-Owns two ways to that text. `IncrementalTemplate.render` asks the template each time: exact, slow. `learn` asks it once,
-with placeholders, and gets a `TurnPattern`: literal text around the contents. Knows nothing about tokens.
+Owns two ways to that text. `IncrementalTemplate.render` calls the template each time: exact, slow. `learn` calls it
+once, with placeholders, and gets a `TurnPattern`: literal text around the contents. Knows nothing about tokens.
 Invariant: a pattern exists only if it writes, for every text in `HOSTILE`, what the template itself writes.
 """
 
@@ -26,7 +26,7 @@ MAX_MESSAGES = 16
 """Longer sequences of new messages are rare enough to be left to the template."""
 
 MARK = "918273645546372"
-"""Stands for what the model said; digits, which no template changes the case of."""
+"""Placeholder for the model's text; digits, which no template changes the case of."""
 NAMELESS = "zq_nameless"
 PROBE_TOOLS, OTHER_TOOLS = (
     tuple(
@@ -43,7 +43,7 @@ PROBE_TOOLS, OTHER_TOOLS = (
     for names in (["zq_probe"], ["zq_probe", "zq_other"])
 )
 PROBE_IDS = ("abcDEF123", 'a"b\\c\nd e', "αβγδεζηθι")
-"""Call ids to probe with; nine characters, since some templates insist on that."""
+"""Call ids to probe with; nine characters, since some templates require that."""
 
 MessageShape = tuple[tuple[str, ...], ...]
 """For each message its role, then a field and whether it is empty, and so on: what a pattern depends on."""
@@ -54,7 +54,7 @@ def _escape(text: str) -> str:
 
 
 WRITERS: tuple[Callable[[str], str], ...] = (str, str.strip, _escape)
-"""What templates are known to do to a text: nothing, trim it, or write it as a JSON string."""
+"""Known transformations of a text by templates: none, trim it, or write it as a JSON string."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +101,7 @@ def shape_of(messages: Sequence[Message]) -> MessageShape | None:
 class IncrementalTemplate:
     """The text between two assistant turns, by one template, for a model that ends its turns with one of `stops`.
 
-    `closer` is what ends every message in the template's own writing, where that is not what a model ends a turn with.
+    `closer` is what ends every message in the template's output, where that is not what a model ends a turn with.
     """
 
     def __init__(self, template: ChatTemplate, stops: Sequence[str], closer: str = "") -> None:
@@ -177,7 +177,7 @@ def _is_nameless(messages: Sequence[Message]) -> bool:
 
 
 def _turns_before(messages: Sequence[Message]) -> Iterator[Message]:
-    """Assistant turns that such messages may follow, likeliest first: templates may insist on calls before tools."""
+    """Assistant turns that such messages may follow, likeliest first: templates may require calls before tools."""
     tools = list(takewhile(lambda message: message.get("role") == "tool", messages))
     if tools:
         calls = [_call(at, message, MARK if at == len(tools) - 1 else "") for at, message in enumerate(tools)]

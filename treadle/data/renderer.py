@@ -64,8 +64,8 @@ class Renderer:
         self._template = template
         self._trusts_prompts = model.allow_special_tokens
         self._stops = frozenset(stop_token_ids)
-        self._continuation = IncrementalTemplate(template, [encoder.decode([at]) for at in stop_token_ids], closer)
-        self._scripts: tuple[dict[MessageShape, EncodedPattern | None], ...] = ({}, {})  # without tools, with tools
+        self._incremental = IncrementalTemplate(template, [encoder.decode([at]) for at in stop_token_ids], closer)
+        self._patterns: tuple[dict[MessageShape, EncodedPattern | None], ...] = ({}, {})  # without tools, with tools
         self._prompt = lru_cache(CACHED_PROMPTS)(self._render_prompt)
         self._refused: dict[tuple[str, bool], str] = {}
         self.proof = prove(self, template, encoder, control, TurnEnding(model.path, closer, not self._trusts_prompts))
@@ -73,7 +73,7 @@ class Renderer:
 
     @classmethod
     def create(cls, model: ModelConfig, tokenizer: ChatTokenizer | None = None) -> "Renderer":
-        """A renderer with its proof. A tokenizer that is handed in is copied: its owner may switch truncation on."""
+        """A renderer with its proof. A given tokenizer is copied: its owner may switch truncation on."""
         tokenizer = load_tokenizer(model) if tokenizer is None else copy.deepcopy(tokenizer)
         template = ChatTemplate.create(tokenizer, model)
         closed = _render_closed_turn(template)
@@ -93,16 +93,16 @@ class Renderer:
             self._refuse_broken(messages, tools)
         marked = self._control.mark(messages)
         if marked is not None:
-            text = self._continuation.render(marked.messages, tools)
+            text = self._incremental.render(marked.messages, tools)
             return tuple(self._control.encode(text, marked.mark, after=True))
         shape = shape_of(messages)
-        script = self._find_script(shape, messages, bool(tools)) if shape is not None else None
-        if script is None:
-            return tuple(self._encoder.encode_after(self._continuation.render(messages, tools)))
-        if script.middle is None:
-            return script.head
-        ids = self._encoder.encode_whole(script.middle.fill(messages))
-        return (*script.head, *ids[script.skip :], *script.tail)
+        encoded = self._find_pattern(shape, messages, bool(tools)) if shape is not None else None
+        if encoded is None:
+            return tuple(self._encoder.encode_after(self._incremental.render(messages, tools)))
+        if encoded.middle is None:
+            return encoded.head
+        ids = self._encoder.encode_whole(encoded.middle.fill(messages))
+        return (*encoded.head, *ids[encoded.skip :], *encoded.tail)
 
     def decode(self, ids: Sequence[int]) -> str:
         """The text of sampled ids without the stop token at its end. Other special tokens stay: parsers read them."""
@@ -112,13 +112,13 @@ class Renderer:
         return self._encoder.decode(ids[:end])
 
     def encode(self, text: str) -> Ids:
-        """The ids of what a scripted or remote model has said, special tokens in it included; a header precedes it."""
+        """The ids of the text of a scripted or remote model, special tokens in it included; a header precedes it."""
         return tuple(self._encoder.encode_after(text))
 
     def is_fast(self, messages: Sequence[Message], tools: Tools = ()) -> bool:
         """Whether observations of this shape do without the template."""
         shape = shape_of(messages)
-        return shape is not None and self._find_script(shape, messages, bool(tools)) is not None
+        return shape is not None and self._find_pattern(shape, messages, bool(tools)) is not None
 
     def _render_prompt(self, conversation: str) -> Ids:
         marked = None if self._trusts_prompts else self._mark_prompt(conversation)
@@ -137,12 +137,12 @@ class Renderer:
         if reason is not None:
             raise PromptFailure(f"the chat template cannot go on after an assistant turn: {reason}")
 
-    def _find_script(self, shape: MessageShape, messages: Sequence[Message], tools: bool) -> EncodedPattern | None:
-        scripts = self._scripts[tools]
-        if shape not in scripts:
-            pattern = self._continuation.learn(messages, tools=tools)
-            scripts[shape] = None if pattern is None else _write_script(pattern, self._encoder)
-        return scripts[shape]
+    def _find_pattern(self, shape: MessageShape, messages: Sequence[Message], tools: bool) -> EncodedPattern | None:
+        patterns = self._patterns[tools]
+        if shape not in patterns:
+            pattern = self._incremental.learn(messages, tools=tools)
+            patterns[shape] = None if pattern is None else _encode_pattern(pattern, self._encoder)
+        return patterns[shape]
 
 
 def truncate(ids: Sequence[int], length: int, side: Literal["left", "middle", "right"]) -> Ids:
@@ -154,7 +154,7 @@ def truncate(ids: Sequence[int], length: int, side: Literal["left", "middle", "r
 
 
 def _render_closed_turn(template: ChatTemplate) -> str:
-    """A conversation that ends with an assistant turn; empty for templates that know no such thing."""
+    """A conversation that ends with an assistant turn; empty for templates that cannot render one."""
     try:
         return template.render([*PROBE, {"role": "assistant", "content": MARK}], ask=False)
     except PromptFailure:
@@ -162,7 +162,7 @@ def _render_closed_turn(template: ChatTemplate) -> str:
 
 
 def _find_stops(tokenizer: ChatTokenizer, model: ModelConfig, closing: str) -> Ids:
-    """What ends a turn, most telling first: the token the template closes one with, then what the model lists."""
+    """Stop tokens, in order: the token the template closes a turn with, then what the model lists."""
     special = special_tokens(tokenizer)
     closers = [token for token in special if closing.lstrip().startswith(token)]
     found = [special[max(closers, key=len)]] if closers else []
@@ -197,7 +197,7 @@ def _find_refused(proof: RenderingProof) -> dict[tuple[str, bool], str]:
     return {kind: check.detail for kind, check in checks.items() if check.verdict is BoundaryVerdict.DIFFERS}
 
 
-def _write_script(pattern: TurnPattern, encoder: Encoder) -> EncodedPattern:
+def _encode_pattern(pattern: TurnPattern, encoder: Encoder) -> EncodedPattern:
     """Encode the ends of a pattern up to the special tokens nearest to its slots."""
     if not pattern.slots:
         return EncodedPattern(tuple(encoder.encode_after(pattern.literals[0])), None, 0, ())

@@ -28,7 +28,7 @@ IGNORES_TOOLS = (
 
 
 class BoundaryVerdict(StrEnum):
-    """What the comparison of one boundary came to."""
+    """Result of the comparison at one boundary."""
 
     AGREES = "agrees"
     KEEPS = "keeps"
@@ -39,7 +39,7 @@ class BoundaryVerdict(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class BoundaryCheck:
-    """One boundary, and what was found there."""
+    """One boundary, and the result there."""
 
     boundary: str
     verdict: BoundaryVerdict
@@ -62,7 +62,7 @@ class BoundaryCheck:
 
 @dataclass(frozen=True, slots=True)
 class RenderingProof:
-    """Every boundary that was looked at. Sessions append, so a difference changes no tokens: it is worth knowing."""
+    """Every boundary that was checked. Sessions append, so a difference changes no tokens; it is reported."""
 
     model: str
     end_of_turn: str
@@ -90,7 +90,7 @@ class RenderingProof:
 
 
 class IncrementalRenderer(Protocol):
-    """The calls of a renderer that are put to the proof."""
+    """The calls of a renderer that are checked."""
 
     stop_token_ids: tuple[int, ...]
 
@@ -115,12 +115,12 @@ class BoundaryCase:
 
 @dataclass(frozen=True, slots=True)
 class TurnEnding:
-    """What else is known of a model's turns."""
+    """How a model's turns end."""
 
     model: str
     closer: str
     """The token that ends messages in full rendering; empty where there is none."""
-    guarded: bool
+    escapes_special_tokens: bool
     """Whether special tokens in the text of prompts stay text."""
 
 
@@ -168,14 +168,18 @@ def _calls(count: int) -> list[Message]:
 
 
 def prove(
-    renderer: IncrementalRenderer, template: ChatTemplate, encoder: Encoder, control: ControlTokens, seam: TurnEnding
+    renderer: IncrementalRenderer,
+    template: ChatTemplate,
+    encoder: Encoder,
+    control: ControlTokens,
+    ending: TurnEnding,
 ) -> RenderingProof:
     """Compare both renderings at every boundary."""
-    prover = _Prover(renderer, template, encoder, control, seam)
-    cases = _cases(prover.spell() if seam.guarded else "")
+    prover = _Prover(renderer, template, encoder, control, ending)
+    cases = _cases(prover.spell() if ending.escapes_special_tokens else "")
     shown = not template.dialect.ignores_tools
     checks = tuple(prover.check(case) for case in cases)
-    return RenderingProof(seam.model, prover.end_of_turn, shown, checks, prover.write_call())
+    return RenderingProof(ending.model, prover.end_of_turn, shown, checks, prover.write_call())
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,7 +196,7 @@ class _Prover:
     template: ChatTemplate
     encoder: Encoder
     control: ControlTokens
-    seam: TurnEnding
+    ending: TurnEnding
 
     @property
     def end_of_turn(self) -> str:
@@ -208,10 +212,10 @@ class _Prover:
         turn: Message = {"role": "assistant", "content": "", "tool_calls": _calls(1)}
         try:
             header = self.template.render(START, PROBE_TOOLS)
-            said = _said(header, self.template.render([*START, turn], PROBE_TOOLS, ask=False), "")
+            text = _turn_text(header, self.template.render([*START, turn], PROBE_TOOLS, ask=False), "")
         except PromptFailure:
             return ""
-        return self.encoder.decode(self.up_to_stop(self.encoder.encode_after(said))[:-1]) or said
+        return self.encoder.decode(self.up_to_stop(self.encoder.encode_after(text))[:-1]) or text
 
     def check(self, case: BoundaryCase) -> BoundaryCheck:
         conversation = [*case.start, *(message for turn, new in case.steps for message in (turn, *new))]
@@ -265,7 +269,7 @@ class _Prover:
         """What a model would sample as this turn, with its stop token; `full` is what the full rendering has there."""
         header = self.template.render(conversation, tools)
         written = self.template.render([*conversation, turn], tools, ask=False)
-        ids = self.encoder.encode_after(_said(header, written, turn["content"]))
+        ids = self.encoder.encode_after(_turn_text(header, written, turn["content"]))
         stops = self.renderer.stop_token_ids
         follows = [token for token in full[len(ids) : len(ids) + 1] if token in stops]
         return self.up_to_stop(ids) or [*ids, *(follows or stops[:1])]
@@ -279,21 +283,25 @@ class _Prover:
         if full == incremental:
             return BoundaryVerdict.KEEPS, fast, "same text, cut into other tokens"
         if self.aligns(full_ids, appended):
-            return BoundaryVerdict.KEEPS, fast, f"a turn ends as it was sampled; full rendering {self.ending()}"
+            return (
+                BoundaryVerdict.KEEPS,
+                fast,
+                f"a turn ends as it was sampled; full rendering {self.describe_ending()}",
+            )
         if self.bare(full) == self.bare(incremental):
             if incremental.count(REASON) > full.count(REASON):
                 return BoundaryVerdict.KEEPS, fast, "full rendering would drop earlier reasoning here"
             return BoundaryVerdict.KEEPS, fast, "full rendering would drop the empty reasoning of an earlier turn here"
         return BoundaryVerdict.DIFFERS, fast, "full rendering would rewrite earlier text here"
 
-    def ending(self) -> str:
-        closer = self.seam.closer
+    def describe_ending(self) -> str:
+        closer = self.ending.closer
         return f"writes {closer!r} there" if closer not in ("", self.end_of_turn) else "leaves its last token out"
 
     def aligns(self, full: Sequence[int], appended: _Appended) -> bool:
         """Whether ids are the same but for the tokens that a model ended its turns with."""
         at = 0
-        closer = self.encoder.encode_whole(self.seam.closer) if self.seam.closer else []
+        closer = self.encoder.encode_whole(self.ending.closer) if self.ending.closer else []
         for position, token in enumerate(appended.ids):
             if at < len(full) and full[at] == token:
                 at += 1
@@ -305,7 +313,7 @@ class _Prover:
 
     def bare(self, text: str) -> str:
         """A rendering without reasoning, and without the tokens that end turns."""
-        for stop in {self.seam.closer, *(self.encoder.decode([at]) for at in self.renderer.stop_token_ids)} - {""}:
+        for stop in {self.ending.closer, *(self.encoder.decode([at]) for at in self.renderer.stop_token_ids)} - {""}:
             text = text.replace(stop, "")
         text = re.sub(r"(?s)<think>.*?</think>", "", text)
         return "".join(re.sub(r"</?think>", "", text).split())
@@ -315,18 +323,18 @@ _OPENED = re.compile(r"<think>\s*(?:</think>\s*)?\Z")
 """Reasoning that the header of a turn begins, or begins and ends, in the model's place."""
 
 
-def _said(header: str, written: str, content: str) -> str:
-    """What a turn says after its header, when it is the last of a conversation."""
+def _turn_text(header: str, written: str, content: str) -> str:
+    """Text of a turn after its header, when it is the last of a conversation."""
     before = _OPENED.sub("", header)
     if written.startswith(header):
-        said = written[len(header) :]
+        text = written[len(header) :]
     elif written.startswith(before) and not header.rstrip().endswith("</think>"):
-        said = written[len(before) :].removeprefix("<think>")
+        text = written[len(before) :].removeprefix("<think>")
     else:
-        said = content
-    if REASON in content and REASON not in said:
+        text = content
+    if REASON in content and REASON not in text:
         return content.removeprefix("<think>\n") if header.rstrip().endswith("<think>") else content
-    return said
+    return text
 
 
 def _first_difference(left: Sequence[int] | str, right: Sequence[int] | str) -> int:

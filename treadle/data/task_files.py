@@ -25,7 +25,7 @@ SOURCE_FORMS = "JSONL or Parquet files, reasoning_gym:NAME, or package.module:fu
 
 @dataclass(frozen=True, slots=True)
 class TaskRow:
-    """One row as it was found: where, under which id unless it has its own, and what it holds."""
+    """One row as it was read: its place, its id unless it has its own, and its fields."""
 
     place: str
     uid: str
@@ -120,11 +120,8 @@ def _wrong(record: TaskRow, name: str, wanted: str) -> ConfigError:
 
 def _absent(record: TaskRow, name: str, key: str) -> ConfigError:
     present = ", ".join(record.fields) or "no fields at all"
-    return _mistake(record, f"no field {name!r}; the row has {present}", _hint(record, name, key))
-
-
-def _hint(record: TaskRow, name: str, key: str) -> str:
-    return nearest(name, record.fields) or f"set {key} to the field that holds it"
+    fix = nearest(name, record.fields) or f"set {key} to the field that holds it"
+    return _mistake(record, f"no field {name!r}; the row has {present}", fix)
 
 
 def _read_uid(record: TaskRow) -> str:

@@ -32,7 +32,7 @@ _IMPORT_PATH = re.compile(r"[^\W\d][\w.]*:[^\W\d][\w.]*")
 
 
 def is_function(source: str) -> bool:
-    """Does an entry of a file list name a function? A file of that name comes first."""
+    """Whether an entry of a file list names a function. A file of that name comes first."""
     is_path = _IMPORT_PATH.fullmatch(source) is not None and not source.startswith(REASONING_GYM_PREFIX)
     return is_path and not Path(source).is_file()
 
@@ -53,7 +53,7 @@ def generate_tasks(source: str, data: DataConfig, key: str, *, validation: bool)
 
 
 def generate_rows(source: str, data: DataConfig, key: str) -> Iterator[Any]:
-    """What a function makes, row by row; nothing is checked about the rows themselves."""
+    """Rows that a function generates, unchecked."""
     function = load_object(source, key)
     if not callable(function):
         raise ConfigError([Mistake(key, f"{source} is not a function: {type(function).__name__}", source)])
@@ -154,13 +154,13 @@ class SourceState:
     index: int
     count: int
     digest: str
-    """Stands for the uids of all tasks, in order of the files."""
+    """Digest of the uids of all tasks, in order of the files."""
     shuffle: bool
     seed: int
 
 
 class TaskSource:
-    """Tasks in order, epoch after epoch. The position moves as tasks are handed out."""
+    """Tasks in order, epoch after epoch. The position advances as tasks are handed out."""
 
     def __init__(self, tasks: Sequence[Task], *, shuffle: bool, seed: int, key: str = "data.train_files") -> None:
         assert tasks, "a source needs a task"
@@ -177,7 +177,7 @@ class TaskSource:
 
     @property
     def tasks(self) -> Sequence[Task]:
-        """Every task, in the order of the files; the source stays where it is."""
+        """Every task, in the order of the files; the position does not change."""
         return self._tasks
 
     def __iter__(self) -> Iterator[Task]:
@@ -187,11 +187,11 @@ class TaskSource:
             yield self._next()
 
     def take(self, count: int) -> tuple[Task, ...]:
-        """The next `count` tasks, over the border of epochs if need be."""
+        """The next `count` tasks, across epochs if need be."""
         return tuple(self._next() for _ in range(count))
 
     def at(self, position: int) -> Task:
-        """The task that was, or will be, handed out at a position; the source stays where it is."""
+        """The task that was, or will be, handed out at a position; the position does not change."""
         epoch, index = divmod(position, len(self._tasks))
         order = self._order if epoch == self._epoch else self._order_of(epoch)
         return self._tasks[order[index]]
@@ -206,7 +206,7 @@ class TaskSource:
         return self._epoch * len(self._tasks) + self._index
 
     def state(self) -> SourceState:
-        """Where the source stands: everything before it was handed out, nothing after it."""
+        """The position: everything before it was handed out, nothing after it."""
         return SourceState(self._epoch, self._index, len(self._tasks), self._digest, self._shuffle, self._seed)
 
     def restore(self, state: SourceState) -> None:
@@ -307,12 +307,15 @@ def _note_place(places: dict[str, str], uid: str, place: str) -> list[Mistake]:
 def _read_all(files: Sequence[str], data: DataConfig, key: str, validation: bool) -> Iterator[_ReadTask]:
     labels = _label(files)
     for file in files:
+        rows: Iterator[_ReadTask]
         if file.startswith(REASONING_GYM_PREFIX):
-            rows, nothing = _read_generator(file, data, key, validation), "it makes no tasks"
+            generated = generate_tasks(file, data, key, validation=validation)
+            rows, nothing = (_ReadTask(task.uid, task) for task in generated), "it makes no tasks"
         elif is_function(file):
             rows, nothing = _read_function(file, labels[file], data, key), "the function makes no rows"
         else:
-            rows, nothing = _read_file(file, labels[file], data, key), "the file holds no rows"
+            records = read_records(file, labels[file], key)
+            rows, nothing = (_read_record(record, data) for record in records), "the file holds no rows"
         try:
             first = next(rows, None)
         except ConfigError as error:  # of the whole file: the others are read all the same
@@ -320,11 +323,6 @@ def _read_all(files: Sequence[str], data: DataConfig, key: str, validation: bool
             continue
         yield first if first is not None else _ReadTask(file, mistakes=(Mistake(file, nothing),))
         yield from rows
-
-
-def _read_generator(source: str, data: DataConfig, key: str, validation: bool) -> Iterator[_ReadTask]:
-    for task in generate_tasks(source, data, key, validation=validation):
-        yield _ReadTask(task.uid, task)
 
 
 def _read_function(source: str, label: str, data: DataConfig, key: str) -> Iterator[_ReadTask]:
@@ -339,11 +337,6 @@ def _read_function(source: str, label: str, data: DataConfig, key: str) -> Itera
             yield _read_record(TaskRow(place, uid, problem=problem), data)
 
 
-def _read_file(file: str, label: str, data: DataConfig, key: str) -> Iterator[_ReadTask]:
-    for record in read_records(file, label, key):
-        yield _read_record(record, data)
-
-
 def _read_record(record: TaskRow, data: DataConfig) -> _ReadTask:
     try:
         return _ReadTask(record.place, to_task(record, data))
@@ -352,7 +345,7 @@ def _read_record(record: TaskRow, data: DataConfig) -> _ReadTask:
 
 
 def _label(files: Sequence[str]) -> dict[str, str]:
-    """What stands for each file or function in ids: its name, or the path as given where two share a name."""
+    """Label of each file or function in ids: its name, or the path as given where two share a name."""
     short = {file: name_function(file) if is_function(file) else Path(file).name for file in files}
     names = list(short.values())
     return {file: name if names.count(name) == 1 else file for file, name in short.items()}

@@ -23,7 +23,7 @@ class AgentLoopBase(ABC):
 
     @abstractmethod
     async def run(self, session: Session) -> None:
-        """Drive the session to its end. Returning means the attempt is complete."""
+        """Run the session to its end. Returning means the attempt is complete."""
 
 
 class SingleTurnAgentLoop(AgentLoopBase):
@@ -52,7 +52,7 @@ class ToolAgentLoop(AgentLoopBase):
 
 
 def tool_message(call: ToolCall, result: ToolResult) -> Message:
-    """A tool's answer, as the model reads it."""
+    """A tool's result as a message."""
     return {"role": "tool", "name": call.name, "tool_call_id": call.id, "content": result.text}
 
 
@@ -71,7 +71,7 @@ def known_loops(rollout: RolloutConfig) -> tuple[str, ...]:
 
 
 class LoopFactory:
-    """Builds the loop a task asks for; each name is looked up once. A task's own words import nothing by themselves."""
+    """Builds the loop a task asks for; each name is looked up once. A name in a task imports nothing by itself."""
 
     def __init__(self, rollout: RolloutConfig) -> None:
         self._rollout = rollout
@@ -91,11 +91,8 @@ class LoopFactory:
 
     def find(self, name: str) -> tuple[type[AgentLoopBase], Mapping[str, Any]]:
         """The class behind a name and the arguments configured for it."""
-        if name not in self._known:
-            self._known[name] = self._look_up(name)
-        return self._known[name]
-
-    def _look_up(self, name: str) -> tuple[type[AgentLoopBase], Mapping[str, Any]]:
+        if name in self._known:
+            return self._known[name]
         loops = self._rollout.agent.loops
         loop = loops.get(name)
         path, kwargs = (loop.path, loop.kwargs) if loop else (BUILT_IN.get(name, name), {})
@@ -108,4 +105,5 @@ class LoopFactory:
         cls = load_object(path, key)
         if not (isinstance(cls, type) and issubclass(cls, AgentLoopBase)):
             raise ConfigError([Mistake(key, f"{path} is not a subclass of AgentLoopBase", path)])
+        self._known[name] = cls, kwargs
         return cls, kwargs

@@ -38,21 +38,21 @@ async def start_engines(
     Those in processes of their own are started again when they die.
     """
     size, gpus = rollout.tensor_model_parallel_size, _first_gpus(rollout) if gpus is None else gpus
-    seats = [gpus[at : at + size] for at in range(0, len(gpus), size)]
-    seats = seats or [()] * (max(1, rollout.nnodes) * rollout.replicas_per_node)
+    gpu_groups = [gpus[at : at + size] for at in range(0, len(gpus), size)]
+    gpu_groups = gpu_groups or [()] * (max(1, rollout.nnodes) * rollout.replicas_per_node)
     limit = rollout.limits.launch_timeout_s
-    supervisor, engines = ReplicaSupervisor(len(seats)), list[Engine]()
+    supervisor, engines = ReplicaSupervisor(len(gpu_groups)), list[Engine]()
     try:
         async with asyncio.timeout(limit):
-            for at, seat in enumerate(seats):
+            for at, gpu_group in enumerate(gpu_groups):
                 name = f"{rollout.name}-{at}"
                 if rollout.name == "vllm":
-                    engines.append(await supervisor.add(name, partial(_start_vllm, rollout, model, name, seat)))
+                    engines.append(await supervisor.add(name, partial(_start_vllm, rollout, model, name, gpu_group)))
                 elif rollout.name == "native":
-                    start = partial(_start_native, rollout, model, name, seat, _share_cores(len(seats)))
+                    start = partial(_start_native, rollout, model, name, gpu_group, _share_cores(len(gpu_groups)))
                     engines.append(await supervisor.add(name, start))
                 else:
-                    engines.append(await start_engine(rollout, model, renderer, api_key, name, seat))
+                    engines.append(await start_engine(rollout, model, renderer, api_key, name, gpu_group))
     except BaseException as error:
         for engine in engines:
             await engine.close()

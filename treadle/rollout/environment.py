@@ -23,7 +23,7 @@ from treadle.types import Message
 
 @dataclass(frozen=True, slots=True)
 class Reply:
-    """What an environment says to a turn: the next user words, or None when it is over; and a score for the turn."""
+    """Reply of an environment to a turn: the next user text, or None when it is over; and a score for the turn."""
 
     text: str | None = None
     reward: float | None = None
@@ -38,7 +38,7 @@ class Environment(Protocol):
 
 
 class EnvironmentAgentLoop(AgentLoopBase):
-    """Generate, run any tools, then let the environment answer; until it has nothing more to say."""
+    """Generate, run any tools, then ask the environment; until its reply has no text."""
 
     def __init__(self, rollout: RolloutConfig) -> None:
         super().__init__(rollout)

@@ -55,7 +55,7 @@ PLACEMENT_KEYS = (
     *("rollout.scripted.latency_s", "rollout.scripted.latency_tail", "rollout.scripted.failure_rate"),
     *("rollout.scripted.hang_rate", "model.enable_gradient_checkpointing"),
 )
-"""Keys, or the beginnings of keys, that say where, how many, how fast or how long, and not which tokens."""
+"""Keys, or the beginnings of keys, that decide where, how many, how fast or how long, and not which tokens."""
 
 SCORE_NEUTRAL_KEYS = (
     *("reward.success_threshold", "reward.num_workers", "reward.timeout_s", "reward.cpu_time_s", "reward.memory_mb"),
@@ -126,7 +126,7 @@ def digest_of(items: InputItems) -> str:
     return _hex("\n".join(f"{name}={value}" for name, value in sorted(items.items())).encode())
 
 
-def changes(before: InputItems, now: InputItems) -> Iterator[tuple[str, str, str]]:
+def changed_items(before: InputItems, now: InputItems) -> Iterator[tuple[str, str, str]]:
     """The names whose values differ, with both values; an absent one is empty."""
     for name in sorted({*before, *now}):
         if before.get(name) != now.get(name):
@@ -148,7 +148,7 @@ def _relevant(leaves: InputItems, rollout: RolloutConfig) -> Iterator[tuple[str,
 
 
 def is_placement(name: str) -> bool:
-    """Whether a key says where, how many, how fast or how long, and not which tokens."""
+    """Whether a key decides where, how many, how fast or how long, and not which tokens."""
     return name in PLACEMENT_KEYS or name.startswith(tuple(key for key in PLACEMENT_KEYS if key.endswith(".")))
 
 
@@ -225,7 +225,7 @@ def source_digest(module: str) -> str:
 def _source_file(module: str) -> Path | None:
     try:
         spec = find_spec(module)
-    except Exception:  # noqa: BLE001 - a parent package may do anything when it is imported; the real import tells
+    except Exception:  # noqa: BLE001 - a parent package may do anything when it is imported; the real import reports it
         return None
     origin = None if spec is None else spec.origin
     return Path(origin) if origin and origin.endswith(".py") and Path(origin).is_file() else None
@@ -269,7 +269,7 @@ def _hex(content: bytes) -> str:
 log = getLogger(__name__)
 
 INPUTS_EVENT = "inputs"
-"""The event that says what a digest stands for: `part`, `digest` and `items`."""
+"""The event that records what a digest stands for: `part`, `digest` and `items`."""
 
 RESUME_EVENT = "resume"
 """The event that every start of a training run writes."""
@@ -284,7 +284,7 @@ class ReusableSamples:
 
 
 def record_inputs(journal: Journal, inputs: RunInputs, *, validation: bool) -> None:
-    """Have the journal say what the digests of this start stand for."""
+    """Record what the digests of this start stand for."""
     for part, items in (("sampling", inputs.sampling(validation=validation)), ("scoring", inputs.scoring)):
         journal.add_event(INPUTS_EVENT, part=part, digest=digest_of(items), items=dict(items))
 
@@ -357,7 +357,7 @@ def _what_changed(
             problem = f"{count} trajectories of {run_dir} say nothing about what they were made from"
             yield Mistake("logging.run_dir", problem, fix=fix)
             continue
-        for name, before, now in changes(known[digest], asked):
+        for name, before, now in changed_items(known[digest], asked):
             problem = (
                 f"{now or 'absent'} now, but {count} trajectories of {run_dir} were sampled with {before or 'none'}"
             )

@@ -9,7 +9,7 @@ is read by `WORKER_CODEC` and never as a pickle.
                         has failed, and the next job starts another process
     serve_worker        the process: runs jobs until its channel closes, and ends what its tools left running
 
-Every second a worker says what its sessions wait for. One that says nothing has code in it that holds the interpreter:
+Every second a worker reports what its sessions wait for. One that reports nothing runs code that holds the interpreter:
 past the deadline of such code the worker is killed. Sessions that may have been at fault have failed; the others begin
 again.
 """
@@ -61,10 +61,10 @@ from treadle.types import (
 )
 
 REPORT_S = 1.0
-"""How often a worker says what its sessions wait for."""
+"""How often a worker reports what its sessions wait for."""
 
 PROBE_S = 0.5
-"""How long a worker that holds still has to write down where it is, before it is killed."""
+"""How long a worker that hangs has to write its stack trace, before it is killed."""
 
 RESTART = RestartPolicy(attempts=3, first_wait_s=0.5)
 """Starts in a row that may fail before the run ends."""
@@ -76,7 +76,7 @@ _HERE = SubprocessLauncher()
 
 
 def num_processes(rollout: RolloutConfig) -> int:
-    """Worker processes: as told, or one where plain Python is called, which can hold the interpreter up."""
+    """Worker processes: as configured, or one where plain Python is called, which can hold the interpreter."""
     if rollout.agent.num_workers is not None:
         return rollout.agent.num_workers
     tools = load_tools(rollout.multi_turn.tools)
@@ -87,7 +87,7 @@ def num_processes(rollout: RolloutConfig) -> int:
 
 @dataclass(frozen=True, slots=True)
 class AgentWorkerSetup:
-    """What a worker process is told first."""
+    """First message to a worker process."""
 
     rollout: RolloutConfig
     model: ModelConfig
@@ -125,7 +125,7 @@ def _check_row(row: Row) -> None:
 
 
 def _fail_unsendable(trajectory: Trajectory, problem: str) -> Trajectory:
-    """A failed trajectory in the place of one that cannot be sent; it says why."""
+    """A failed trajectory in place of one that cannot be sent, with the reason."""
     fix = "give loops and tools extra values of plain JSON, or set rollout.agent.num_workers=0"
     outcome = Outcome.failed(LoopFailure(f"the trajectory cannot leave its worker process: {problem}; {fix}"))
     return Trajectory(
@@ -156,7 +156,7 @@ WORKER_CODEC = RecordCodec(
 
 
 class UpstreamEngine:
-    """Generates by asking the manager."""
+    """Engine of a worker process: sends requests to the manager."""
 
     peer: RpcPeer
 
@@ -170,7 +170,7 @@ class UpstreamEngine:
         return completion
 
     def announce(self, wait: Wait) -> None:
-        """Say where a session is going, before it goes there: it may not come back."""
+        """Report the next stage of a session before it begins: its code may never return."""
         with suppress(ChannelClosed):
             self.peer.notify(WaitReport((replace(wait, since=0.0),)), at_once=True)
 
@@ -208,15 +208,15 @@ async def _report(worker: AgentLoopWorker, peer: RpcPeer) -> None:
 
 @dataclass(slots=True)
 class _Sent:
-    """A job that is running over there."""
+    """A job that runs in the worker process."""
 
     job: Job
     wait: Wait
 
 
 @dataclass(slots=True)
-class _Verdict:
-    """Why a process was killed from here, and the jobs that may have been at fault."""
+class _KillReason:
+    """Why a process was killed by this side, and the jobs that may have been at fault."""
 
     silent_s: float
     blamed: dict[int, str] = field(default_factory=dict)
@@ -225,7 +225,7 @@ class _Verdict:
 
 
 class RemoteAgentWorker:
-    """A `HiredWorker`. One that dies is replaced when the next job comes."""
+    """Agent worker in another process. One that dies is replaced when the next job comes."""
 
     def __init__(
         self, name: str, setup: AgentWorkerSetup, engine: TokenGenerator, launcher: Callable[[], Launcher]
@@ -237,14 +237,14 @@ class RemoteAgentWorker:
         self._supervisor = Supervisor(self._launch, RESTART)
         self._process: RemoteProcess | None = None
         """The one that was given the last job."""
-        self._heard = 0.0
+        self._last_heard = 0.0
         self._running: dict[int, _Sent] = {}
         self._sessions: dict[str, _Sent] = {}
         """The same, by the session's name."""
-        self._verdict: _Verdict | None = None
+        self._kill_reason: _KillReason | None = None
         """On that process."""
         self._timer: asyncio.TimerHandle | None = None
-        self._patience_s = _patience_s(setup.rollout)
+        self._max_silence_s = _max_silence_s(setup.rollout)
 
     @classmethod
     async def create(
@@ -285,26 +285,26 @@ class RemoteAgentWorker:
         return await self._launcher().launch(spec, self._answer, Failure)
 
     async def run(self, job: Job) -> Trajectory | Dropped:
-        """Make one attempt over there. If the worker dies, that attempt has failed."""
+        """Make one attempt in the worker process. If the worker dies, that attempt has failed."""
         process = await self._supervisor.current()
         now = asyncio.get_running_loop().time()
         if process is not self._process:
-            self._process, self._heard, self._verdict = process, now, None
+            self._process, self._last_heard, self._kill_reason = process, now, None
         wait = Wait(job.task.uid, job.sample, "agent loop", now, self._name, "sent to the worker")
         sent = self._running[id(job)] = self._sessions[f"{job.task.uid}/{job.sample}"] = _Sent(job, wait)
-        self._watch()
+        self._start_timer()
         try:
             result: Trajectory | Dropped = await process.peer.request(SentJob(job, capture()))
-            return self._checked(result, job)
+            return self._check_result(result, job)
         except ChannelClosed:
-            verdict = self._verdict if process is self._process else None
-            if verdict is not None and id(job) not in verdict.blamed:
+            kill_reason = self._kill_reason if process is self._process else None
+            if kill_reason is not None and id(job) not in kill_reason.blamed:
                 raise WaitInterrupted(f"another session held {self._name} up") from None
             detail = f"{self._name} died: {await process.cause()}"
             kind: type[Failure] = LoopFailure
-            if verdict is not None:
-                kind = STAGE_FAILURES.get(verdict.blamed[id(job)], LoopFailure)
-                detail = f"held {self._name} up for {verdict.silent_s:.0f} s, which was killed{verdict.place}"
+            if kill_reason is not None:
+                kind = STAGE_FAILURES.get(kill_reason.blamed[id(job)], LoopFailure)
+                detail = f"held {self._name} up for {kill_reason.silent_s:.0f} s, which was killed{kill_reason.place}"
             failed = Outcome.failed(kind(detail))
             return Trajectory(
                 job.task.uid, job.sample, (), failed, attempt=job.attempt, data_source=job.task.data_source
@@ -314,33 +314,33 @@ class RemoteAgentWorker:
             if self._sessions.get(f"{job.task.uid}/{job.sample}") is sent:
                 del self._sessions[f"{job.task.uid}/{job.sample}"]
 
-    def _checked(self, result: Trajectory | Dropped, job: Job) -> Trajectory | Dropped:
-        """The attempt that was asked for, without a score: a worker has none to give."""
+    def _check_result(self, result: Trajectory | Dropped, job: Job) -> Trajectory | Dropped:
+        """The attempt that was asked for, without a score: workers do not score."""
         task = job.task
         if isinstance(result, Dropped):
-            whose = result.uid == task.uid
+            matches = result.uid == task.uid
         else:
             asked = (task.uid, job.sample, job.attempt, task.data_source)
-            whose = (result.uid, result.sample, result.attempt, result.data_source) == asked and result.reward is None
-        if whose:
+            matches = (result.uid, result.sample, result.attempt, result.data_source) == asked and result.reward is None
+        if matches:
             return result
         failed = Outcome.failed(LoopFailure(f"{self._name} answered with another trajectory than it was asked for"))
         return Trajectory(task.uid, job.sample, (), failed, attempt=job.attempt, data_source=task.data_source)
 
     async def _answer(self, body: Any) -> Any:
-        """What the worker asks for is tokens; what it tells is what its sessions wait for."""
-        self._heard = now = asyncio.get_running_loop().time()
+        """Requests of the worker are for tokens; its notifications are wait reports."""
+        self._last_heard = now = asyncio.get_running_loop().time()
         if isinstance(body, WaitReport):
-            return self._note(body, now)
+            return self._update_waits(body, now)
         sent = self._sessions.get(body.session)
-        if sent is None:  # withdrawn by now, or not one of ours
+        if sent is None:  # cancelled by now, or not of this worker
             raise RequestRefused(f"{self._name} asked for tokens of session {body.session!r}, which it does not run")
         sent.wait = replace(sent.wait, stage="generate", since=now)
         completion = await self._engine.generate(body)
         sent.wait = replace(sent.wait, stage="loop", since=asyncio.get_running_loop().time())
         return completion
 
-    def _note(self, report: WaitReport, now: float) -> None:
+    def _update_waits(self, report: WaitReport, now: float) -> None:
         for wait in report.waits:
             sent = self._sessions.get(f"{wait.uid}/{wait.sample}")
             if sent is not None:
@@ -349,48 +349,48 @@ class RemoteAgentWorker:
                 server = wait.server or self._name
                 sent.wait = replace(wait, since=before.since if same else since, server=server)
 
-    def _watch(self) -> None:
+    def _start_timer(self) -> None:
         if self._timer is None:
             loop = asyncio.get_running_loop()
-            self._timer = loop.call_later(REPORT_S, self._look, loop.time() + REPORT_S)
+            self._timer = loop.call_later(REPORT_S, self._check_silence, loop.time() + REPORT_S)
 
-    def _look(self, due: float) -> None:
-        """Give the worker up where it has been silent for too long. One timer, while jobs run."""
+    def _check_silence(self, due: float) -> None:
+        """Kill the worker where it has been silent for too long. One timer, while jobs run."""
         self._timer = None
         now = asyncio.get_running_loop().time()
         if now - due > REPORT_S:
-            self._heard = now  # this loop was late itself: reports may lie unread
-        silent_s = now - self._heard
-        if self._running and self._verdict is None and silent_s > self._patience_s and self._process is not None:
-            self._verdict = _Verdict(silent_s, self._suspects())
+            self._last_heard = now  # this loop was late itself: reports may lie unread
+        silent_s = now - self._last_heard
+        if self._running and self._kill_reason is None and silent_s > self._max_silence_s and self._process is not None:
+            self._kill_reason = _KillReason(silent_s, self._blamed_jobs())
             self._process.probe()
-            asyncio.get_running_loop().call_later(PROBE_S, self._kill, self._process, self._verdict)
+            asyncio.get_running_loop().call_later(PROBE_S, self._kill, self._process, self._kill_reason)
         if self._running:
-            self._watch()
+            self._start_timer()
 
-    def _suspects(self) -> dict[int, str]:
-        """Jobs in the user's code when the worker was last heard of; all, where there is none."""
+    def _blamed_jobs(self) -> dict[int, str]:
+        """Jobs in the user's code at the worker's last report; all, where there is none."""
         stages = {at: sent.wait.stage for at, sent in self._running.items()}
         return {at: stage for at, stage in stages.items() if stage != "generate"} or stages
 
-    def _kill(self, process: RemoteProcess, verdict: _Verdict) -> None:
-        verdict.place = process.kill()
+    def _kill(self, process: RemoteProcess, kill_reason: _KillReason) -> None:
+        kill_reason.place = process.kill()
 
     def waits(self) -> Iterator[Wait]:
-        """What every open job is waiting for, as the worker said last."""
+        """What every open job is waiting for, as last reported by the worker."""
         for sent in self._running.values():
             yield sent.wait
 
     async def close(self) -> None:
-        """End the process or actor; at once, where it does not listen."""
+        """End the process or actor; at once, where it does not respond."""
         if self._timer is not None:
             self._timer.cancel()
-        if self._process is not None and asyncio.get_running_loop().time() - self._heard > GIVE_UP_S:
+        if self._process is not None and asyncio.get_running_loop().time() - self._last_heard > GIVE_UP_S:
             self._process.kill()
         await self._supervisor.end()
 
 
-def _patience_s(rollout: RolloutConfig) -> float:
+def _max_silence_s(rollout: RolloutConfig) -> float:
     """How long a worker may be silent: longer than any call that may hold it up within its deadline."""
     turns = rollout.multi_turn
     longest = max(turns.tool_timeout_s, turns.environment_timeout_s if turns.environment else 0.0)

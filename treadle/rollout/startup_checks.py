@@ -29,7 +29,7 @@ MAX_MISTAKES = 20
 
 @dataclass(frozen=True, slots=True)
 class PromptSurvey:
-    """What was found."""
+    """Result of the check of all prompts."""
 
     count: int
     longest: int = 0
@@ -39,7 +39,7 @@ class PromptSurvey:
     """Tasks with more than `rollout.prompt_length`, which are dropped or cut."""
 
     def note(self, rollout: RolloutConfig) -> str | None:
-        """What a person should know before the run, if anything."""
+        """A warning before the run, if there is one."""
         if not self.overlong:
             return None
         becomes = "are dropped" if rollout.overlong_prompts == "drop" else f"are cut ({rollout.overlong_prompts})"
@@ -47,7 +47,7 @@ class PromptSurvey:
 
 
 async def survey_prompts(tasks: Iterable[Task], rollout: RolloutConfig, renderer: Renderer) -> PromptSurvey:
-    """Look at every task; a ConfigError says what the run could not do with some of them."""
+    """Check every task; a ConfigError names those that the run cannot use."""
     async with await Toolbox.create(rollout.multi_turn) as toolbox:
         return await asyncio.to_thread(_survey, list(tasks), rollout, renderer, toolbox)
 
@@ -102,7 +102,7 @@ _TEMPLATE_KEY = "model.custom_chat_template"
 
 
 def check_template(proof: RenderingProof, multi_turn: MultiTurnConfig) -> list[str]:
-    """What there is to say about a template; a ConfigError where it cannot do what the rollout needs."""
+    """Notes about a template; a ConfigError where it cannot do what the rollout needs."""
     has_tools = bool(multi_turn.tools or multi_turn.mcp_servers)
     notes = list(_check_tools(proof, multi_turn)) if has_tools else []
     if proof.differences:

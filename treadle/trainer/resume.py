@@ -37,7 +37,7 @@ from treadle.rollout.provenance import (
     SCORE_NEUTRAL_KEYS,
     InputItems,
     RunInputs,
-    changes,
+    changed_items,
     digest_of,
     is_placement,
     origin_of,
@@ -286,7 +286,7 @@ def check_changes(run_dir: Path, config: TrainConfig, items: InputItems, *, allo
         return []
     found = [
         ConfigChange(name, old, now)
-        for name, old, now in changes(before, items)
+        for name, old, now in changed_items(before, items)
         if " of " in name or (name in before and name in items)  # a key that another version added was not changed
     ]
     if mistakes := list(_change_mistakes(run_dir, config, found, int(steps[-1].fields["step"]), allow=allow)):

@@ -30,14 +30,14 @@ MAX_NAME_CHARS = 128
 
 @dataclass(frozen=True, slots=True)
 class Parsed:
-    """One assistant turn: what it says, and what it calls. Without calls, `content` is the text as it was."""
+    """One assistant turn: its text, and its calls. Without calls, `content` is the text as it was."""
 
     content: str
     calls: tuple[ToolCall, ...]
 
 
 class Untyped(str):
-    """An argument that a format writes without saying its type: the tool's schema decides whether `7` is a number."""
+    """An argument that a format writes without its type: the tool's schema decides whether `7` is a number."""
 
     __slots__ = ()
 
@@ -90,7 +90,7 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _first_repeated(names: Sequence[str]) -> str:
-    """The first name that stands there a second time, in one pass."""
+    """The first repeated name, in one pass."""
     seen: set[str] = set()
     for name in names:
         if name in seen:

@@ -21,12 +21,12 @@ class ToolSpec:
     description: str
     parameters: Mapping[str, Any]
     origin: str
-    check: ArgumentValidator
-    """Arguments in the types of `parameters`, or Misfit."""
+    validate: ArgumentValidator
+    """Arguments in the types of `parameters`, or InvalidArgument."""
     infrastructure: tuple[type[BaseException], ...] = ()
     """Exceptions of this tool that are faults of its infrastructure, on top of those that always are."""
     needs_task: bool = False
-    """Whether the task must give it something."""
+    """Whether the task must supply arguments."""
 
     def schema(self) -> dict[str, Any]:
         """The tool in OpenAI's shape."""
@@ -39,13 +39,13 @@ Invoke = Callable[[dict[str, Any], float], Awaitable[object]]
 
 
 class Scope(Protocol):
-    """What one session brings to its tools."""
+    """Session scope: what a tool uses of one session."""
 
     @property
     def task(self) -> Task: ...
 
     def instance(self, cls: type) -> Callable[[float], Awaitable[Any]]:
-        """Gives the session's one instance of a stateful tool, built within so many seconds."""
+        """Returns the session's one instance of a stateful tool, built within so many seconds."""
         ...
 
     async def run_in_thread(self, function: Callable[[], object], timeout_s: float) -> object:

@@ -2,7 +2,7 @@
 
 Owns the `tool` mark, how a function is run, and the errors of import paths and duplicate names. An async function is
 awaited, any other runs in a thread, so that a busy tool never stalls the event loop; or inline, for cheap pure
-functions that say so (an inline function cannot be interrupted: its deadline is its author's promise).
+functions that say so (an inline function cannot be interrupted: it must be fast).
 
 A class offers the methods that carry the `tool` mark, or its `__call__` under the class's name in snake case. Each
 session has one instance, built at its first call: `__init__` on the event loop, with `task.tool_kwargs[class name]`,
@@ -44,7 +44,7 @@ class ToolMode(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class ToolMark:
-    """What the author of a tool says about it."""
+    """Options of the `tool` decorator."""
 
     name: str | None = None
     inline: bool = False
@@ -120,6 +120,9 @@ class FunctionTool:
         mark = mark_of(function) or ToolMark()
         check = compile_validator(signature.parameters, closed=True)
         needs_task = any(signature.injected.values())
+        mode = ToolMode.INLINE if mark.inline else ToolMode.THREAD
+        if inspect.iscoroutinefunction(function):
+            mode = ToolMode.AWAITED
         spec = ToolSpec(
             mark.name or name,
             signature.description,
@@ -129,7 +132,7 @@ class FunctionTool:
             mark.infrastructure,
             needs_task,
         )
-        return cls(spec, function, _mode(function, mark), signature.converts, signature.injected, owner)
+        return cls(spec, function, mode, signature.converts, signature.injected, owner)
 
     def bind(self, scope: Scope) -> Invoke:
         injected = self._injected_from(scope.task)
@@ -138,14 +141,14 @@ class FunctionTool:
         return partial(self._invoke, scope, self.function, injected)
 
     def _injected_from(self, task: Task) -> Mapping[str, Any]:
-        """What the task gives this tool; a ToolFailure says what is missing or unknown."""
+        """Arguments of this tool from the task; a ToolFailure names what is missing or unknown."""
         given = task.tool_kwargs.get(self.spec.name, {})
         wanted = self.injected or {}
         missing = [name for name, needed in wanted.items() if needed and name not in given]
         unknown = [name for name in given if name not in wanted]
         if missing or unknown:
-            words = [f"does not give {name!r}" for name in missing] + [f"gives unknown {name!r}" for name in unknown]
-            raise ToolFailure(f"task {task.uid!r}: tool_kwargs of {self.spec.name!r} {', '.join(words)}")
+            problems = [f"does not give {name!r}" for name in missing] + [f"gives unknown {name!r}" for name in unknown]
+            raise ToolFailure(f"task {task.uid!r}: tool_kwargs of {self.spec.name!r} {', '.join(problems)}")
         return given
 
     async def _invoke(
@@ -177,12 +180,6 @@ class FunctionTool:
     ) -> object:
         method = partial(self.function, await instance(timeout_s))
         return await self._invoke(scope, method, injected, arguments, timeout_s)
-
-
-def _mode(function: Callable[..., Any], mark: ToolMark) -> ToolMode:
-    if inspect.iscoroutinefunction(function):
-        return ToolMode.AWAITED
-    return ToolMode.INLINE if mark.inline else ToolMode.THREAD
 
 
 CLOSE_S = 10.0
@@ -255,7 +252,7 @@ class ToolInstance:
 
 
 async def close_instances(instances: Iterable[ToolInstance]) -> None:
-    """Close instances side by side; each sees its own closing through."""
+    """Close instances concurrently; each runs to its end or its deadline."""
     await run_shielded(_close_all(tuple(instances)), 3 * CLOSE_S, "releasing a session's tools")
 
 

@@ -38,7 +38,7 @@ TruncateSide = Literal["left", "middle", "right"]
 
 @dataclass(frozen=True, slots=True)
 class OutputLimit:
-    """How many characters of an answer are kept, and which part of a longer one is cut out."""
+    """Limit on the characters of a result, and which part of a longer one is cut out."""
 
     characters: int
     side: TruncateSide
@@ -55,15 +55,15 @@ class OutputLimit:
         return f"{text[:head]}\n{mark}\n{text[head + gone :]}"
 
 
-def to_result(returned: object, name: str, cap: OutputLimit, seconds: float) -> ToolResult:
+def to_result(returned: object, name: str, limit: OutputLimit, seconds: float) -> ToolResult:
     """The typed result of a call that took so many seconds."""
     result = returned if isinstance(returned, ToolResult) else None
     text = result.text if result else returned if type(returned) is str else to_text(returned, name)
     if not text.isascii():
         text = _encodable(text)
-    truncated = len(text) > cap.characters
+    truncated = len(text) > limit.characters
     if truncated:
-        text = cap.cut(text)
+        text = limit.cut(text)
     if result is None:
         return ToolResult(text, seconds=seconds, truncated=truncated)
     return ToolResult(text, result.status, result.reward, result.extra, seconds, truncated or result.truncated)
@@ -86,12 +86,12 @@ def _plain(value: Any) -> Any:
 
 
 def _encodable(text: str) -> str:
-    """The text with what UTF-8 cannot say, such as the odd bytes of a file name, replaced."""
+    """The text with what UTF-8 cannot encode, such as odd bytes of a file name, replaced."""
     return text.encode(errors="replace").decode()
 
 
 MODEL_VISIBLE_ERRORS = (FileNotFoundError, FileExistsError, IsADirectoryError, NotADirectoryError, PermissionError)
-"""OSErrors that say something about what the model asked for."""
+"""OSErrors about what the model asked for."""
 
 FIRST_DELAY_S = 0.1
 LONGEST_DELAY_S = 5.0
@@ -106,15 +106,15 @@ class ToolRetryPolicy:
 
 
 async def perform_call(spec: ToolSpec, invoke: Invoke, arguments: dict[str, Any], policy: ToolRetryPolicy) -> object:
-    """What the tool returned, or a result that tells the model why not; ToolFailure when every attempt failed."""
+    """What the tool returned, or a result with the reason for the model; ToolFailure when every attempt failed."""
     for attempt in range(policy.retries + 1):
         if attempt:
             await asyncio.sleep(backoff(attempt))
         try:
             return await invoke(arguments, policy.timeout_s)
         except Expired:
-            words = f"{spec.name} gave no answer within {policy.timeout_s:g} s"
-            return ToolResult(words, ToolStatus.TIMEOUT)
+            text = f"{spec.name} gave no answer within {policy.timeout_s:g} s"
+            return ToolResult(text, ToolStatus.TIMEOUT)
         except BaseException as error:
             if is_external_stop(error):
                 raise

@@ -2,7 +2,7 @@
 
 Owns the connection, the end of the server's standard error, and the translation between MCP's results and ours. The
 SDK's contexts must be left by the task that entered them; so a connection lives in a task of its own, which enters
-them, hands out the client, waits for the order to stop, and leaves them. Calls may come from any other task. Knows
+them, hands out the client, waits until it is stopped, and leaves them. Calls may come from any other task. Knows
 nothing about retries: what is raised as ToolFailure, the caller tries again.
 The border: an answer of the server, also one marked as an error, is for the model to read, and so is its refusal of
 the arguments. A connection that broke, an error of the protocol or an answer that breaks the server's own schema is
@@ -63,7 +63,7 @@ class MCPConnection:
 
     @classmethod
     async def open(cls, name: str, server: MCPServerConfig) -> "MCPConnection":
-        """Start the server or reach it; RunError says why that failed, with the server's last words."""
+        """Start the server or reach it; RunError says why that failed, with the end of the server's standard error."""
         _require_sdk()
         ready: asyncio.Future[MCPConnection] = asyncio.get_running_loop().create_future()
         owner = asyncio.create_task(_run_connection(name, server, ready), name=f"MCP server {name}")
@@ -105,7 +105,7 @@ class MCPConnection:
             self._stop.set()
 
     async def serve(self) -> None:
-        """Keep the owner until the order to stop."""
+        """Keep the owning task until `stop` is set."""
         await self._stop.wait()
 
     async def close(self) -> None:
@@ -117,7 +117,7 @@ class MCPConnection:
 
 
 class StderrTail:
-    """The last words of a server: reads its standard error as it comes, and keeps the end."""
+    """Tail of a server's standard error: reads it as it comes, and keeps the end."""
 
     def __init__(self, read_end: int) -> None:
         self._read_end = read_end
@@ -146,8 +146,8 @@ class StderrTail:
         except BlockingIOError:
             return
 
-    def words(self) -> str:
-        """What the server said last, as the end of an error message; nothing if it said nothing."""
+    def text(self) -> str:
+        """The end of standard error, for an error message; empty if there is none."""
         if self._read_end >= 0:
             self._read()
         text = self._kept.decode(errors="replace").strip()
@@ -155,7 +155,7 @@ class StderrTail:
 
 
 async def _run_connection(name: str, server: MCPServerConfig, ready: asyncio.Future[MCPConnection]) -> None:
-    """The whole life of one connection."""
+    """Open, serve and close one connection."""
     with StderrTail.opened() as (tail, errors):
         limit = asyncio.timeout(server.startup_timeout_s)
         try:
@@ -163,9 +163,9 @@ async def _run_connection(name: str, server: MCPServerConfig, ready: asyncio.Fut
                 async with limit:
                     client = await _connect(stack, server, errors)
                     tools = await _list_tools(client)
-                link = MCPConnection(client, tools, tail)
-                ready.set_result(link)
-                await link.serve()
+                connection = MCPConnection(client, tools, tail)
+                ready.set_result(connection)
+                await connection.serve()
         except Exception as error:
             if ready.done():
                 raise
@@ -196,8 +196,8 @@ def _stdio(server: MCPServerConfig, errors: TextIO) -> AbstractAsyncContextManag
         program = sys.executable  # the one that has treadle and, most likely, what the server imports
     if which(program, path=server.env.get("PATH")) is None:
         raise FileNotFoundError(f"no program {program!r} on this machine")
-    guarded = ["-I", "-S", str(GUARD), program, *arguments]
-    parameters = StdioServerParameters(command=sys.executable, args=guarded, env=dict(server.env))
+    guard_arguments = ["-I", "-S", str(GUARD), program, *arguments]
+    parameters = StdioServerParameters(command=sys.executable, args=guard_arguments, env=dict(server.env))
     return stdio_client(parameters, errlog=errors)
 
 
@@ -227,19 +227,19 @@ def _startup_error(name: str, server: MCPServerConfig, error: Exception, tail: S
     if late:
         limit = f"{KEY}.{name}.startup_timeout_s"
         problem = f"did not answer within {server.startup_timeout_s:g} s ({limit})"
-        return DeadlineError(f"MCP server {name!r} ({where}) {problem}{tail.words()}")
-    return RunError(f"MCP server {name!r} ({where}) could not start: {describe(error)}{tail.words()}")
+        return DeadlineError(f"MCP server {name!r} ({where}) {problem}{tail.text()}")
+    return RunError(f"MCP server {name!r} ({where}) could not start: {describe(error)}{tail.text()}")
 
 
 def describe(error: BaseException) -> str:
-    """An error in words; of a group of errors, the first one that is not a group."""
+    """An error as text; of an exception group, the first that is not a group."""
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
     return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
 
 
 async def _join(owner: asyncio.Task[None]) -> None:
-    """Until the owner has ended; how it ended is reported by itself."""
+    """Until the owner has ended; how it ended is logged by `_report`."""
     await asyncio.wait({owner})
 
 
@@ -264,14 +264,16 @@ class MCPTool:
 class MCPTools:
     """One MCP server, started once and used by every session."""
 
-    def __init__(self, name: str, server: MCPServerConfig, link: MCPConnection) -> None:
+    def __init__(self, name: str, server: MCPServerConfig, connection: MCPConnection) -> None:
         self._name = name
         self._server = server
-        self._link = link
-        self._links = [link]
+        self._connection = connection
+        self._connections = [connection]
         self._lock = asyncio.Lock()
         self._closed = False
-        self.tools = tuple(MCPTool(_spec(remote, name), self) for remote in _configured_tools(link.tools, name, server))
+        self.tools = tuple(
+            MCPTool(_spec(remote, name), self) for remote in _configured_tools(connection.tools, name, server)
+        )
 
     @classmethod
     async def connect(cls, name: str, server: MCPServerConfig) -> "MCPTools":
@@ -279,19 +281,19 @@ class MCPTools:
         if bool(server.command) == bool(server.url):
             given = "both a command and a url" if server.url else "neither a command nor a url"
             raise ConfigError([Mistake(f"{KEY}.{name}", f"has {given}", fix="give one of the two")])
-        link = await MCPConnection.open(name, server)
+        connection = await MCPConnection.open(name, server)
         try:
-            return cls(name, server, link)
+            return cls(name, server, connection)
         except ConfigError:
-            await link.close()
+            await connection.close()
             raise
 
     async def call(self, tool: str, arguments: dict[str, Any], timeout_s: float) -> object:
         """The server's answer; Expired if it gives none in time, ToolFailure if it cannot give one."""
         from mcp import MCPError
 
-        link = await self._current_link()
-        with link.in_use() as client:
+        connection = await self._current_connection()
+        with connection.in_use() as client:
             try:
                 answer = await within(timeout_s, client.call_tool(tool, arguments))
             except Expired:
@@ -300,32 +302,32 @@ class MCPTools:
                 if isinstance(error, MCPError) and _refuses_arguments(error):
                     return ToolResult(f"{tool}: {error.message}", ToolStatus.INVALID)
                 if self._server.url or _is_broken(error):
-                    link.retire()
-                raise ToolFailure(f"MCP server {self._name!r}: {describe(error)}{link.tail.words()}") from error
+                    connection.retire()
+                raise ToolFailure(f"MCP server {self._name!r}: {describe(error)}{connection.tail.text()}") from error
         return _result(answer)
 
-    async def _current_link(self) -> MCPConnection:
+    async def _current_connection(self) -> MCPConnection:
         """The connection for a new call; callers that find it broken wait until one of them has opened the next."""
-        if self._link.usable:
-            return self._link
+        if self._connection.usable:
+            return self._connection
         async with self._lock:
             if self._closed:
                 raise ToolFailure(f"MCP server {self._name!r} is closed")
-            if not self._link.usable:
-                self._links = [link for link in self._links if not link.ended]
+            if not self._connection.usable:
+                self._connections = [connection for connection in self._connections if not connection.ended]
                 try:
-                    self._link = await MCPConnection.open(self._name, self._server)
+                    self._connection = await MCPConnection.open(self._name, self._server)
                 except RunError as error:
                     raise ToolFailure(str(error)) from error
-                self._links.append(self._link)
-        return self._link
+                self._connections.append(self._connection)
+        return self._connection
 
     async def close(self) -> None:
         """Stop the server."""
         self._closed = True
         async with asyncio.TaskGroup() as group:
-            for link in self._links:
-                group.create_task(link.close())
+            for connection in self._connections:
+                group.create_task(connection.close())
 
 
 def _configured_tools(tools: Iterable["RemoteTool"], name: str, server: MCPServerConfig) -> list["RemoteTool"]:

@@ -38,12 +38,12 @@ def read_docstring(text: str | None) -> ParsedDocstring:
     reader = _DocstringReader()
     for line in cleandoc(text or "").splitlines():
         reader.take(line)
-    described = {name: _joined(lines) for name, lines in reader.parameters.items()}
-    return ParsedDocstring(_joined(reader.description), {name: words for name, words in described.items() if words})
+    described = {name: _join_lines(lines) for name, lines in reader.parameters.items()}
+    return ParsedDocstring(_join_lines(reader.description), {name: text for name, text in described.items() if text})
 
 
 class _DocstringReader:
-    """Walks over the lines, and knows which part the next one belongs to."""
+    """Docstring parser: assigns each line to its part."""
 
     def __init__(self) -> None:
         self.description: list[str] = []
@@ -64,24 +64,24 @@ class _DocstringReader:
         else:
             self._part.append(line)
 
-    def _start_field(self, kind: str, subject: str, words: str) -> None:
+    def _start_field(self, kind: str, subject: str, text: str) -> None:
         """A `:param int name: words` line, or another field, which describes no parameter."""
         self._in_arguments = False
-        self._part = [words]
+        self._part = [text]
         if kind in ("param", "parameter", "arg", "argument") and subject:
             self.parameters[subject.split()[-1]] = self._part
 
-    def _take_argument(self, words: str, indent: int) -> None:
+    def _take_argument(self, text: str, indent: int) -> None:
         """A line of an `Args:` section: a new parameter, or more about the last one where it is indented further."""
         self._indent = indent if self._indent is None else self._indent
-        if indent <= self._indent and (found := _GOOGLE.match(words)):
+        if indent <= self._indent and (found := _GOOGLE.match(text)):
             self._part = [found[2]]
             self.parameters[found[1]] = self._part
         else:
-            self._part.append(words)
+            self._part.append(text)
 
 
-def _joined(lines: Iterable[str]) -> str:
+def _join_lines(lines: Iterable[str]) -> str:
     return " ".join(" ".join(lines).split())
 
 
@@ -134,13 +134,13 @@ def read_signature(function: Callable[..., Any], where: str, skip_first: bool = 
     for parameter in list(inspect.signature(function).parameters.values())[1 if skip_first else 0 :]:
         name, needed = parameter.name, parameter.default is parameter.empty
         hint = _checked_hint(parameter, hints, where)
-        if _is_hidden(hint):
+        if _is_injected(hint):
             injected[name] = needed
             continue
-        shape = type_schema(hint, f"{where}: parameter {name!r}")
-        properties[name] = _described(shape.schema, name, docs, parameter.default)
+        typed = type_schema(hint, f"{where}: parameter {name!r}")
+        properties[name] = _describe_parameter(typed.schema, name, docs, parameter.default)
         required += [name] if needed else []
-        converts += [(name, shape.convert)] if shape.convert else []
+        converts += [(name, typed.convert)] if typed.convert else []
     parameters: dict[str, Any] = {"type": "object", "properties": properties, "required": required}
     return Signature(docs.description, parameters, tuple(converts), injected)
 
@@ -162,12 +162,12 @@ def _checked_hint(parameter: inspect.Parameter, hints: Mapping[str, Any], where:
     return hints[parameter.name]
 
 
-def _is_hidden(hint: Any) -> bool:
+def _is_injected(hint: Any) -> bool:
     return any(isinstance(extra, InjectedMarker) for extra in getattr(hint, "__metadata__", ()))
 
 
-def _described(schema: dict[str, Any], name: str, docs: ParsedDocstring, default: Any) -> dict[str, Any]:
-    """The schema of one parameter with its description, and its default where JSON has a word for it."""
+def _describe_parameter(schema: dict[str, Any], name: str, docs: ParsedDocstring, default: Any) -> dict[str, Any]:
+    """The schema of one parameter with its description, and its default where JSON can express it."""
     found = dict(schema)
     if name in docs.parameters:
         found["description"] = docs.parameters[name]
@@ -177,12 +177,12 @@ def _described(schema: dict[str, Any], name: str, docs: ParsedDocstring, default
 
 
 def type_schema(hint: Any, where: str, seen: tuple[Any, ...] = ()) -> TypeSchema:
-    """The shape of an annotation."""
+    """The schema and converter of an annotation."""
     origin, arguments = get_origin(hint), get_args(hint)
     if origin is Annotated:
-        words = next((extra for extra in arguments[1:] if isinstance(extra, str)), None)
+        text = next((extra for extra in arguments[1:] if isinstance(extra, str)), None)
         inner = type_schema(arguments[0], where, seen)
-        return TypeSchema({**inner.schema, "description": words}, inner.convert) if words else inner
+        return TypeSchema({**inner.schema, "description": text}, inner.convert) if text else inner
     if hint is Any:
         return TypeSchema({})
     if hint in _SCALARS:
@@ -203,10 +203,14 @@ def _compound(hint: Any, origin: Any, arguments: tuple[Any, ...], where: str, se
         return _record(hint, where, (*seen, hint))
     if origin in (list, Sequence) or (origin is tuple and arguments[1:] in ((), (Ellipsis,))):
         item = type_schema(arguments[0], where, seen) if arguments else TypeSchema({})
-        return _list(item, tuple if origin is tuple else list)
+        schema: dict[str, Any] = {"type": "array", "items": item.schema} if item.schema else {"type": "array"}
+        made = tuple if origin is tuple else list
+        plain = item.convert is None and made is list
+        return TypeSchema(schema, None if plain else partial(_convert_list, item.convert, made))
     if origin in (dict, Mapping) and (not arguments or arguments[0] is str):
         item = type_schema(arguments[1], where, seen) if arguments else TypeSchema({})
-        return _dict(item)
+        schema = {"type": "object", "additionalProperties": item.schema} if item.schema else {"type": "object"}
+        return TypeSchema(schema, partial(_convert_dict, item.convert) if item.convert else None)
     raise ValueError(f"{where} has a type that JSON arguments cannot have: {hint!r}; supported: {SUPPORTED}")
 
 
@@ -218,25 +222,13 @@ def _choice(values: list[Any], convert: Convert | None, where: str) -> TypeSchem
     return TypeSchema({"type": kinds.pop(), "enum": values} if len(kinds) == 1 else {"enum": values}, convert)
 
 
-def _list(item: TypeSchema, made: type) -> TypeSchema:
-    schema = {"type": "array", "items": item.schema} if item.schema else {"type": "array"}
-    if item.convert is None and made is list:
-        return TypeSchema(schema)
-    return TypeSchema(schema, partial(_convert_list, item.convert, made))
-
-
-def _dict(item: TypeSchema) -> TypeSchema:
-    schema = {"type": "object", "additionalProperties": item.schema} if item.schema else {"type": "object"}
-    return TypeSchema(schema, partial(_convert_dict, item.convert) if item.convert else None)
-
-
-def _union(shapes: list[TypeSchema]) -> TypeSchema:
+def _union(typed_fields: list[TypeSchema]) -> TypeSchema:
     """Plain types as a list of their names, anything richer as alternatives."""
-    plain = [shape.schema["type"] for shape in shapes if shape.schema.keys() == {"type"}]
-    schema = {"type": plain} if len(plain) == len(shapes) else {"anyOf": [shape.schema for shape in shapes]}
-    if not any(shape.convert for shape in shapes):
+    plain = [typed.schema["type"] for typed in typed_fields if typed.schema.keys() == {"type"}]
+    schema = {"type": plain} if len(plain) == len(typed_fields) else {"anyOf": [typed.schema for typed in typed_fields]}
+    if not any(typed.convert for typed in typed_fields):
         return TypeSchema(schema)
-    tries = tuple((compile_validator(shape.schema), shape.convert) for shape in shapes)
+    tries = tuple((compile_validator(typed.schema), typed.convert) for typed in typed_fields)
     return TypeSchema(schema, partial(_convert_union, tries))
 
 
@@ -247,14 +239,14 @@ def _record(hint: Any, where: str, seen: tuple[Any, ...]) -> TypeSchema:
         names = [f.name for f in fields(hint) if f.init]
     else:
         needed, names = sorted(hint.__required_keys__), list(hints)
-    shapes = {name: type_schema(hints[name], f"{where}, field {name!r}", seen) for name in names}
+    typed_fields = {name: type_schema(hints[name], f"{where}, field {name!r}", seen) for name in names}
     schema = {
         "type": "object",
-        "properties": {name: shape.schema for name, shape in shapes.items()},
+        "properties": {name: typed.schema for name, typed in typed_fields.items()},
         "required": needed,
         "additionalProperties": False,
     }
-    converts = {name: shape.convert for name, shape in shapes.items() if shape.convert}
+    converts = {name: typed.convert for name, typed in typed_fields.items() if typed.convert}
     made = hint if is_dataclass(hint) else dict
     return TypeSchema(schema, partial(_convert_record, made, converts) if converts or made is not dict else None)
 

@@ -6,12 +6,13 @@ Invariant: a call ends as a typed `ToolResult`, or raises a Failure; a model's m
 """
 
 import asyncio
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from time import perf_counter
 from typing import Any, Self
 
+from treadle.aio import first_error
 from treadle.config.rollout import MCPServerConfig, MultiTurnConfig
 from treadle.errors import MisuseError, ToolFailure, nearest
 from treadle.rollout.parsers.base import quote
@@ -26,28 +27,28 @@ from treadle.types import Task, ToolCall, ToolResult, ToolStatus
 
 @dataclass(frozen=True, slots=True)
 class CallLimits:
-    """What holds for every call of a toolbox."""
+    """Limits of every call of a toolbox."""
 
     policy: ToolRetryPolicy
-    cap: OutputLimit
+    output_limit: OutputLimit
     threads: DaemonThreadPool
 
 
 class SessionTools:
     """What one session may call. A context: leaving it, also by cancellation, releases the stateful tools."""
 
-    __slots__ = ("_bound", "_closed", "_instances", "_rules", "_tools", "task")
+    __slots__ = ("_bound", "_closed", "_instances", "_limits", "_tools", "task")
 
-    def __init__(self, task: Task, tools: Mapping[str, Tool], rules: CallLimits) -> None:
+    def __init__(self, task: Task, tools: Mapping[str, Tool], limits: CallLimits) -> None:
         self.task = task
         self._tools = tools
-        self._rules = rules
+        self._limits = limits
         self._bound: dict[str, Invoke] = {}
         self._instances: dict[type, ToolInstance] = {}
         self._closed = False
 
     def bind_all(self) -> None:
-        """Give every tool what the task says; a ToolFailure if the task gives too little or too much."""
+        """Bind every tool to the task's arguments; a ToolFailure if some are missing or unknown."""
         for tool in self._tools.values():
             self._bind(tool)
 
@@ -60,13 +61,13 @@ class SessionTools:
             returned = self._refuse(call)
         else:
             try:
-                arguments = tool.spec.check(call.arguments)
-            except (InvalidArgument, RecursionError) as misfit:
-                returned = _invalid_result(tool.spec, misfit)
+                arguments = tool.spec.validate(call.arguments)
+            except (InvalidArgument, RecursionError) as error:
+                returned = _invalid_result(tool.spec, error)
             else:
                 invoke = self._bound.get(call.name) or self._bind(tool)
-                returned = await perform_call(tool.spec, invoke, arguments, self._rules.policy)
-        return to_result(returned, call.name, self._rules.cap, perf_counter() - started)
+                returned = await perform_call(tool.spec, invoke, arguments, self._limits.policy)
+        return to_result(returned, call.name, self._limits.output_limit, perf_counter() - started)
 
     async def call_many(self, calls: Sequence[ToolCall], max_parallel: int) -> tuple[ToolResult, ...]:
         """Carry out the calls of one turn, so many at once; results in the order of the calls.
@@ -77,20 +78,19 @@ class SessionTools:
             return (await self.call(calls[0]),)
         results: dict[int, ToolResult] = {}
         pending = iter(enumerate(calls))
-        try:
+
+        async def run_pending() -> None:
+            for at, call in pending:
+                results[at] = await self.call(call)
+
+        with first_error():
             async with asyncio.TaskGroup() as group:
                 for _ in range(min(max_parallel, len(calls))):
-                    group.create_task(self._work_off(pending, results))
-        except ExceptionGroup as failed:
-            raise failed.exceptions[0] from None
-        if len(results) < len(calls):  # a task group takes no notice of a child that was cancelled
+                    group.create_task(run_pending())
+        if len(results) < len(calls):  # a task group ignores a child that was cancelled
             missing = next(call.name for at, call in enumerate(calls) if at not in results)
             raise ToolFailure(f"a call of this turn, such as {missing}, cancelled its own task")
         return tuple(results[at] for at in range(len(calls)))
-
-    async def _work_off(self, pending: Iterator[tuple[int, ToolCall]], results: dict[int, ToolResult]) -> None:
-        for at, call in pending:
-            results[at] = await self.call(call)
 
     def _refuse(self, call: ToolCall) -> ToolResult:
         problem = call.problem or f"there is no tool {quote(call.name)}"
@@ -106,11 +106,11 @@ class SessionTools:
 
     def instance(self, cls: type) -> Callable[[float], Awaitable[Any]]:
         if cls not in self._instances:
-            self._instances[cls] = ToolInstance(cls, self.task, self._rules.threads)
+            self._instances[cls] = ToolInstance(cls, self.task, self._limits.threads)
         return self._instances[cls].get
 
     async def run_in_thread(self, function: Callable[[], object], timeout_s: float) -> object:
-        return await self._rules.threads.run(function, timeout_s)
+        return await self._limits.threads.run(function, timeout_s)
 
     async def __aenter__(self) -> Self:
         return self
@@ -122,8 +122,8 @@ class SessionTools:
             await close_instances(self._instances.values())
 
 
-def _invalid_result(spec: ToolSpec, misfit: Exception) -> ToolResult:
-    problem = str(misfit) if isinstance(misfit, InvalidArgument) else "the arguments are nested too deeply"
+def _invalid_result(spec: ToolSpec, error: Exception) -> ToolResult:
+    problem = str(error) if isinstance(error, InvalidArgument) else "the arguments are nested too deeply"
     takes = ", ".join(spec.parameters.get("properties", ())) or "nothing"
     return ToolResult(f"{spec.name}: {problem}. It takes: {takes}.", ToolStatus.INVALID)
 
@@ -139,16 +139,16 @@ class ToolSubset:
     tools: Mapping[str, Tool]
     schemas: tuple[dict[str, Any], ...]
     needs_task: bool
-    """Whether a tool must be given something by the task."""
+    """Whether a tool needs arguments of the task."""
 
 
 class Toolbox:
-    """The tools of one manager. Built by `create`, whole; `close` is the last call."""
+    """The tools of one manager. Built by `create`; `close` is the last call."""
 
     def __init__(self, multi_turn: MultiTurnConfig, tools: Mapping[str, Tool], servers: Sequence[MCPTools]) -> None:
         policy = ToolRetryPolicy(multi_turn.tool_timeout_s, multi_turn.tool_retries)
-        cap = OutputLimit(multi_turn.max_tool_response_length, multi_turn.tool_response_truncate_side)
-        self._rules = CallLimits(policy, cap, DaemonThreadPool())
+        output_limit = OutputLimit(multi_turn.max_tool_response_length, multi_turn.tool_response_truncate_side)
+        self._limits = CallLimits(policy, output_limit, DaemonThreadPool())
         self._tools = tools
         self._servers = servers
         self._subsets: dict[tuple[str, ...] | None, ToolSubset] = {}
@@ -174,7 +174,7 @@ class Toolbox:
     def open(self, task: Task) -> SessionTools:
         """The tools of one session, to be used as a context; a ToolFailure if the task does not suit them."""
         subset = self._subset(task.tools)
-        session_tools = SessionTools(task, subset.tools, self._rules)
+        session_tools = SessionTools(task, subset.tools, self._limits)
         if subset.needs_task or task.tool_kwargs:
             session_tools.bind_all()
         return session_tools
@@ -184,22 +184,20 @@ class Toolbox:
         if found is None:
             if len(self._subsets) >= MAX_SUBSETS:
                 self._subsets.clear()
-            found = self._subsets[names] = self._make_subset(names)
+            wanted = self.names if names is None else names
+            for name in wanted:
+                if name not in self._tools:
+                    hint = nearest(name, self._tools) or f"known: {', '.join(self._tools) or 'none'}"
+                    raise ToolFailure(f"a task asks for the tool {name!r}, which does not exist; {hint}")
+            tools = {name: self._tools[name] for name in wanted}
+            specs = [tool.spec for tool in tools.values()]
+            schemas = tuple(spec.schema() for spec in specs)
+            found = self._subsets[names] = ToolSubset(tools, schemas, any(spec.needs_task for spec in specs))
         return found
-
-    def _make_subset(self, names: tuple[str, ...] | None) -> ToolSubset:
-        wanted = self.names if names is None else names
-        for name in wanted:
-            if name not in self._tools:
-                hint = nearest(name, self._tools) or f"known: {', '.join(self._tools) or 'none'}"
-                raise ToolFailure(f"a task asks for the tool {name!r}, which does not exist; {hint}")
-        tools = {name: self._tools[name] for name in wanted}
-        specs = [tool.spec for tool in tools.values()]
-        return ToolSubset(tools, tuple(spec.schema() for spec in specs), any(spec.needs_task for spec in specs))
 
     async def close(self) -> None:
         """Stop the servers and let the threads end."""
-        self._rules.threads.close()
+        self._limits.threads.close()
         async with asyncio.TaskGroup() as group:
             for server in self._servers:
                 group.create_task(server.close())
@@ -212,16 +210,14 @@ class Toolbox:
 
 
 async def _connect_all(mcp_servers: Mapping[str, MCPServerConfig], undo: AsyncExitStack) -> list[MCPTools]:
-    """Start all servers side by side; if one cannot start, `undo` stops those that could."""
+    """Start all servers concurrently; if one cannot start, `undo` stops those that could."""
 
     async def connect(name: str, server: MCPServerConfig) -> MCPTools:
         made = await MCPTools.connect(name, server)
         undo.push_async_callback(made.close)
         return made
 
-    try:
+    with first_error():
         async with asyncio.TaskGroup() as group:
             starting = [group.create_task(connect(name, server)) for name, server in mcp_servers.items()]
-    except ExceptionGroup as failed:
-        raise failed.exceptions[0] from None
     return [task.result() for task in starting]

@@ -3,8 +3,8 @@
 Owns the part of JSON Schema that tools use: type, enum, const, properties, required, additionalProperties, items,
 anyOf, oneOf (as anyOf), allOf, bounds on numbers and lengths, and references within the document. Other keywords are
 ignored: a server checks its own arguments again, and a `pattern` run over model text could take forever. Owns the
-words a model reads when an argument is wrong, and how untyped text becomes a value: as JSON, or as Python spells it,
-where the schema asks for anything but a string.
+messages a model reads when an argument is wrong, and how untyped text becomes a value: as JSON, or as Python spells
+it, where the schema asks for anything but a string.
 Invariant: a validator returns the value in the type that was asked for, or raises InvalidArgument; it never changes
 its input.
 """
@@ -15,7 +15,6 @@ from functools import partial
 from typing import Any
 
 from treadle.rollout.parsers.base import MalformedCall, Untyped, decode_all, escape_special_tokens, quote
-from treadle.rollout.tools import validators
 
 ArgumentValidator = Callable[[Any], Any]
 
@@ -51,22 +50,22 @@ def validate_object(
         if check is None:
             raise InvalidArgument(f"there is no {quote(name[:_SHOWN])}; known: {', '.join(properties) or 'none'}")
         try:
-            fitted = check(item)
-        except InvalidArgument as misfit:
-            raise misfit.under(escape_special_tokens(name[:_SHOWN])) from None
-        if fitted is not item:
-            changed[name] = fitted
+            validated = check(item)
+        except InvalidArgument as error:
+            raise error.under(escape_special_tokens(name[:_SHOWN])) from None
+        if validated is not item:
+            changed[name] = validated
     return {**given, **changed} if changed else given
 
 
 def validate_array(check: ArgumentValidator, value: Any) -> Any:
-    fitted = []
+    validated = []
     for at, item in enumerate(_resolve(value, list, "a list")):
         try:
-            fitted.append(check(item))
-        except InvalidArgument as misfit:
-            raise misfit.under(str(at)) from None
-    return fitted
+            validated.append(check(item))
+        except InvalidArgument as error:
+            raise error.under(str(at)) from None
+    return validated
 
 
 def validate_integer(value: Any) -> Any:
@@ -123,8 +122,8 @@ def validate_any(checks: tuple[ArgumentValidator, ...], value: Any) -> Any:
     for check in checks:
         try:
             return check(value)
-        except InvalidArgument as misfit:
-            problems.append(str(misfit))
+        except InvalidArgument as error:
+            problems.append(str(error))
     raise InvalidArgument(" or ".join(dict.fromkeys(problems)))
 
 
@@ -172,7 +171,7 @@ def _show(value: Any) -> str:
 def validate_bound(
     measure: Callable[[Any], float | None], fits: Callable[[Any, Any], bool], words: str, bound: float, value: Any
 ) -> Any:
-    """A limit on what `measure` says of the value; None where the limit does not apply."""
+    """A limit on the measure of a value; a measure of None: the limit does not apply."""
     size = measure(value)
     if size is not None and not fits(size, bound):
         raise InvalidArgument(f"must {words} {bound}, got {_show(value)}")
@@ -194,22 +193,22 @@ def count(value: Any) -> float | None:
 Schema = Mapping[str, Any]
 
 _SCALARS: Mapping[str, ArgumentValidator] = {
-    "integer": validators.validate_integer,
-    "number": validators.validate_number,
-    "string": validators.validate_string,
-    "boolean": validators.validate_boolean,
-    "null": validators.validate_null,
+    "integer": validate_integer,
+    "number": validate_number,
+    "string": validate_string,
+    "boolean": validate_boolean,
+    "null": validate_null,
 }
 
 _BOUNDS: Mapping[str, Callable[[float, Any], Any]] = {
-    "minimum": partial(validators.validate_bound, validators.magnitude, operator.ge, "be at least"),
-    "maximum": partial(validators.validate_bound, validators.magnitude, operator.le, "be at most"),
-    "exclusiveMinimum": partial(validators.validate_bound, validators.magnitude, operator.gt, "be over"),
-    "exclusiveMaximum": partial(validators.validate_bound, validators.magnitude, operator.lt, "be under"),
-    "minLength": partial(validators.validate_bound, validators.length, operator.ge, "have a length of at least"),
-    "maxLength": partial(validators.validate_bound, validators.length, operator.le, "have a length of at most"),
-    "minItems": partial(validators.validate_bound, validators.count, operator.ge, "have a length of at least"),
-    "maxItems": partial(validators.validate_bound, validators.count, operator.le, "have a length of at most"),
+    "minimum": partial(validate_bound, magnitude, operator.ge, "be at least"),
+    "maximum": partial(validate_bound, magnitude, operator.le, "be at most"),
+    "exclusiveMinimum": partial(validate_bound, magnitude, operator.gt, "be over"),
+    "exclusiveMaximum": partial(validate_bound, magnitude, operator.lt, "be under"),
+    "minLength": partial(validate_bound, length, operator.ge, "have a length of at least"),
+    "maxLength": partial(validate_bound, length, operator.le, "have a length of at most"),
+    "minItems": partial(validate_bound, count, operator.ge, "have a length of at least"),
+    "maxItems": partial(validate_bound, count, operator.le, "have a length of at most"),
 }
 
 
@@ -227,13 +226,13 @@ class _SchemaCompiler:
 
     def compile(self, schema: Any) -> ArgumentValidator:
         if schema is False:
-            return validators.validate_nothing
+            return validate_nothing
         if not isinstance(schema, Mapping):
-            return validators.validate_anything
+            return validate_anything
         checks = (*self._choices(schema), *self._types(schema), *_bounds(schema))
         if not checks:
-            return validators.validate_anything
-        return checks[0] if len(checks) == 1 else partial(validators.validate_all, checks)
+            return validate_anything
+        return checks[0] if len(checks) == 1 else partial(validate_all, checks)
 
     def _choices(self, schema: Schema) -> list[ArgumentValidator]:
         checks = [self.compile(part) for part in _parts(schema, "allOf")]
@@ -241,12 +240,10 @@ class _SchemaCompiler:
             checks.append(self._reference(schema["$ref"]))
         for keyword in ("anyOf", "oneOf"):
             if parts := _parts(schema, keyword):
-                checks.append(
-                    partial(validators.validate_any, tuple(map(self.compile, sorted(parts, key=_takes_text))))
-                )
+                checks.append(partial(validate_any, tuple(map(self.compile, sorted(parts, key=_takes_text)))))
         for choices in (_parts(schema, "enum"), (schema["const"],) if "const" in schema else ()):
             if choices:
-                checks.append(partial(validators.validate_one_of, tuple(choices)))
+                checks.append(partial(validate_one_of, tuple(choices)))
         return checks
 
     def _reference(self, name: str) -> ArgumentValidator:
@@ -265,21 +262,21 @@ class _SchemaCompiler:
         given = schema.get("type", implied)
         names = [given] if isinstance(given, str) else sorted(_names(given), key=_takes_text)
         checks = [self._type(name, schema) for name in names]
-        return checks if len(checks) <= 1 else [partial(validators.validate_any, tuple(checks))]
+        return checks if len(checks) <= 1 else [partial(validate_any, tuple(checks))]
 
     def _type(self, name: str, schema: Schema) -> ArgumentValidator:
         if name == "object":
             return self._object(schema)
         if name == "array":
-            return partial(validators.validate_array, self.compile(schema.get("items", True)))
-        return _SCALARS.get(name, validators.validate_anything)
+            return partial(validate_array, self.compile(schema.get("items", True)))
+        return _SCALARS.get(name, validate_anything)
 
     def _object(self, schema: Schema) -> ArgumentValidator:
         found = schema.get("properties")
         properties = {name: self.compile(part) for name, part in found.items()} if isinstance(found, Mapping) else {}
         others = schema.get("additionalProperties", True)
         rest = None if others is False else self.compile(others)
-        return partial(validators.validate_object, properties, tuple(_names(schema.get("required"))), rest)
+        return partial(validate_object, properties, tuple(_names(schema.get("required"))), rest)
 
 
 def _parts(schema: Schema, keyword: str) -> Sequence[Any]:
@@ -292,7 +289,7 @@ def _names(found: Any) -> list[str]:
 
 
 def _takes_text(part: Any) -> bool:
-    """Strings are tried last, since untyped text fits one whatever it says."""
+    """Strings are tried last, since untyped text is always a valid string."""
     return part == "string" or (isinstance(part, Mapping) and part.get("type") == "string")
 
 
