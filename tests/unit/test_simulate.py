@@ -1,4 +1,4 @@
-"""Simulated runs: the real schedules take the time that arithmetic says, and the same question has the same answer."""
+"""Simulated runs: the real schedules take the time that arithmetic says, and equal comparisons have equal results."""
 
 from dataclasses import replace
 
@@ -146,9 +146,9 @@ def test_sessions_that_would_miss_their_deadline_are_counted_and_named():
     config = config_of("rollout.limits.session_timeout_s=2")
     found = simulate(config, TAIL, ScheduleSetup("sync", 4, 4, shared=True), steps=4)
     assert 0 < found.late < 0.5
-    question = ComparisonSpec(4, modes=("sync",), steps=2)
+    spec = ComparisonSpec(4, modes=("sync",), steps=2)
     workload = workload_of(config, TAIL)
-    compared = compare(config, TAIL, workload, question)
+    compared = compare(config, TAIL, workload, spec)
     assert "session_timeout_s = 2" in describe(config, TAIL.fill(config.rollout), workload, compared, 8)
 
 
@@ -248,8 +248,8 @@ def test_splits_of_several_machines_keep_each_of_them_whole():
 
 
 def test_the_best_is_the_fastest_or_as_fast_and_younger():
-    question = ComparisonSpec(6, splits=(2,), staleness=(1, 4, 8), steps=6)
-    compared = compare(config_of(), TAIL, workload_of(config_of(), TAIL), question)
+    spec = ComparisonSpec(6, splits=(2,), staleness=(1, 4, 8), steps=6)
+    compared = compare(config_of(), TAIL, workload_of(config_of(), TAIL), spec)
     assert [found.setup.mode for found in compared.forecasts] == ["sync", "one_step_off", *["fully_async"] * 3]
     shortest = min(found.step_s for found in compared.forecasts)
     assert compared.best.setup.max_staleness in (4, 8) and compared.best.step_s <= 1.03 * shortest
@@ -266,8 +266,8 @@ def test_nearly_as_fast_and_younger_is_better():
 
 
 def test_more_staleness_is_tried_where_fully_async_is_fastest():
-    question = ComparisonSpec(6, modes=("fully_async",), splits=(2, 4), steps=2)
-    compared = compare(config_of(), TAIL, workload_of(config_of(), TAIL), question)
+    spec = ComparisonSpec(6, modes=("fully_async",), splits=(2, 4), steps=2)
+    compared = compare(config_of(), TAIL, workload_of(config_of(), TAIL), spec)
     bounds = [(found.setup.train_gpus, found.setup.max_staleness) for found in compared.forecasts]
     assert len(bounds) == 4 and {bound for _, bound in bounds} == {1, 2, 4}
     assert len({gpus for gpus, bound in bounds if bound > 1}) == 1

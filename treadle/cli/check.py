@@ -84,7 +84,7 @@ def _as_json(report: "PreflightReport", plan: "Plan | None", status: int) -> dic
 
 
 def require_preflight(config: "Config") -> None:
-    """The quick part, for commands that go on: mistakes end them, warnings are told."""
+    """The quick part, for commands that go on: mistakes end them, warnings are printed."""
     from treadle.preflight.checks import run_preflight
 
     report = run_preflight(config, os.environ, thorough=False)
@@ -95,7 +95,7 @@ def require_preflight(config: "Config") -> None:
 
 
 def _plan(config: "Config", report: "PreflightReport") -> "Plan | None":
-    """What runs where; on the machines that the config asks for, where those here are too few."""
+    """The placement; on the machines the config names, where those here are too few."""
     from treadle.cli.environment import find_machines
     from treadle.config import make_plan
     from treadle.config.plan import asked_machines

@@ -79,14 +79,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if status == STATUS_INTERRUPTED or any(
         thread.daemon and thread.name.startswith("treadle-") for thread in threading.enumerate()
     ):
-        # Code that did not end when it was asked to is still in some library: Python's own end would abort in there.
+        # Code that did not end on request is still in some library: Python's own end would abort in there.
         _flush()
         leave(status)
     sys.exit(status)
 
 
 def _refuse_silent_exit() -> Callable[[int], NoReturn]:
-    """`os._exit(0)` out of somebody's tool must not look like a run that is done; what really ends the process."""
+    """`os._exit(0)` in a user's tool must not look like a finished run; returns the real exit."""
     leave, here = os._exit, os.getpid()
 
     def refuse(status: int) -> NoReturn:
@@ -102,7 +102,7 @@ def _refuse_silent_exit() -> Callable[[int], NoReturn]:
 
 
 def _count_interrupts() -> Callable[[], int]:
-    """Ctrl-C asks, a second one insists, and a third ends the process at once, whatever it is at. Their count."""
+    """Handle Ctrl-C: two request a stop, and a third ends the process at once. Returns a function that counts them."""
     count, repeats = 0, False
 
     def repeat() -> None:
@@ -143,7 +143,7 @@ def _flush() -> None:
 
 
 def _end_in_order_on_signals() -> None:
-    """SIGTERM and SIGHUP are Ctrl-C by another name, unless somebody (nohup, a caller of ours) decided otherwise."""
+    """Handle SIGTERM and SIGHUP as Ctrl-C, unless a handler is already set (by nohup or by the calling program)."""
     if threading.current_thread() is threading.main_thread():
         for number in (signal.SIGTERM, signal.SIGHUP):
             if signal.getsignal(number) is signal.SIG_DFL:
@@ -171,7 +171,7 @@ def _run(run: object, parsed: object) -> int:
     except KeyboardInterrupt:
         warn("interrupted")
         return STATUS_INTERRUPTED
-    except BrokenPipeError:  # whoever read our output has gone; Python flushes once more as it ends
+    except BrokenPipeError:  # the reader of our output has closed the pipe; Python flushes once more as it ends
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return STATUS_FAILED
     except OSError as error:

@@ -28,7 +28,7 @@ def register(commands: Commands) -> None:
 
 
 def plan(arguments: Arguments) -> None:
-    """Print who runs where, how batches divide and how stale samples get; starts nothing."""
+    """Print the placement, how batches divide and how stale samples get; starts nothing."""
     from treadle.cli.environment import described_machines, find_machines
     from treadle.config import make_plan
 

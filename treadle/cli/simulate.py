@@ -1,4 +1,4 @@
-"""`treadle simulate`: how long a step would take, on GPUs that nobody has rented yet."""
+"""`treadle simulate`: how long a step would take, without the GPUs."""
 
 import json
 import sys
@@ -36,7 +36,7 @@ def register(commands: Commands) -> None:
     """
     command = add_command(commands, "simulate", simulate, examples)
     add_words(command)
-    _add_question(command)
+    _add_comparison(command)
     _add_assumptions(command)
 
 
@@ -50,9 +50,9 @@ def simulate(arguments: Arguments) -> None:
     from treadle.simulate.simulation import compare
 
     config = _training(load_words(arguments.words))
-    question, assumptions = _question(config, arguments), _assumptions(arguments).fill(config.rollout)
+    spec, assumptions = _comparison_spec(config, arguments), _assumptions(arguments).fill(config.rollout)
     workload = _workload(config, assumptions, arguments)
-    compared = compare(config, assumptions, workload, question, _tell)
+    compared = compare(config, assumptions, workload, spec, _report_progress)
     if arguments.json:
         found = [asdict(item) | {"of_bound": item.of_bound, "bound_s": item.bound_s} for item in compared.forecasts]
         best = compared.forecasts.index(compared.best)
@@ -61,7 +61,7 @@ def simulate(arguments: Arguments) -> None:
         say(describe(config, assumptions, workload, compared, gpus_per_node(config)))
 
 
-def _add_question(command: Parser) -> None:
+def _add_comparison(command: Parser) -> None:
     group = command.add_argument_group("what to compare")
     group.add_argument(
         "--gpus", type=int, metavar="N", help=f"GPUs in all; the config's, or {DEFAULT_GPUS} if it has none"
@@ -115,7 +115,7 @@ def _workload(config: "TrainConfig", assumptions: "Assumptions", arguments: Argu
     return AssumedWorkload(assumptions, config.rollout, arguments.seed)
 
 
-def _question(config: "TrainConfig", arguments: Arguments) -> "ComparisonSpec":
+def _comparison_spec(config: "TrainConfig", arguments: Arguments) -> "ComparisonSpec":
 
     from treadle.simulate.forecast import MODES, setup_of
     from treadle.simulate.simulation import ComparisonSpec
@@ -155,6 +155,6 @@ def _within(flag: str, number: int, least: int, most: int) -> int:
     return number
 
 
-def _tell(text: str) -> None:
+def _report_progress(text: str) -> None:
     if sys.stderr.isatty():
         warn(f"{text} …")

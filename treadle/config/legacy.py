@@ -21,7 +21,7 @@ UNKNOWN_DEFAULT: Any = object()
 
 @dataclass(frozen=True, slots=True)
 class KeyDeclaration:
-    """Where a path leads in our config: the type expected there, and the value it has when nobody sets it."""
+    """Where a path leads in our config: the type expected there, and its default."""
 
     hint: Any
     bounds: Bounds = UNBOUNDED

@@ -122,7 +122,7 @@ def _is_section_path(path: KeyPath) -> bool:
 
 
 def _in_reading_order(mistakes: Iterable[Mistake], layers: Sequence[Layer]) -> list[Mistake]:
-    """Files from left to right and top to bottom, then words, then what nobody gave."""
+    """Files from left to right and top to bottom, then command-line overrides, then defaults."""
     sources = [_source(leaf.origin)[0] for layer in layers for leaf in layer.values()]
     order = {name: at for at, name in enumerate(dict.fromkeys(sources))}
 

@@ -153,7 +153,7 @@ def _place(config: Config, room: FreeGPUs) -> tuple[Placement, ...]:
 
 
 def _place_validation(config: TrainConfig, placements: Sequence[Placement], room: FreeGPUs) -> Placement | None:
-    """GPUs that nobody else wants; on a CPU, beside the last engines. None: it shares the engines of the rollout."""
+    """Free GPUs for validation; on a CPU, beside the last engines. None: it shares the engines of the rollout."""
     if not validates_beside(config) or any(wish.share > 0.5 for wish in reward_gpu_requests(config)):
         return None  # it has reward models of its own, on the same GPUs
     if not _engine_gpus(config):

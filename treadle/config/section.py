@@ -65,7 +65,7 @@ class Unset(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Leaf:
-    """A value as somebody wrote it: the text is kept so that `007` can still become a string."""
+    """A value as it was written: the text is kept so that `007` can still become a string."""
 
     value: Any
     origin: Origin

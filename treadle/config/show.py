@@ -171,7 +171,7 @@ _NAME = "logging.experiment_name"
 
 
 def _is_named_by_its_file(config: Section) -> bool:
-    """Whether nobody named the experiment: two files then differ in it by their own names alone."""
+    """Whether the experiment has its default name: two files then differ in it by their own names alone."""
     logging = config.values().get("logging")
     return isinstance(logging, Section) and logging.origin("experiment_name").source is Source.DEFAULT
 

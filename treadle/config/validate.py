@@ -154,7 +154,7 @@ def _wrong(value: Any, hint: Any) -> CheckedValue:
 
 
 def show(value: Any) -> str:
-    """A value somebody gave, with its kind, short enough for a message."""
+    """A value with its kind, short enough for a message."""
     if value is None:
         return "null"
     if isinstance(value, bool):

@@ -16,7 +16,7 @@ import yaml
 from treadle.config.parse import KeyPath, Layer, dotted
 
 MISSING: Any = object()
-"""The value of a key that nobody gave."""
+"""The value of a key that is not set."""
 
 
 @dataclass(frozen=True, slots=True)

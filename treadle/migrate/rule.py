@@ -151,7 +151,7 @@ class_of_verl = asked(_check_class)
 
 
 PROMPT, RESPONSE = 512, 512
-"""The lengths verl assumes where nobody gives them."""
+"""The lengths verl assumes where none are given."""
 
 
 def by_table(table: Mapping[Any, Any], otherwise: str) -> Convert:
@@ -173,7 +173,7 @@ def _show(value: Any) -> str:
 
 
 def unless_null(note: str) -> Convert:
-    """The value as it is; null means that nobody set it."""
+    """The value as it is; null means that it is not set."""
     return lambda value, look: NotNeeded(note) if value is None else Converted(value)
 
 

@@ -137,8 +137,8 @@ def _join(rank_spec: RankSpec) -> None:
         torch.cuda.set_device(device)
     if rank_spec.num_threads is not None:
         torch.set_num_threads(rank_spec.num_threads)
-    patience = timedelta(seconds=rank_spec.timeout_s)
-    store = join_store(rank_spec.host, rank_spec.port, rank_spec.key, patience)
+    timeout = timedelta(seconds=rank_spec.timeout_s)
+    store = join_store(rank_spec.host, rank_spec.port, rank_spec.key, timeout)
     distributed.init_process_group(
-        BACKENDS[device.type], store=store, rank=rank_spec.rank, world_size=rank_spec.size, timeout=patience
+        BACKENDS[device.type], store=store, rank=rank_spec.rank, world_size=rank_spec.size, timeout=timeout
     )

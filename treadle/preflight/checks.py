@@ -140,7 +140,7 @@ def _mistakes_of(call: Any, *arguments: Any) -> Sequence[Mistake]:
 async def _check_tools(
     config: Config, tasks: Sequence[Task], report: PreflightReport, *, thorough: bool
 ) -> Schemas | None:
-    """The schemas of each set of tools that a task asks for; without MCP servers in the quick part."""
+    """The schemas of each set of tools that a task names; without MCP servers in the quick part."""
     multi_turn = config.rollout.multi_turn
     servers = multi_turn.mcp_servers
     if servers and not thorough:

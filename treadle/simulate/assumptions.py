@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from treadle.config import RolloutConfig
 
 DEFAULT_TURNS = 3
-"""Assistant turns of a session that uses tools, where nobody says otherwise."""
+"""Assistant turns of a session that uses tools, where none are given."""
 
 DEFAULT_TOOL_TOKENS = 100
 
@@ -27,7 +27,7 @@ RECORDED = (
     "tool_tokens",
     "no_signal",
 )
-"""What a recorded run tells instead."""
+"""Assumptions that a recorded run replaces."""
 
 
 def _number(default: float | None, description: str, *, least: float = 0.0) -> Any:
@@ -63,7 +63,7 @@ class Assumptions:
     no_signal: float = _number(0.0, "fraction of groups whose samples all score the same, for algorithm.filter_groups")
 
     def fill(self, rollout: "RolloutConfig") -> "Assumptions":
-        """The same with every number: those nobody gave follow from the config. Refuses what does not fit in it."""
+        """The same with every number: those not given follow from the config. Refuses what does not fit in it."""
         turns = self.turns or _default_turns(rollout)
         calls, longest = round(turns) - 1, rollout.response_length
         tool_tokens = self.tool_tokens

@@ -20,7 +20,7 @@ from typing import Any, TypeVar
 T = TypeVar("T")
 
 HORIZON_S = 30 * 24 * 3600.0
-"""Nobody means to simulate more than this unless they say so: past it, something retries for ever."""
+"""Longest virtual time without a horizon of the caller: past it, something retries for ever."""
 
 _THREAD_PATIENCE_S = 60.0
 
@@ -34,7 +34,7 @@ class HorizonPassed(AssertionError):
 
 
 class _JumpingSelector(selectors.BaseSelector):
-    """The loop asks how long it may sleep; instead of sleeping, the clock is moved."""
+    """Selector that moves the clock where the loop would sleep."""
 
     def __init__(self) -> None:
         self._real = selectors.DefaultSelector()
@@ -65,7 +65,7 @@ class _JumpingSelector(selectors.BaseSelector):
 
 
 class VirtualTimeLoop(asyncio.SelectorEventLoop):
-    """Starts at time 0.0."""
+    """Event loop in virtual time, from 0.0 on."""
 
     def __init__(self, horizon_s: float = HORIZON_S) -> None:
         self._now = 0.0

@@ -24,7 +24,7 @@ from treadle.simulate.assumptions import Assumptions
 from treadle.types import Completion, Request, StopReason
 
 _DONE = 1e-6
-"""Of a token: what rounding may leave of an answer."""
+"""Tokens that rounding may leave of an answer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,7 +102,7 @@ class _RunningSequence:
 
 
 class TimedEngine:
-    """See the module. Made on the loop it lives on, virtual or not."""
+    """Simulated engine (see the module). Made on the event loop it runs on, virtual or not."""
 
     def __init__(self, name: str, speed: ReplicaSpeed, push_s: float) -> None:
         self.name = name
@@ -114,7 +114,7 @@ class TimedEngine:
         """A heap, by the token count at which each ends."""
         self._waiting: deque[_RunningSequence] = deque()
         self._num_running = 0
-        """Of the heap, those that nobody gave up."""
+        """Sequences of the heap that are not cancelled."""
         self._number = 0
         self._count = 0.0
         """Tokens that a sequence would have which ran since the start."""
@@ -125,7 +125,7 @@ class TimedEngine:
         self._updates: tuple[list[float], list[int]] = ([], [])
         """The token counts at which weights changed, and the version that left each time."""
         self._known: dict[str, int] = {}
-        """Tokens of each session's context that need not be read again."""
+        """Prefix cache: tokens of each session's context that need no prefill."""
         self._work = ReplicaWork()
 
     async def generate(self, request: Request) -> Completion:
@@ -162,7 +162,7 @@ class TimedEngine:
         """It can always serve."""
 
     async def update_weights(self, update: WeightUpdate) -> str:
-        """Stand still for as long as a push takes; then contexts have to be read again."""
+        """Decode nothing for as long as a push takes; afterwards every context needs a prefill again."""
         self._pass_time()
         self._updating = True
         await asyncio.sleep(self._push_s)
@@ -181,7 +181,7 @@ class TimedEngine:
         self._interrupt()
 
     def work(self) -> ReplicaWork:
-        """What it did so far."""
+        """The work so far."""
         self._pass_time()
         return self._work + ReplicaWork()
 

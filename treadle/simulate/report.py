@@ -21,7 +21,7 @@ def describe(
 ) -> str:
     """The whole report. Assumptions are filled."""
     parts = [
-        describe_question(config, compared),
+        describe_comparison(config, compared),
         "assumed, as no config says it:\n" + describe_assumptions(assumptions, workload),
         draw_table([HEADER, *(_row(found, compared.sync) for found in compared.forecasts)]),
         describe_best(config, assumptions, workload, compared, gpus_per_node),
@@ -30,12 +30,12 @@ def describe(
     return "\n\n".join(part for part in parts if part)
 
 
-def describe_question(config: TrainConfig, compared: Comparison) -> str:
+def describe_comparison(config: TrainConfig, compared: Comparison) -> str:
     """What was simulated, in a line."""
-    asked, tasks, n = compared.question, config.data.train_batch_size, config.rollout.n
+    spec, tasks, n = compared.spec, config.data.train_batch_size, config.rollout.n
     return (
-        f"{asked.gpus} GPUs; steps of {tasks:,} tasks × {n} samples = {tasks * n:,} sessions; "
-        f"at least {asked.steps} steps measured after each run has settled"
+        f"{spec.gpus} GPUs; steps of {tasks:,} tasks × {n} samples = {tasks * n:,} sessions; "
+        f"at least {spec.steps} steps measured after each run has settled"
     )
 
 

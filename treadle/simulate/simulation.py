@@ -55,9 +55,9 @@ def simulate(
     config: TrainConfig, assumptions: Assumptions, workload: Workload, setup: ScheduleSetup, *, steps: int = 8
 ) -> Forecast:
     """Run a schedule in virtual time, and say how at least `steps` of its steps went once it had settled."""
-    stage = _SimulatedRun(config, assumptions.fill(config.rollout), workload, setup, steps)
+    simulated = _SimulatedRun(config, assumptions.fill(config.rollout), workload, setup, steps)
     with _uncollected():
-        return clock.run(stage.play(), horizon_s=HORIZON_S)
+        return clock.run(simulated.run(), horizon_s=HORIZON_S)
 
 
 @contextmanager
@@ -92,7 +92,7 @@ class MeasuredSteps:
 
 
 class _SimulatedRun:
-    """The parts of one simulated run, and what they noted."""
+    """One simulated run: trainer, engines and measurements."""
 
     def __init__(
         self, config: TrainConfig, assumptions: Assumptions, workload: Workload, setup: ScheduleSetup, steps: int
@@ -109,7 +109,7 @@ class _SimulatedRun:
         self._sessions = SessionTotals()
         self._marks: list[StepMark] = []
 
-    async def play(self) -> Forecast:
+    async def run(self) -> Forecast:
         """The whole run."""
         async with AsyncExitStack() as stack:
             speed = replica_speed(self._assumptions, self._config.rollout)
@@ -117,8 +117,8 @@ class _SimulatedRun:
             self._engines = [TimedEngine(f"replica-{at}", speed, push_s) for at in range(count)]
             metric = self._config.algorithm.filter_groups.metric
             rollout = start_rollout(self._config.rollout, self._engines, self._workload, metric, stack)
-            run = Trainer(self._config, self._parts(rollout), Spans(asyncio.get_running_loop().time))
-            await SCHEDULES[self._setup.mode](run)
+            trainer = Trainer(self._config, self._parts(rollout), Spans(asyncio.get_running_loop().time))
+            await SCHEDULES[self._setup.mode](trainer)
         marks = self._marks[self._window.first - 1 : self._window.last]
         return make_forecast(self._setup, self._assumptions, self._given, speed, len(self._engines), marks)
 
@@ -203,9 +203,9 @@ class ComparisonSpec:
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """The answers, in order of the question's modes, then by the GPUs that train."""
+    """Forecasts of a comparison, in order of its modes, then by the GPUs that train."""
 
-    question: ComparisonSpec
+    spec: ComparisonSpec
     forecasts: tuple[Forecast, ...]
 
     @property
@@ -225,36 +225,36 @@ def compare(
     config: TrainConfig,
     assumptions: Assumptions,
     workload: Workload,
-    question: ComparisonSpec,
-    tell: Callable[[str], None] = lambda text: None,
+    spec: ComparisonSpec,
+    report_progress: Callable[[str], None] = lambda text: None,
 ) -> Comparison:
-    """Simulate every candidate. `tell` hears what is being done."""
+    """Simulate every candidate. `report_progress` is called with a line before each of them."""
     filled = assumptions.fill(config.rollout)
-    work = partial(simulate, config, filled, workload, steps=question.steps)
-    splits = question.splits or choose_splits(config, filled, workload.mean, question.gpus)
-    bounds = question.staleness or (config.trainer.max_staleness,)
-    setups = list(candidates(question, splits, bounds))
-    found = _simulate_all(config, question, work, setups, tell)
-    if not question.staleness and "fully_async" in question.modes:
+    work = partial(simulate, config, filled, workload, steps=spec.steps)
+    splits = spec.splits or choose_splits(config, filled, workload.mean, spec.gpus)
+    bounds = spec.staleness or (config.trainer.max_staleness,)
+    setups = list(candidates(spec, splits, bounds))
+    found = _simulate_all(config, spec, work, setups, report_progress)
+    if not spec.staleness and "fully_async" in spec.modes:
         best = min((item for item in found.values() if item.setup.mode == "fully_async"), key=lambda item: item.step_s)
         more = [
             ScheduleSetup("fully_async", best.setup.train_gpus, best.setup.rollout_gpus, False, k)
             for k in _more(bounds[0])
         ]
-        found |= _simulate_all(config, question, work, more, tell)
+        found |= _simulate_all(config, spec, work, more, report_progress)
     ordered = sorted(found, key=lambda item: (MODES.index(item.mode), item.train_gpus, item.max_staleness))
-    return Comparison(question, tuple(found[setup] for setup in ordered))
+    return Comparison(spec, tuple(found[setup] for setup in ordered))
 
 
-def candidates(question: ComparisonSpec, splits: Sequence[int], bounds: Sequence[int]) -> Iterable[ScheduleSetup]:
+def candidates(spec: ComparisonSpec, splits: Sequence[int], bounds: Sequence[int]) -> Iterable[ScheduleSetup]:
     """Sync on all GPUs in turn; the others on each split."""
-    gpus = question.gpus
-    if "sync" in question.modes:
+    gpus = spec.gpus
+    if "sync" in spec.modes:
         yield ScheduleSetup("sync", gpus, gpus, shared=True)
     for train_gpus in splits:
-        if "one_step_off" in question.modes:
+        if "one_step_off" in spec.modes:
             yield ScheduleSetup("one_step_off", train_gpus, gpus - train_gpus)
-        if "fully_async" in question.modes:
+        if "fully_async" in spec.modes:
             yield from (ScheduleSetup("fully_async", train_gpus, gpus - train_gpus, False, bound) for bound in bounds)
 
 
@@ -281,22 +281,22 @@ def _more(bound: int) -> tuple[int, ...]:
 
 def _simulate_all(
     config: TrainConfig,
-    question: ComparisonSpec,
+    spec: ComparisonSpec,
     work: Callable[[ScheduleSetup], Forecast],
     setups: Sequence[ScheduleSetup],
-    tell: Callable[[str], None],
+    report_progress: Callable[[str], None],
 ) -> dict[ScheduleSetup, Forecast]:
     """One after the other, or in processes side by side; what comes out is the same."""
-    sessions = len(setups) * question.steps * config.data.train_batch_size * config.rollout.n
-    if question.processes == 1 or len(setups) == 1 or sessions < WORTH_A_PROCESS:
-        return {setup: _simulate_and_tell(work, setup, tell) for setup in setups}
-    tell(f"simulating {len(setups)} ways to run")
-    with ProcessPoolExecutor(min(question.processes, len(setups)), get_context("spawn")) as pool:
+    sessions = len(setups) * spec.steps * config.data.train_batch_size * config.rollout.n
+    if spec.processes == 1 or len(setups) == 1 or sessions < WORTH_A_PROCESS:
+        return {setup: _simulate_one(work, setup, report_progress) for setup in setups}
+    report_progress(f"simulating {len(setups)} ways to run")
+    with ProcessPoolExecutor(min(spec.processes, len(setups)), get_context("spawn")) as pool:
         return dict(zip(setups, pool.map(work, setups), strict=True))
 
 
-def _simulate_and_tell(
-    work: Callable[[ScheduleSetup], Forecast], setup: ScheduleSetup, tell: Callable[[str], None]
+def _simulate_one(
+    work: Callable[[ScheduleSetup], Forecast], setup: ScheduleSetup, report_progress: Callable[[str], None]
 ) -> Forecast:
-    tell(f"simulating {setup}")
+    report_progress(f"simulating {setup}")
     return work(setup)

@@ -1,9 +1,9 @@
 """Stand-ins of a simulated run: timed sessions under the real dispatcher and router; policy, journal, checkpoints.
 
-A simulated session asks the router as a real one does, goes on after an interruption, and waits for its tools; it
-touches no token. A row has one id for each stretch of tokens with one policy version, or of one tool's answer: the
-number of tokens in it. The policy only counts its versions; journal, checkpoints and history of a run that is never
-resumed keep nothing.
+A simulated session sends requests to the router as a real one does, continues after an interruption, and waits for
+its tools; it touches no token. A row has one id for each stretch of tokens with one policy version, or of one tool's
+answer: the number of tokens in it. The policy only counts its versions; journal, checkpoints and history of a run that
+is never resumed keep nothing.
 """
 
 import asyncio
@@ -82,7 +82,7 @@ class CountingPolicy:
 
 
 class NoJournal(Journal):
-    """Takes everything and writes nothing."""
+    """Journal that writes nothing."""
 
     def __init__(self) -> None:
         """There is no directory to hold."""
@@ -93,7 +93,7 @@ class NoJournal(Journal):
 
 
 class NoCheckpoints(Checkpoints):
-    """A run that starts afresh and saves nothing."""
+    """Checkpoints of a run that starts from nothing and saves nothing."""
 
     def __init__(self) -> None:
         """There is no directory to look in."""
@@ -116,7 +116,7 @@ class NoCheckpoints(Checkpoints):
 
 
 class NoHistory(RunHistory):
-    """Nothing was ever begun."""
+    """History of a run that starts from nothing."""
 
     def __init__(self) -> None:
         """There is no journal to read."""
@@ -135,13 +135,13 @@ _ENDED = Outcome.ended(StopReason.STOP)
 
 
 class _NoText:
-    """In place of a renderer: nothing is ever rendered."""
+    """Placeholder of a renderer: a simulation renders nothing."""
 
     stop_token_ids: tuple[int, ...] = ()
 
 
 class TimedWorker:
-    """Runs simulated sessions."""
+    """Agent worker that runs simulated sessions."""
 
     def __init__(self, router: Router, workload: Workload, metric: str) -> None:
         self._router = router
@@ -207,7 +207,7 @@ class _RowBuilder:
 
 
 class TimedRollout:
-    """A rollout as a run sees it: what the manager is to the real one, on the caller's own loop."""
+    """Rollout of a simulated run, on the caller's own event loop."""
 
     name = "simulated rollout"
 
@@ -226,10 +226,10 @@ class TimedRollout:
         await self.service.watch()
 
     async def keep(self) -> None:
-        """Nobody will go on from here."""
+        """Nothing to record: a simulated run is never resumed."""
 
     async def sleep(self) -> None:
-        """There is no memory to give back."""
+        """No memory to free."""
 
 
 def start_rollout(

@@ -39,7 +39,7 @@ class PlannedTurn:
 
 @dataclass(frozen=True, slots=True)
 class SessionPlan:
-    """What one session will do, whoever runs it when."""
+    """Plan of one session: the same in every schedule and on every engine."""
 
     prompt_tokens: int
     answers: tuple[PlannedTurn, ...]
@@ -90,7 +90,7 @@ class Workload(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class TruncatedLogNormal:
-    """A log-normal distribution, cut off at `longest`."""
+    """Log-normal distribution, truncated at `longest`."""
 
     location: float
     width: float
@@ -108,15 +108,15 @@ class TruncatedLogNormal:
         return cls(low, width, max(longest, mean))
 
     def mean(self) -> float:
-        """Of the distribution as it is, cut off."""
+        """The mean of the truncated distribution."""
         if not self.width:
             return min(self.longest, exp(self.location))
         edge = (log(self.longest) - self.location) / self.width
         below = exp(self.location + self.width**2 / 2) * _NORMAL.cdf(edge - self.width)
         return below + self.longest * (1 - _NORMAL.cdf(edge))
 
-    def cut(self, longest: float) -> "TruncatedLogNormal":
-        """The same draws, cut off sooner."""
+    def truncate(self, longest: float) -> "TruncatedLogNormal":
+        """The same draws, truncated sooner."""
         return TruncatedLogNormal(self.location, self.width, min(longest, self.longest))
 
     def at(self, unit: float) -> float:
@@ -136,7 +136,7 @@ class AssumedWorkload:
         self._seed = seed
         self._no_signal = assumptions.no_signal
         room = max(self._turns, rollout.response_length - (self._turns - 1) * self._tool_tokens)
-        self._lengths = TruncatedLogNormal.of(response, response * assumptions.length_tail).cut(room)
+        self._lengths = TruncatedLogNormal.of(response, response * assumptions.length_tail).truncate(room)
         self._tools = TruncatedLogNormal.of(tool_s, tool_s * assumptions.tool_tail) if tool_s else None
         calls = self._turns - 1
         waits_s = calls * self._tools.mean() if self._tools else 0.0
@@ -168,7 +168,7 @@ def stream_of(seed: int, uid: str, sample: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class StepWork:
-    """What one step asks of the hardware on average, in seconds of one GPU at full speed."""
+    """Mean work of one step, in seconds of one GPU at full speed."""
 
     generation: float
     training: float
@@ -190,7 +190,7 @@ class RecordedWorkload:
     """Each session does what one of the recorded ones did."""
 
     def __init__(self, plans: Sequence[SessionPlan], seed: int) -> None:
-        assert plans, "somebody did something"
+        assert plans, "at least one session was recorded"
         self._plans = tuple(plans)
         self._seed = seed
         self.mean = MeanSession.of(self._plans)

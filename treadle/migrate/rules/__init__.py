@@ -69,7 +69,7 @@ def is_section_of_verl(path: KeyPath) -> bool:
 
 
 def nearest_key(path: KeyPath) -> str | None:
-    """A hint that names the old key somebody may have meant."""
+    """A hint that names the nearest old key."""
     names = [name.removesuffix(BELOW).rpartition(".") for name in _ALL]
     section = ".".join(path[:-1])
     siblings = [last for above, _, last in names if above == section]
