@@ -1,4 +1,4 @@
-"""The embedded engine's logprobs are those of a plain transformers forward, for every family, over several turns."""
+"""The native engine's logprobs are those of a plain transformers forward, for every family, over several turns."""
 
 import asyncio
 

@@ -74,13 +74,13 @@ def small(family: str) -> torch.nn.Module:
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_fused_layer_has_the_same_outputs_and_gradients(family: str) -> None:
-    module, plan = small(family), PackedMetadata([9, 4], DEVICE)
+    module, metadata = small(family), PackedMetadata([9, 4], DEVICE)
     ids = torch.arange(13, device=DEVICE) * 5 % VOCABULARY
     coefficients = torch.randn(13, 32, generator=torch.Generator().manual_seed(2)).to(DEVICE)
 
     def run() -> list[Tensor]:
         module.zero_grad()
-        hidden = hidden_states(module, ids, plan.positions(), plan)
+        hidden = hidden_states(module, ids, metadata.positions(), metadata)
         (hidden * coefficients).sum().backward()
         return [hidden.detach(), *(weight.grad for weight in module.parameters() if weight.grad is not None)]
 
@@ -92,23 +92,23 @@ def test_a_fused_layer_has_the_same_outputs_and_gradients(family: str) -> None:
 
 def shuffle_pages(cache: PagedKVCache, seed: int) -> None:
     """Give every row pages from all over the cache."""
-    order = torch.randperm(cache.pages, generator=torch.Generator().manual_seed(seed)).tolist()
-    for row in range(cache.rows):
-        cache.assign(row, 0, order[row * cache.per_row :][: cache.per_row])
+    order = torch.randperm(cache.num_pages, generator=torch.Generator().manual_seed(seed)).tolist()
+    for row in range(cache.num_rows):
+        cache.assign(row, 0, order[row * cache.pages_per_row :][: cache.pages_per_row])
     cache.upload()
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_the_stack_fills_the_cache_and_decodes_as_the_modules_do(family: str) -> None:
+def test_the_fused_model_fills_the_cache_and_decodes_as_the_modules_do(family: str) -> None:
     module = small(family)
     rollout = RolloutConfig(prompt_length=300, response_length=300, max_num_seqs=4)
     plain, fused = (ModelRunner(module, PagedKVCache.create(rollout, module, DEVICE, 4, page=32), 4) for _ in range(2))
-    for seed, decoder in enumerate((plain, fused)):
-        shuffle_pages(decoder.cache, seed)
-    stack = FusedModel.create(module, fused.cache)
-    assert stack is not None and count_splits(4, 2, 600) > 1
+    for seed, runner in enumerate((plain, fused)):
+        shuffle_pages(runner.cache, seed)
+    fused_model = FusedModel.create(module, fused.cache)
+    assert fused_model is not None and count_splits(4, 2, 600) > 1
     prompts = [[(7 * row + 3 * at) % VOCABULARY for at in range(length)] for row, length in enumerate((20, 70, 1))]
-    pieces = [PrefillChunk(row, 0, ids[:-1]) for row, ids in enumerate(prompts) if len(ids) > 1]
+    chunks = [PrefillChunk(row, 0, ids[:-1]) for row, ids in enumerate(prompts) if len(ids) > 1]
     more = [PrefillChunk(0, 19, [5, 6, 7])]
     starts = [
         RowStart(row, ids[-1], len(ids) - 1 + 3 * (row == 0), 4, 123 * row, 0, 1.0, 1.0, 0, ())
@@ -116,19 +116,19 @@ def test_the_stack_fills_the_cache_and_decodes_as_the_modules_do(family: str) ->
     ]
     report = torch.zeros((4, 4), dtype=torch.int32, device=DEVICE)
     with torch.inference_mode():
-        for part, total in ((pieces, 92), (more, 4)):
+        for part, total in ((chunks, 92), (more, 4)):
             plain.prefill(part)
-            stack.prefill(PrefillMetadata(fused.cache, part, total))
-        for decoder in (plain, fused):
-            decoder.rows.start(starts)
+            fused_model.prefill(PrefillMetadata(fused.cache, part, total))
+        for runner in (plain, fused):
+            runner.batch.start(starts)
         plain.advance(4, 80, False)
-        sample_rows(compute_logits(module, stack.decode(fused.rows, 4)), fused.rows, report, filtered=False)
+        sample_rows(compute_logits(module, fused_model.decode(fused.batch, 4)), fused.batch, report, filtered=False)
     for layer in range(2):
-        for one, other in zip(*(decoder.cache.read(layer, slice(0, 4), 96) for decoder in (plain, fused)), strict=True):
+        for one, other in zip(*(runner.cache.read(layer, slice(0, 4), 96) for runner in (plain, fused)), strict=True):
             assert torch.allclose(one, other, atol=1e-4)
-    assert torch.equal(plain.rows.last_id, fused.rows.last_id) and torch.equal(plain.rows.length, fused.rows.length)
+    assert torch.equal(plain.batch.last_id, fused.batch.last_id) and torch.equal(plain.batch.length, fused.batch.length)
     logprobs = report[1].view(torch.float32)[:3]
-    assert torch.allclose(plain.rows.out_logprobs[:3, 0], logprobs, atol=1e-4)
+    assert torch.allclose(plain.batch.out_logprobs[:3, 0], logprobs, atol=1e-4)
 
 
 def rows_of_all_kinds(count: int) -> InputBatch:
@@ -222,7 +222,7 @@ def test_what_is_saved_from_pages_comes_back_into_others() -> None:
     cache = PagedKVCache.create(rollout, small("llama"), DEVICE, 4)
     cache.kv.normal_()
     expected = cache.kv[:, :, :79].clone()
-    saved = cache.save(list(range(79)), 79 * cache.page - 3)
+    saved = cache.save(list(range(79)), 79 * cache.page_size - 3)
     cache.kv[:, :, :79] = 0.0  # queued behind the copy
     cache.restore(list(range(100, 179)), saved)
     assert torch.equal(cache.kv[:, :, 100:179], expected)
@@ -262,30 +262,34 @@ def test_decode_attention_finds_every_page(
     monkeypatch.setattr(paged_attention, "_BUSY", busy)  # with 1 no program shares a row with others
     rows, kv_heads, size, lengths = 10, 2, 16, [0, 1, 15, 16, 63, 64, 65, 200, 555, 599]
     shape = HeadShape(4, kv_heads, size, 0.3, window, softcap, None, None)
-    generator, per_row = torch.Generator().manual_seed(6), -(-600 // page)
-    keys, values = torch.randn(2, rows, kv_heads, per_row * page, size, generator=generator)
-    table = torch.randperm(rows * per_row, generator=generator).view(rows, per_row)
-    held = torch.full((2, rows * per_row + 1, kv_heads, page, size), float("nan"))
+    generator, pages_per_row = torch.Generator().manual_seed(6), -(-600 // page)
+    keys, values = torch.randn(2, rows, kv_heads, pages_per_row * page, size, generator=generator)
+    table = torch.randperm(rows * pages_per_row, generator=generator).view(rows, pages_per_row)
+    held = torch.full((2, rows * pages_per_row + 1, kv_heads, page, size), float("nan"))
     for kind, dense in enumerate((keys, values)):
         for row, length in enumerate(lengths):
             dense[row, :, length:] = float("nan")  # nobody may read what is not there
-        held[kind, table] = dense.unflatten(2, (per_row, page)).transpose(1, 2)
+        held[kind, table] = dense.unflatten(2, (pages_per_row, page)).transpose(1, 2)
     qkv = torch.randn(rows, (4 + 2 * kv_heads) * size, generator=generator)
     active = torch.tensor([row != 2 for row in range(rows)])
     lengths_B = torch.tensor(lengths)
-    places = PagedRows(table.int().to(DEVICE), active.to(torch.uint8).to(DEVICE), lengths_B.to(DEVICE), rows * per_row)
-    turned_by_0 = (torch.ones(601, size, device=DEVICE), torch.zeros(601, size, device=DEVICE))
+    paged_rows = PagedRows(
+        table.int().to(DEVICE), active.to(torch.uint8).to(DEVICE), lengths_B.to(DEVICE), rows * pages_per_row
+    )
+    rotated_by_0 = (torch.ones(601, size, device=DEVICE), torch.zeros(601, size, device=DEVICE))
     before, cache = held.clone(), held.to(DEVICE)
     sinks = torch.tensor([0.5, -1.0, 2.0, 4.0]) if sinking else None
     there = None if sinks is None else sinks.to(DEVICE)
     out = (
-        attend_paged(qkv.to(DEVICE), (cache[0], cache[1]), places, turned_by_0, shape, there).cpu().view(rows, 4, size)
+        attend_paged(qkv.to(DEVICE), (cache[0], cache[1]), paged_rows, rotated_by_0, shape, there)
+        .cpu()
+        .view(rows, 4, size)
     )
     expected = attend_densely(qkv, keys, values, lengths, shape, sinks)
     assert torch.allclose(out[active], expected[active], atol=1e-5)
     heads = qkv.view(rows, -1, size)
     for row in range(rows):
-        at = (int(table[row, lengths[row] // page]), lengths[row] % page) if active[row] else (rows * per_row, 0)
+        at = (int(table[row, lengths[row] // page]), lengths[row] % page) if active[row] else (rows * pages_per_row, 0)
         for kind, first in ((0, 4), (1, 4 + kv_heads)):
             before[kind, at[0], :, at[1]] = heads[row, first : first + kv_heads]
     assert torch.equal(before.nan_to_num(9.0), cache.cpu().nan_to_num(9.0)), "one place of each row is written"

@@ -1,4 +1,4 @@
-"""Models compute what their authors wrote, in the policy and in the embedded engine, or are refused by name."""
+"""Models compute what their authors wrote, in the policy and in the native engine, or are refused by name."""
 
 import asyncio
 import json
@@ -81,7 +81,7 @@ def test_what_would_be_computed_otherwise_is_refused_by_name(name: str, problem:
 def test_the_engine_may_refuse_what_the_policy_trains(name: str) -> None:
     found = prove(make_config(name))
     assert found.policy.problem is None and found.policy.logprobs is not None and found.policy.logprobs < CLOSE
-    assert "does not fit the embedded engine" in str(found.problem)
+    assert "does not fit the native engine" in str(found.problem)
 
 
 @pytest.mark.parametrize("name", ["phi3-longrope", "llama-dynamic"])
@@ -183,7 +183,7 @@ async def start(model: Any, **keys: Any) -> None:
 
 def test_an_engine_refuses_a_module_that_it_would_compute_otherwise() -> None:
     module = build_small(shrink(make_config("gemma4_text")))
-    with pytest.raises(ConfigError, match=r"rollout\.name.*Gemma4ForCausalLM does not fit the embedded engine"):
+    with pytest.raises(ConfigError, match=r"rollout\.name.*Gemma4ForCausalLM does not fit the native engine"):
         asyncio.run(start(module))
 
 

@@ -53,7 +53,7 @@ class Talk:
         )
         return Request(f"task{self.task}", self.sample, tuple(self.ids), sampling, len(self.heard))
 
-    def hear(self, completion: Completion) -> None:
+    def append_output(self, completion: Completion) -> None:
         self.heard += zip(completion.ids, completion.logprobs, strict=True)
         self.ids += completion.ids
 
@@ -76,18 +76,18 @@ class Stand:
     ) -> None:
         module = model(hidden)
         step = find_row_step(module, rollout.max_num_seqs, torch.device("cpu"))
-        page_bytes = KVCacheShape.of(module).numbers_per_token() * module.dtype.itemsize * (page or 0)
+        page_bytes = KVCacheShape.of(module).elements_per_token() * module.dtype.itemsize * (page or 0)
         budget = None if pages is None else (pages + 1) * page_bytes
         cache = PagedKVCache.create(rollout, module, torch.device("cpu"), step, page=page, budget=budget)
         self.answers: dict[str, SequenceResult] = {}
         self.room = rollout.sequence_length()
-        self.decoder = ModelRunner(module, cache, step)
+        self.runner = ModelRunner(module, cache, step)
         self.scheduler = Scheduler(
-            rollout, self.decoder, SwapSpace(parked_bytes), self._answer, name="native", version=0
+            rollout, self.runner, SwapSpace(parked_bytes), self._answer, name="native", version=0
         )
 
-    def _answer(self, ticket: SequenceState, answer: SequenceResult) -> None:
-        self.answers[ticket.request.session] = answer
+    def _answer(self, sequence: SequenceState, answer: SequenceResult) -> None:
+        self.answers[sequence.request.session] = answer
 
     def run(self, talks: list[Talk]) -> None:
         """Let all talks happen side by side."""
@@ -98,7 +98,7 @@ class Stand:
                     del plays[session]
             if not plays:
                 return
-            self.scheduler.turn()
+            self.scheduler.step()
         raise AssertionError("the talks do not end")
 
     def _play(self, talk: Talk) -> Iterator[None]:
@@ -117,13 +117,13 @@ class Stand:
         waited = 0
         while talk.session not in self.answers:
             if waited == abort_after:
-                self.scheduler.abort(lambda ticket: ticket.request.session == talk.session)
+                self.scheduler.abort(lambda sequence: sequence.request.session == talk.session)
             else:
                 yield
             waited += 1
         answer = self.answers.pop(talk.session)
         assert isinstance(answer, Completion), answer
-        talk.hear(answer)
+        talk.append_output(answer)
         return answer.stop
 
 

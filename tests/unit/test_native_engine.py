@@ -1,4 +1,4 @@
-"""The embedded engine's own promises; what all engines share is in tests/contract."""
+"""The native engine's own promises; what all engines share is in tests/contract."""
 
 import asyncio
 from collections.abc import Awaitable, Callable, Iterator

@@ -48,10 +48,10 @@ PAGE = 16
 def kept_pages(count: int = 12, parked_bytes: int = 1 << 20) -> tuple[PagedKVCache, PagePool, PrefixCache]:
     rollout = RolloutConfig(prompt_length=40, response_length=40, max_num_seqs=4)
     module = prepare_module(tiny())
-    size = KVCacheShape.of(module).numbers_per_token() * PAGE * 4
+    size = KVCacheShape.of(module).elements_per_token() * PAGE * 4
     cache = PagedKVCache.create(rollout, module, torch.device("cpu"), 4, page=PAGE, budget=(count + 1) * size)
     cache.kv.copy_(torch.randn(cache.kv.shape, generator=torch.Generator().manual_seed(0)))
-    pages = PagePool(cache.pages)
+    pages = PagePool(cache.num_pages)
     return cache, pages, PrefixCache(cache, pages, SwapSpace(parked_bytes), enabled=True)
 
 
@@ -61,11 +61,11 @@ def ids(count: int, first: int = 0) -> tuple[int, ...]:
 
 def test_a_session_is_found_in_its_own_pages_and_parked_when_others_need_them() -> None:
     cache, pages, kept = kept_pages()
-    kept.stay("a", ids(20), pages.take(4))
+    kept.add_session("a", ids(20), pages.take(4))
     assert len(pages.free) == 10, "what lies behind the tokens is free"
     found = kept.find("a", ids(25))
-    assert found is not None and found.own and found.held is not None and found.tokens == 20
-    before = cache.kv[:, :, found.held.pages].clone()
+    assert found is not None and found.own and found.cached is not None and found.tokens == 20
+    before = cache.kv[:, :, found.cached.pages].clone()
     assert kept.evict() and not kept.evict() and len(pages.free) == 12
     cache.kv.zero_()
     found = kept.find("a", ids(25))
@@ -77,15 +77,15 @@ def test_a_session_is_found_in_its_own_pages_and_parked_when_others_need_them() 
 def test_the_least_recently_used_gives_way_if_that_frees_a_page() -> None:
     _, pages, kept = kept_pages()
     running = pages.take(2)
-    kept.offer(ids(20), running)
+    kept.add_prompt(ids(20), running)
     for session in "abc":
-        kept.stay(session, ids(3), pages.take(1))
+        kept.add_session(session, ids(3), pages.take(1))
     assert kept.find("a", ids(3)) is not None
     kept.evict()
     where = {session: kept.find(session, ids(3)) for session in "abc"}
-    assert [found.held is None for found in where.values() if found] == [False, True, False]
+    assert [found.cached is None for found in where.values() if found] == [False, True, False]
     found = kept.find("d", ids(20))
-    assert found is not None and found.held is not None, "a row has these pages: to park them frees nothing"
+    assert found is not None and found.cached is not None, "a row has these pages: to park them frees nothing"
     pages.release(running)
     assert [kept.evict() for _ in range(4)] == [True, True, True, False] and len(pages.free) == 12
 
@@ -93,23 +93,23 @@ def test_the_least_recently_used_gives_way_if_that_frees_a_page() -> None:
 def test_a_session_and_its_prompt_that_share_pages_can_both_give_way() -> None:
     _, pages, kept = kept_pages()
     taken = pages.take(1)
-    kept.offer(ids(5), taken)
-    kept.stay("a", ids(9), taken)
+    kept.add_prompt(ids(5), taken)
+    kept.add_session("a", ids(9), taken)
     assert kept.evict() and len(pages.free) < 12 and kept.evict() and len(pages.free) == 12
 
 
 def test_only_whole_prompts_are_shared() -> None:
     _, pages, kept = kept_pages()
-    kept.offer(ids(20), pages.take(2))
+    kept.add_prompt(ids(20), pages.take(2))
     assert kept.find("b", ids(20)) is not None
     assert kept.find("b", ids(21)) is None, "pieces depend on the request alone"
 
 
 def test_nothing_outlives_the_weights_or_a_session_that_is_over() -> None:
     _, pages, kept = kept_pages()
-    kept.stay("a", ids(2), pages.take(1))
-    kept.stay("b", ids(3), pages.take(1))
-    kept.offer(ids(1), [1])
+    kept.add_session("a", ids(2), pages.take(1))
+    kept.add_session("b", ids(3), pages.take(1))
+    kept.add_prompt(ids(1), [1])
     kept.forget("a")
     assert kept.find("a", ids(2)) is None and kept.find("b", ids(3)) is not None
     kept.clear()
@@ -140,33 +140,33 @@ def test_turns_of_a_session_copy_nothing_while_there_are_pages(monkeypatch: pyte
         assert talk.heard == alone(talk.task, 0, 3, talk.sampling, 32)
 
 
-def say(history: OutputRing, said: list[int], ended: list[int]) -> list[int]:
+def say(output_ring: OutputRing, said: list[int], ended: list[int]) -> list[int]:
     flags = np.array([row in ended for row in range(len(said))], np.int32)
-    return history.note(np.array(said, np.int32), -np.array(said, np.float32), flags)
+    return output_ring.append(np.array(said, np.int32), -np.array(said, np.float32), flags)
 
 
 def test_history_tells_what_each_row_said_from_its_start_to_its_end() -> None:
-    history = OutputRing(rows=3, longest=4)
-    history.start([0, 1], step=0)
-    assert say(history, [10, 20, 0], ended=[]) == []
-    history.start([2], step=1)
-    assert say(history, [11, 21, 30], ended=[1]) == [1]
-    say(history, [12, 99, 31], ended=[])
-    first, second, third = history.read([0, 1, 2])
+    output_ring = OutputRing(rows=3, longest=4)
+    output_ring.start([0, 1], step=0)
+    assert say(output_ring, [10, 20, 0], ended=[]) == []
+    output_ring.start([2], step=1)
+    assert say(output_ring, [11, 21, 30], ended=[1]) == [1]
+    say(output_ring, [12, 99, 31], ended=[])
+    first, second, third = output_ring.read([0, 1, 2])
     assert (first.ids, second.ids, third.ids) == ((10, 11, 12), (20, 21), (30, 31))
     assert first.logprobs == (-10, -11, -12)
 
 
 def test_history_goes_round_and_moves_with_rows() -> None:
-    history = OutputRing(rows=2, longest=4)
+    output_ring = OutputRing(rows=2, longest=4)
     for step in range(25):
         if step % 4 == 0:
-            history.start([1], step)
-        say(history, [0, step], ended=[])
-    history.move([1], [0])
-    assert history.read([0])[0].ids == (24,)
-    history.start([1], 25)
-    assert history.read([1])[0].ids == ()
+            output_ring.start([1], step)
+        say(output_ring, [0, step], ended=[])
+    output_ring.move([1], [0])
+    assert output_ring.read([0])[0].ids == (24,)
+    output_ring.start([1], 25)
+    assert output_ring.read([1])[0].ids == ()
 
 
 def linears(bias: bool = True) -> list[torch.nn.Linear]:
@@ -185,15 +185,15 @@ def test_one_product_follows_whoever_trains_the_parts(bias: bool) -> None:
     sum(module(x).square().sum() for module in modules).backward()
     optimizer.step()
     assert torch.allclose(joint(x), torch.cat([module(x) for module in modules], dim=1), atol=1e-6)
-    assert not joint.tie()
+    assert not joint.merge()
 
 
 def test_weights_that_were_replaced_are_found_and_those_of_another_engine_left() -> None:
     modules, x = linears(), torch.randn(3, 6)
     joint, other = MergedLinear(*modules), MergedLinear(*modules)
-    assert not joint.tie() and not other.tie(), "the second one found them side by side"
+    assert not joint.merge() and not other.merge(), "the second one found them side by side"
     modules[1].weight.data = torch.randn(2, 6)
-    assert joint.tie() and other.tie()
+    assert joint.merge() and other.merge()
     for projection in (joint, other):
         assert torch.allclose(projection(x), torch.cat([module(x) for module in modules], dim=1), atol=1e-6)
 
@@ -215,9 +215,9 @@ def test_a_cache_is_given_back_only_while_nobody_needs_it() -> None:
     assert stand.scheduler.release()
     stand.scheduler.add(SequenceState(talk.ask(6), lambda answer: None, stand.room))
     assert not stand.scheduler.release()
-    stand.scheduler.turn()
+    stand.scheduler.step()
     assert not stand.scheduler.release()
-    stand.scheduler.abort(lambda ticket: True)
+    stand.scheduler.abort(lambda sequence: True)
     assert stand.scheduler.release()
     stand.answers.clear()
     stand.run([talk])

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.unit.test_native_determinism import ROLLOUT, Talk, alone
-from tests.unit.test_native_scheduler import Lagging, Watched, ticket
+from tests.unit.test_native_scheduler import Lagging, Watched, sequence
 from treadle.config import RolloutConfig
 from treadle.engine.native.kv_cache_manager import LOOKAHEAD_STEPS, PageSchedule
 from treadle.engine.native.prefix_cache import SwapSpace
@@ -23,39 +23,39 @@ LONG = SamplingParams(40, temperature=0.9)
 
 
 class Tight(Watched):
-    """A stand with few pages, which are counted after every turn."""
+    """A stand with few pages, which are counted after every step."""
 
     def __init__(self, pages: int, **keys: object) -> None:
         super().__init__(page=PAGE, pages=pages, **keys)
-        turn = self.scheduler.turn
+        step = self.scheduler.step
 
-        def watch_turn() -> None:
-            turn()
+        def watch_step() -> None:
+            step()
             self.count_pages()
 
-        self.scheduler.turn = watch_turn  # type: ignore[method-assign]
+        self.scheduler.step = watch_step  # type: ignore[method-assign]
 
     def count_pages(self) -> None:
-        """Every page is free, or counted once for each ticket and each resident that has it."""
-        seating, users = self.scheduler._kv_manager, [0] * self.decoder.cache.pages
+        """Every page is free, or counted once for each sequence and each prefix-cache entry that has it."""
+        manager, users = self.scheduler._kv_manager, [0] * self.runner.cache.num_pages
         held = [
-            *(one.pages for one in self.scheduler._seated),
-            *(one.pages for one in seating.prefix_cache._held.values()),
+            *(one.pages for one in self.scheduler._admitted),
+            *(one.pages for one in manager.prefix_cache._cached.values()),
         ]
         for page in (page for pages in held for page in pages):
             users[page] += 1
-        assert users == seating.pages._users and len(seating.pages.free) == users.count(0)
-        assert len(self.scheduler._seated) + len(seating.free_rows) == seating.num_rows
+        assert users == manager.pages._users and len(manager.pages.free) == users.count(0)
+        assert len(self.scheduler._admitted) + len(manager.free_rows) == manager.num_rows
 
     def check_empty(self) -> None:
         """Nothing is left of requests that are over, once sessions are forgotten."""
-        assert not self.scheduler.busy and self.parking.held_bytes == 0
+        assert not self.scheduler.busy and self.swap_space.reserved_bytes == 0
         self.scheduler._kv_manager.prefix_cache.clear()
         self.count_pages()
-        assert len(self.scheduler._kv_manager.pages.free) == self.decoder.cache.pages
+        assert len(self.scheduler._kv_manager.pages.free) == self.runner.cache.num_pages
 
     @property
-    def parking(self) -> SwapSpace:
+    def swap_space(self) -> SwapSpace:
         return self.scheduler._kv_manager._swap_space
 
 
@@ -82,7 +82,7 @@ crowds = st.lists(talks, min_size=2, max_size=12, unique_by=lambda talk: talk.se
 def test_few_pages_change_no_answer_and_none_is_lost(crowd: list[Talk], pages: int, lagging: bool) -> None:
     stand = Tight(pages)
     if lagging:
-        stand.decoder.__class__ = Lagging
+        stand.runner.__class__ = Lagging
     check(stand, crowd)
 
 
@@ -91,17 +91,17 @@ def test_few_pages_change_no_answer_and_none_is_lost(crowd: list[Talk], pages: i
 def test_new_weights_change_no_answer_of_one_turn_if_they_are_the_old_ones(crowd: list[Talk], when: list[int]) -> None:
     crowd = [Talk(talk.task, talk.sample, talk.pauses[:1], sampling=talk.sampling) for talk in crowd]
     stand, turns = Tight(LONGEST + 2), 0
-    turn = stand.scheduler.turn
+    step = stand.scheduler.step
 
     def turn_and_change() -> None:
         nonlocal turns
-        turn()
+        step()
         turns += 1
         for version in (number for number, at in enumerate(sorted(when)) if at == turns):
             stand.scheduler.change_weights(version + 1, lambda: "sum")
             stand.count_pages()
 
-    stand.scheduler.turn = turn_and_change  # type: ignore[method-assign]
+    stand.scheduler.step = turn_and_change  # type: ignore[method-assign]
     check(stand, crowd)
 
 
@@ -110,7 +110,7 @@ def test_the_row_that_was_admitted_last_gives_way_and_goes_on_where_it_was(caplo
     crowd = [Talk(task, 0, (0,), sampling=LONG) for task in (1, 2, 3, 4)]
     ends: list[str] = []
     waits: list[int] = []
-    answer = stand.scheduler._answer
+    answer = stand.scheduler._on_result
 
     def watch_answer(one: SequenceState, done: SequenceResult) -> None:
         assert isinstance(done, Completion)
@@ -118,7 +118,7 @@ def test_the_row_that_was_admitted_last_gives_way_and_goes_on_where_it_was(caplo
         waits.append(done.preemptions)
         answer(one, done)
 
-    stand.scheduler._answer = watch_answer
+    stand.scheduler._on_result = watch_answer
     with caplog.at_level(logging.WARNING):
         check(stand, crowd)
     assert stand.scheduler.preemptions > 1 and sum(waits) == stand.scheduler.preemptions
@@ -132,18 +132,18 @@ def preempted(tokens: int = 60) -> tuple[Tight, int]:
     """A stand in which one of two long answers waits for its pages, and how many tokens it has."""
     stand = Tight(LONGEST)
     for uid in "ab":
-        stand.scheduler.add(ticket(uid, tokens, ids=tuple(range(5, 25))))
+        stand.scheduler.add(sequence(uid, tokens, ids=tuple(range(5, 25))))
     for _ in range(tokens):
         if not stand.scheduler.preemptions:
-            stand.scheduler.turn()
+            stand.scheduler.step()
     (waiting,) = stand.scheduler._waiting
     assert waiting.request.uid == "b" and waiting.swapped is not None
-    return stand, len(waiting.said.ids)
+    return stand, len(waiting.sampled.ids)
 
 
 def finish(stand: Tight) -> None:
     for _ in range(200):
-        stand.scheduler.turn()
+        stand.scheduler.step()
 
 
 def test_an_abort_of_a_preempted_row_keeps_its_tokens_and_what_was_computed() -> None:
@@ -156,9 +156,9 @@ def test_an_abort_of_a_preempted_row_keeps_its_tokens_and_what_was_computed() ->
     stand.scheduler.add(SequenceState(rest, lambda answer: None, 100))
     finish(stand)
     more, whole = stand.answers["b/0"], Watched()
-    whole.scheduler.add(ticket("b", 60, ids=tuple(range(5, 25))))
+    whole.scheduler.add(sequence("b", 60, ids=tuple(range(5, 25))))
     for _ in range(70):
-        whole.scheduler.turn()
+        whole.scheduler.step()
     expected = whole.answers["b/0"]
     assert isinstance(more, Completion) and isinstance(expected, Completion)
     assert answer.ids + more.ids == expected.ids and answer.logprobs + more.logprobs == expected.logprobs
@@ -183,19 +183,19 @@ def test_new_weights_begin_a_prefill_again_in_pages_that_no_row_of_old_ones_has(
             SequenceState(Request("a", sample, prompt, SamplingParams(tokens)), lambda answer: None, 100)
         )
     for _ in range(16):
-        stand.scheduler.turn()
+        stand.scheduler.step()
     first = stand.answers.pop("a/1")
     assert isinstance(first, Completion)
     again = SequenceState(
         Request("a", 1, (*prompt, *first.ids, *range(17)), SamplingParams(3)), lambda answer: None, 100
     )
     stand.scheduler.add(again)
-    stand.scheduler.turn()
+    stand.scheduler.step()
     (running,) = stand.scheduler._running.values()
     assert set(again.pages) & set(running.pages), "both have the prompt"
     stand.scheduler.change_weights(1, lambda: "sum")
     before = stand.tokens
-    stand.scheduler.turn()
+    stand.scheduler.step()
     assert again.pages and not set(again.pages) & set(running.pages)
     finish(stand)
     assert stand.tokens == before + len(prompt) + 19, "all of it, by the new weights"
@@ -219,12 +219,12 @@ def test_siblings_share_the_full_pages_of_their_prompt() -> None:
     for sample in range(6):
         request = Request("a", sample, prompt, SamplingParams(5))
         stand.scheduler.add(SequenceState(request, lambda answer: None, 100))
-    stand.scheduler.turn()
-    used = stand.decoder.cache.pages - len(stand.scheduler._kv_manager.pages.free)
+    stand.scheduler.step()
+    used = stand.runner.cache.num_pages - len(stand.scheduler._kv_manager.pages.free)
     assert used == 2 + 6, "40 tokens: two full pages for all, and one for each"
     assert [stand.scheduler._kv_manager.pages.users(page) for page in range(2)] == [7, 7], "six rows, and the prompt"
     for _ in range(6):
-        stand.scheduler.turn()
+        stand.scheduler.step()
     stand.check_empty()
 
 
@@ -241,7 +241,7 @@ def test_a_session_that_goes_back_into_a_shared_page_leaves_it_to_the_others() -
     def ask(uid: str, sample: int, ids: tuple[int, ...]) -> Completion:
         stand.scheduler.add(SequenceState(Request(uid, sample, ids, SamplingParams(5)), lambda answer: None, 100))
         for _ in range(7):
-            stand.scheduler.turn()
+            stand.scheduler.step()
         answer = stand.answers.pop(f"{uid}/{sample}")
         assert isinstance(answer, Completion)
         return answer
@@ -254,13 +254,13 @@ def test_a_session_that_goes_back_into_a_shared_page_leaves_it_to_the_others() -
 
 
 def test_rows_are_told_of_once_and_before_they_need_a_page() -> None:
-    growth, first, second = PageSchedule(), ticket("a"), ticket("b")
+    growth, first, second = PageSchedule(), sequence("a"), sequence("b")
     assert growth.next(0) == []
-    growth.plan(first, LOOKAHEAD_STEPS + 3)
-    growth.plan(second, 3 * LOOKAHEAD_STEPS)
-    told = {step: growth.next(step) for step in range(1, 2 * LOOKAHEAD_STEPS)}
-    assert {step for step, found in told.items() if found} == {LOOKAHEAD_STEPS} and told[LOOKAHEAD_STEPS] == [first]
-    growth.plan(first, 3 * LOOKAHEAD_STEPS + 1)
+    growth.add(first, LOOKAHEAD_STEPS + 3)
+    growth.add(second, 3 * LOOKAHEAD_STEPS)
+    due = {step: growth.next(step) for step in range(1, 2 * LOOKAHEAD_STEPS)}
+    assert {step for step, found in due.items() if found} == {LOOKAHEAD_STEPS} and due[LOOKAHEAD_STEPS] == [first]
+    growth.add(first, 3 * LOOKAHEAD_STEPS + 1)
     growth.drop(second)
     growth.next(2 * LOOKAHEAD_STEPS)
     assert growth.next(3 * LOOKAHEAD_STEPS) == [first]
@@ -271,15 +271,15 @@ def test_prefill_gives_way_as_well_and_keeps_what_its_session_had() -> None:
 
     def second_turn(crowded: bool) -> Completion:
         stand = Tight(9, rollout=rollout)
-        stand.scheduler.add(ticket("b", 5, ids=tuple(range(5, 15))))
+        stand.scheduler.add(sequence("b", 5, ids=tuple(range(5, 15))))
         finish(stand)
         first = stand.answers.pop("b/0")
         assert isinstance(first, Completion)
         for uid in "ac" if crowded else "":
-            stand.scheduler.add(ticket(uid, 60))
-        stand.scheduler.add(ticket("b", 5, ids=(*range(5, 15), *first.ids, *range(60))))
+            stand.scheduler.add(sequence(uid, 60))
+        stand.scheduler.add(sequence("b", 5, ids=(*range(5, 15), *first.ids, *range(60))))
         for _ in range(60 if crowded else 0):
-            stand.scheduler.turn()
+            stand.scheduler.step()
             if stand.scheduler.preemptions:
                 break
         waiting = [len(one.swapped.ids) if one.swapped else 0 for one in stand.scheduler._waiting]

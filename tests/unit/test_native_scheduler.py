@@ -22,21 +22,21 @@ class Watched(Stand):
         super().__init__(**keys)  # type: ignore[arg-type]
         self.prefilled: list[PrefillChunk] = []
         self.rows: list[int] = []
-        prefill, advance = self.decoder.prefill, self.decoder.advance
+        prefill, advance = self.runner.prefill, self.runner.advance
 
-        def watch_prefill(pieces: Sequence[PrefillChunk]) -> None:
-            self.prefilled += pieces
-            prefill(pieces)
+        def watch_prefill(chunks: Sequence[PrefillChunk]) -> None:
+            self.prefilled += chunks
+            prefill(chunks)
 
         def watch_advance(count: int, span: int, *filters: bool) -> torch.Tensor:
             self.rows.append(count)
             return advance(count, span, *filters)
 
-        self.decoder.prefill, self.decoder.advance = watch_prefill, watch_advance  # type: ignore[method-assign]
+        self.runner.prefill, self.runner.advance = watch_prefill, watch_advance  # type: ignore[method-assign]
 
     @property
     def tokens(self) -> int:
-        return sum(len(piece.ids) for piece in self.prefilled)
+        return sum(len(chunk.ids) for chunk in self.prefilled)
 
 
 def test_samples_of_one_prompt_share_its_prefill() -> None:
@@ -61,14 +61,14 @@ def test_a_turn_computes_only_what_is_new() -> None:
     stand.run([talk])
     first, *later = stand.prefilled
     assert len(first.ids) == prompt - 1
-    assert [len(piece.ids) for piece in later] == [2, 3], "the last sampled token and the observation, less one"
+    assert [len(chunk.ids) for chunk in later] == [2, 3], "the last sampled token and the observation, less one"
 
 
 def test_without_prefix_caching_everything_is_computed_again() -> None:
     rollout = RolloutConfig(prompt_length=40, response_length=60, max_num_seqs=16, enable_prefix_caching=False)
     stand, talk = Watched(rollout=rollout), Talk(4, 0, (0, 0))
     stand.run([talk])
-    assert all(piece.start == 0 for piece in stand.prefilled) and len(stand.prefilled) == 2
+    assert all(chunk.start == 0 for chunk in stand.prefilled) and len(stand.prefilled) == 2
 
 
 def test_a_long_prompt_is_prefilled_in_pieces_that_fit_the_budget() -> None:
@@ -76,8 +76,8 @@ def test_a_long_prompt_is_prefilled_in_pieces_that_fit_the_budget() -> None:
     stand, talk = Watched(rollout=rollout), Talk(4, 0, (0,))
     prompt = len(talk.ids)
     stand.run([talk])
-    assert [piece.start for piece in stand.prefilled] == list(range(0, prompt - 1, 10))
-    assert max(len(piece.ids) for piece in stand.prefilled) == 10
+    assert [chunk.start for chunk in stand.prefilled] == list(range(0, prompt - 1, 10))
+    assert max(len(chunk.ids) for chunk in stand.prefilled) == 10
 
 
 def test_rows_move_together_when_most_have_ended() -> None:
@@ -99,14 +99,14 @@ class Lagging(ModelRunner):
         self.behind = super().step(count, longest, filtered=filtered)
         return before or []
 
-    def settle(self) -> list[int]:
+    def drain(self) -> list[int]:
         before, self.behind = self.behind, None
         return before or []
 
 
 def test_hearing_of_the_end_one_step_late_changes_nothing() -> None:
     stand = Stand()
-    stand.decoder.__class__ = Lagging
+    stand.runner.__class__ = Lagging
     crowd = [Talk(task, sample, (task % 3, 1), (task,)) for task in range(12) for sample in range(4)]
     stand.run(crowd)
     for talk in crowd:
@@ -115,15 +115,15 @@ def test_hearing_of_the_end_one_step_late_changes_nothing() -> None:
 
 def test_a_late_report_does_not_end_the_next_one_in_the_same_row() -> None:
     stand = Stand()
-    stand.decoder.__class__ = Lagging
-    stand.scheduler.add(ticket("a", 1))
-    stand.scheduler.turn()
+    stand.runner.__class__ = Lagging
+    stand.scheduler.add(sequence("a", 1))
+    stand.scheduler.step()
     stand.scheduler.abort(lambda other: other.request.uid == "a")
     first = stand.answers["a/0"]
     assert isinstance(first, Completion) and first.stop is StopReason.LENGTH
-    stand.scheduler.add(ticket("b", 5))
+    stand.scheduler.add(sequence("b", 5))
     for _ in range(8):
-        stand.scheduler.turn()
+        stand.scheduler.step()
     second = stand.answers["b/0"]
     assert isinstance(second, Completion) and len(second.ids) == 5
 
@@ -133,12 +133,12 @@ def test_time_in_the_queue_is_told_with_the_answer(monkeypatch: pytest.MonkeyPat
     now = 100.0
     monkeypatch.setattr("treadle.engine.native.sequence.monotonic", lambda: now)
     stand = Stand(rollout=RolloutConfig(prompt_length=40, response_length=60, max_num_seqs=1))
-    stand.scheduler.add(ticket("a", 5))
-    stand.scheduler.add(ticket("b", 5))
-    stand.scheduler.add(ticket("c", 5))
+    stand.scheduler.add(sequence("a", 5))
+    stand.scheduler.add(sequence("b", 5))
+    stand.scheduler.add(sequence("c", 5))
     while "b/0" not in stand.answers:
         now += 1.0
-        stand.scheduler.turn()
+        stand.scheduler.step()
     stand.scheduler.abort(lambda other: True)
     waited = [stand.answers[f"{name}/0"] for name in "abc"]
     assert [answer.queue_s for answer in waited if isinstance(answer, Completion)] == [1.0, 6.0, 10.0]
@@ -154,31 +154,31 @@ def test_steps_of_others_leave_pages_in_prefill_alone() -> None:
     assert together.heard == single.heard
 
 
-def ticket(uid: str = "a", tokens: int = 20, ids: tuple[int, ...] = (5, 6, 7)) -> SequenceState:
+def sequence(uid: str = "a", tokens: int = 20, ids: tuple[int, ...] = (5, 6, 7)) -> SequenceState:
     return SequenceState(Request(uid, 0, ids, SamplingParams(tokens)), lambda answer: None, 100)
 
 
 def test_new_weights_end_what_was_kept_and_show_in_the_versions() -> None:
     stand = Watched()
-    stand.scheduler.add(ticket("a", 6))
-    stand.scheduler.turn()
-    stand.scheduler.turn()
+    stand.scheduler.add(sequence("a", 6))
+    stand.scheduler.step()
+    stand.scheduler.step()
     assert stand.scheduler.change_weights(7, lambda: "sum") == "sum"
     for _ in range(4):
-        stand.scheduler.turn()
+        stand.scheduler.step()
     answer = stand.answers.pop("a/0")
     assert isinstance(answer, Completion) and answer.versions == (0, 0, 7, 7, 7, 7)
     computed = stand.tokens
     stand.scheduler.add(
         SequenceState(Request("a", 0, (5, 6, 7, *answer.ids), SamplingParams(2)), lambda answer: None, 100)
     )
-    stand.scheduler.turn()
+    stand.scheduler.step()
     assert stand.tokens == computed + 8, "keys and values of mixed weights are not used again"
 
 
 def test_an_abort_in_the_queue_has_no_tokens() -> None:
     stand = Stand()
-    stand.scheduler.add(ticket("a"))
+    stand.scheduler.add(sequence("a"))
     stand.scheduler.abort(lambda other: True)
     answer = stand.answers["a/0"]
     assert isinstance(answer, Completion) and answer.ids == () and answer.stop is StopReason.ABORT
@@ -187,15 +187,15 @@ def test_an_abort_in_the_queue_has_no_tokens() -> None:
 
 def test_logits_that_are_no_numbers_fail_that_request_alone() -> None:
     stand = Stand()
-    stand.scheduler.add(ticket("bad"))
-    stand.scheduler.turn()
-    stand.decoder.cache.kv[:, :, int(stand.decoder.cache.table[0, 0]), :, :2] = float("nan")
-    stand.scheduler.add(ticket("good", ids=(6, 7, 8)))
+    stand.scheduler.add(sequence("bad"))
+    stand.scheduler.step()
+    stand.runner.cache.kv[:, :, int(stand.runner.cache.table[0, 0]), :, :2] = float("nan")
+    stand.scheduler.add(sequence("good", ids=(6, 7, 8)))
     for _ in range(22):
-        stand.scheduler.turn()
+        stand.scheduler.step()
     assert isinstance(stand.answers["bad/0"], EngineFailure)
     assert isinstance(stand.answers["good/0"], Completion)
-    assert stand.decoder.cache.kv.isfinite().all()
+    assert stand.runner.cache.kv.isfinite().all()
 
 
 def swapped(tokens: int) -> SwappedTokens:
@@ -203,24 +203,24 @@ def swapped(tokens: int) -> SwappedTokens:
 
 
 def test_the_least_recently_used_give_way() -> None:
-    parking = SwapSpace(3 * swapped(10).size)
+    swap_space = SwapSpace(3 * swapped(10).size)
     for key in "abc":
-        parking.swap_out(key, swapped(10))
-    assert parking.find("a")
-    parking.swap_out("d", swapped(10))
-    assert parking.find("b") is None
-    assert all(parking.find(key) for key in "acd")
-    parking.forget("a")
-    parking.swap_out("e", swapped(10))
-    assert len(parking) == 3
-    parking.clear()
-    assert len(parking) == 0
-    parking.swap_out("f", swapped(30))
-    assert parking.find("f"), "cleared room is room again"
+        swap_space.put(key, swapped(10))
+    assert swap_space.find("a")
+    swap_space.put("d", swapped(10))
+    assert swap_space.find("b") is None
+    assert all(swap_space.find(key) for key in "acd")
+    swap_space.forget("a")
+    swap_space.put("e", swapped(10))
+    assert len(swap_space) == 3
+    swap_space.clear()
+    assert len(swap_space) == 0
+    swap_space.put("f", swapped(30))
+    assert swap_space.find("f"), "cleared room is room again"
 
 
 @pytest.mark.parametrize("tokens", [31, 1000])
 def test_what_exceeds_the_budget_alone_is_not_kept(tokens: int) -> None:
-    parking = SwapSpace(3 * swapped(10).size)
-    parking.swap_out("a", swapped(tokens))
-    assert parking.find("a") is None
+    swap_space = SwapSpace(3 * swapped(10).size)
+    swap_space.put("a", swapped(tokens))
+    assert swap_space.find("a") is None

@@ -45,15 +45,15 @@ def test_spans_of_one_version_become_one() -> None:
 def test_frames_keep_their_order_and_the_end_is_noticed() -> None:
     async def main() -> None:
         ours, theirs = [ReplicaSocket(*await asyncio.open_connection(sock=end)) for end in socket.socketpair()]
-        ours.send(FrameKind.ORDER, 1, b"abc")
+        ours.send(FrameKind.REQUEST, 1, b"abc")
         ours.send_object(FrameKind.RESULT, 2, {"x": 1})
-        assert await theirs.receive() == (FrameKind.ORDER, 1, b"abc")
+        assert await theirs.receive() == (FrameKind.REQUEST, 1, b"abc")
         assert (await theirs.receive())[:2] == (FrameKind.RESULT, 2)
         ours.close()
         with pytest.raises(ReplicaSocketClosed):
             await theirs.receive()
         with pytest.raises(ReplicaSocketClosed):
-            ours.send(FrameKind.ORDER, 3)
+            ours.send(FrameKind.REQUEST, 3)
         theirs.close()
 
     asyncio.run(main())

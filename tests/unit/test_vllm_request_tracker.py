@@ -30,9 +30,9 @@ class Counter:
         self.load_error: Exception | None = None
         self.deaf = False
 
-    async def begin(self, order: SampleRequest, kept: Sequence[int]) -> Running:
+    async def begin(self, sample: SampleRequest, kept: Sequence[int]) -> Running:
         await asyncio.sleep(0.01)
-        segment = Running(len(kept), order.max_tokens - len(kept))
+        segment = Running(len(kept), sample.max_tokens - len(kept))
         self.running.add(segment)
         return segment
 
@@ -50,10 +50,10 @@ class Counter:
         ids = list(range(segment.start, segment.start + count))
         return Segment(ids, [-0.5] * count, stop)
 
-    async def end(self, tickets: Sequence[Running]) -> None:
-        for ticket in tickets:
+    async def end(self, handles: Sequence[Running]) -> None:
+        for handle in handles:
             if not self.deaf:
-                ticket.ended.set()
+                handle.ended.set()
 
     async def load(self, transfer: bytes) -> str:
         assert not self.running, "nothing is sampled while weights change"
@@ -76,7 +76,7 @@ class Counter:
         return None
 
 
-def order(tokens: int = 10) -> SampleRequest:
+def sample(tokens: int = 10) -> SampleRequest:
     return SampleRequest((1, 2), tokens, 1.0, 1.0, -1, (), 5, 0)
 
 
@@ -89,7 +89,7 @@ def play(body: Callable[[RequestTracker[Running], Counter], Awaitable[None]]) ->
 
 
 def begin(serving: RequestTracker[Running], number: int, tokens: int = 10) -> "asyncio.Task[SampleResult]":
-    return asyncio.ensure_future(serving.generate((0, number), order(tokens)))
+    return asyncio.ensure_future(serving.generate((0, number), sample(tokens)))
 
 
 def test_an_update_splits_an_answer_exactly_where_the_version_changed() -> None:
@@ -97,9 +97,9 @@ def test_an_update_splits_an_answer_exactly_where_the_version_changed() -> None:
         task = begin(serving, 1)
         await asyncio.sleep(4.5)
         assert await serving.update(7, b"word", "word") == "word"
-        answer = await task
-        assert answer.ids == tuple(range(10)) and answer.stop is StopReason.LENGTH
-        assert answer.versions() == (0,) * 4 + (7,) * 6
+        result = await task
+        assert result.ids == tuple(range(10)) and result.stop is StopReason.LENGTH
+        assert result.versions() == (0,) * 4 + (7,) * 6
 
     play(body)
 
@@ -108,8 +108,8 @@ def test_a_request_that_comes_during_an_update_has_the_new_version_only() -> Non
     async def body(serving: RequestTracker[Running], counter: Counter) -> None:
         updating = asyncio.ensure_future(serving.update(1, b"word", "word"))
         await asyncio.sleep(0.5)
-        answer = await begin(serving, 1, 3)
-        assert answer.versions() == (1, 1, 1) and updating.done()
+        result = await begin(serving, 1, 3)
+        assert result.versions() == (1, 1, 1) and updating.done()
 
     play(body)
 
@@ -131,9 +131,9 @@ def test_many_updates_in_a_row_lose_no_token() -> None:
             await asyncio.sleep(2.5)
             await serving.update(version, b"word", "word")
         for task in tasks:
-            answer = await task
-            assert answer.ids == tuple(range(20))
-            assert list(answer.versions()) == sorted(answer.versions()) and set(answer.versions()) == set(range(6))
+            result = await task
+            assert result.ids == tuple(range(20))
+            assert list(result.versions()) == sorted(result.versions()) and set(result.versions()) == set(range(6))
 
     play(body)
 
@@ -144,8 +144,8 @@ def test_an_abort_keeps_tokens_and_leaves_the_others() -> None:
         await asyncio.sleep(3.5)
         await serving.abort([(0, 1), (0, 99)])
         assert mine.done() or await mine
-        answer = await mine
-        assert answer.stop is StopReason.ABORT and len(answer.ids) == 3
+        result = await mine
+        assert result.stop is StopReason.ABORT and len(result.ids) == 3
         assert len((await other).ids) == 10
 
     play(body)
@@ -158,8 +158,8 @@ def test_an_abort_during_an_update_ends_the_request_after_it() -> None:
         updating = asyncio.ensure_future(serving.update(1, b"word", "word"))
         await asyncio.sleep(0.5)
         await serving.abort([(0, 1)])
-        answer = await task
-        assert answer.stop is StopReason.ABORT and answer.versions() == (0, 0, 0)
+        result = await task
+        assert result.stop is StopReason.ABORT and result.versions() == (0, 0, 0)
         await updating
 
     play(body)
@@ -171,8 +171,8 @@ def test_a_request_that_is_aborted_while_it_waits_never_begins() -> None:
         await asyncio.sleep(0.5)
         aborting = asyncio.ensure_future(serving.abort([(0, 1)]))
         await asyncio.sleep(0.1)
-        answer = await begin(serving, 1)
-        assert answer.stop is StopReason.ABORT and answer.ids == ()
+        result = await begin(serving, 1)
+        assert result.stop is StopReason.ABORT and result.ids == ()
         await asyncio.gather(updating, aborting)
 
     play(body)

@@ -24,14 +24,16 @@ MAX_LOGPROB = 1e-3
 """A logprob is 0 at most; sums of floats come out a little beyond."""
 
 
-def validate_request(request: Request, engine: str, *, room: int, num_words: int, max_stops: int | None = None) -> None:
-    """Raise RequestRefused for what fits neither `room` tokens nor `num_words` words, or has too many stops."""
+def validate_request(
+    request: Request, engine: str, *, room: int, vocab_size: int, max_stops: int | None = None
+) -> None:
+    """Raise RequestRefused for what fits neither `room` tokens nor `vocab_size` words, or has too many stops."""
     ids, sampling = request.ids, request.sampling
     problem = None
     if not 0 < len(ids) < room:
         problem = f"a prompt of {len(ids)} tokens; 1 to {room - 1} fit rollout.max_model_len"
-    elif min(ids) < 0 or max(ids) >= num_words:
-        problem = f"token ids from {min(ids)} to {max(ids)}; the model knows 0 to {num_words - 1}"
+    elif min(ids) < 0 or max(ids) >= vocab_size:
+        problem = f"token ids from {min(ids)} to {max(ids)}; the model knows 0 to {vocab_size - 1}"
     elif sampling.max_tokens < 1:
         problem = f"max_tokens {sampling.max_tokens}; ask for at least 1"
     elif max_stops is not None and len(sampling.stop_token_ids) > max_stops:
@@ -44,7 +46,7 @@ def validate_request(request: Request, engine: str, *, room: int, num_words: int
 class AnswerCheck:
     """What the answers of an engine must be like before anything is made of them: one pass in C for each column."""
 
-    num_words: int | None = None
+    vocab_size: int | None = None
     """How many token ids the model knows; None where that is not known here."""
     has_logprobs: bool = True
     """Whether the engine measures logprobs; one that does not gives NaN for all of them."""
@@ -69,8 +71,8 @@ class AnswerCheck:
         if not ids:
             return ""
         least, most = min(ids), max(ids)
-        if least < 0 or (self.num_words is not None and most >= self.num_words):
-            known = "no negative ones" if self.num_words is None else f"0 to {self.num_words - 1}"
+        if least < 0 or (self.vocab_size is not None and most >= self.vocab_size):
+            known = "no negative ones" if self.vocab_size is None else f"0 to {self.vocab_size - 1}"
             return f"token ids from {least} to {most}; the model knows {known}"
         if not self.has_logprobs and all(map(isnan, completion.logprobs)):
             return ""

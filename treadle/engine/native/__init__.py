@@ -1,1 +1,1 @@
-"""The embedded engine: a Hugging Face decoder in this process. Imports torch; triton only on CUDA."""
+"""Native engine: a Hugging Face decoder in this process. Imports torch; triton only on CUDA."""

@@ -39,23 +39,23 @@ class PrefillChunk:
 
 
 class PrefillMetadata:
-    """Tokens of several sequences in one row of T, filled up with tokens that nobody sees."""
+    """Prefill of several sequences, packed into T tokens; the padding is seen by no token."""
 
-    def __init__(self, cache: PagedKVCache, pieces: Sequence[PrefillChunk], total: int) -> None:
+    def __init__(self, cache: PagedKVCache, chunks: Sequence[PrefillChunk], total: int) -> None:
         self._cache = cache
-        self._pieces = pieces
+        self._chunks = chunks
         self._device = cache.kv.device
-        self._real = sum(len(piece.ids) for piece in pieces)
+        self._real = sum(len(chunk.ids) for chunk in chunks)
         padding = total - self._real
-        shapes = [(piece.row, piece.start, len(piece.ids)) for piece in pieces]
+        shapes = [(chunk.row, chunk.start, len(chunk.ids)) for chunk in chunks]
         rows_T, self.positions_T = _spread(self._tensor([*shapes, (0, 0, padding)]), total)
         self.positions_T[self._real :] = 0
-        self.pages_T, self.inside_T = cache.locate(rows_T, self.positions_T)
-        self.pages_T[self._real :] = cache.dump
-        ids = array("q", chain.from_iterable(piece.ids for piece in pieces))
+        self.pages_T, self.offsets_T = cache.find_slots(rows_T, self.positions_T)
+        self.pages_T[self._real :] = cache.null_page
+        ids = array("q", chain.from_iterable(chunk.ids for chunk in chunks))
         ids.extend([0] * padding)
         self.ids_T = self._tensor(ids)
-        self._lines: Tensor | None = None
+        self._slot_mapping: Tensor | None = None
         self._masks: dict[tuple[int, int, int | None], Tensor] = {}
         self._ranges: VarlenRanges | None = None
         self._context: tuple[Tensor, Tensor] | None = None
@@ -76,13 +76,13 @@ class PrefillMetadata:
         sinks: Tensor | None = None,
     ) -> Tensor:
         layer = layer_of(module)
-        if self._lines is None:
-            self._lines = self._cache.lines(self.pages_T, self.inside_T)
-        self._cache.write(layer, self._lines, key, value)
+        if self._slot_mapping is None:
+            self._slot_mapping = self._cache.slot_mapping(self.pages_T, self.offsets_T)
+        self._cache.write(layer, self._slot_mapping, key, value)
         query_T, key_T, value_T = (heads[0].transpose(0, 1) for heads in (query, key, value))
-        return self.look(layer, query_T, key_T, value_T, scaling, sliding_window, softcap, sinks).unsqueeze(0)
+        return self.attend_heads(layer, query_T, key_T, value_T, scaling, sliding_window, softcap, sinks).unsqueeze(0)
 
-    def look(
+    def attend_heads(
         self,
         layer: int,
         query_T: Tensor,
@@ -96,10 +96,10 @@ class PrefillMetadata:
         """Attention of [T, H, D] to what the pages hold, which has the new keys and values in it already: [T, H, D]."""
         if not query_T.is_cuda or softcap is not None or sinks is not None or not flash_takes(query_T):
             return self._attend_each(query_T, layer, scaling, window, softcap, sinks)
-        if any(piece.start for piece in self._pieces):
+        if any(chunk.start for chunk in self._chunks):
             return self._attend_packed(query_T, *self._cache.layer(layer), scaling, window)
         if self._ranges is None:
-            self._ranges = self._find_ranges([piece.end for piece in self._pieces])
+            self._ranges = self._find_ranges([chunk.end for chunk in self._chunks])
         return attend_varlen(query_T, key_T, value_T, self._ranges, scaling=scaling, window=window)
 
     def _attend_each(
@@ -113,11 +113,11 @@ class PrefillMetadata:
     ) -> Tensor:
         """One sequence at a time, so that shapes depend on that sequence alone."""
         out_T, first = torch.zeros_like(query_T), 0
-        for piece in self._pieces:
-            last = first + len(piece.ids)
+        for chunk in self._chunks:
+            last = first + len(chunk.ids)
             heads = query_T[first:last].transpose(0, 1).unsqueeze(0)
-            keys, values = self._cache.read(layer, slice(piece.row, piece.row + 1), piece.end)
-            mask = self._mask(piece, window)
+            keys, values = self._cache.read(layer, slice(chunk.row, chunk.row + 1), chunk.end)
+            mask = self._mask(chunk, window)
             out_T[first:last] = attend_causally(
                 heads.contiguous(),
                 keys,
@@ -130,60 +130,60 @@ class PrefillMetadata:
             first = last
         return out_T
 
-    def _mask(self, piece: PrefillChunk, window: int | None) -> Tensor:
-        """[tokens, places]: true where a token sees a place; the same for all layers with the same window."""
-        which = (piece.start, piece.end, window)
+    def _mask(self, chunk: PrefillChunk, window: int | None) -> Tensor:
+        """[tokens, slots]: true where a token sees a slot; the same for all layers with the same window."""
+        which = (chunk.start, chunk.end, window)
         if which not in self._masks:
-            places = torch.arange(piece.end, device=self._device)
-            ago = places[piece.start :, None] - places
-            self._masks[which] = (ago >= 0) & (ago < (window or piece.end))
+            slots = torch.arange(chunk.end, device=self._device)
+            ago = slots[chunk.start :, None] - slots
+            self._masks[which] = (ago >= 0) & (ago < (window or chunk.end))
         return self._masks[which]
 
     def _attend_packed(
         self, query_T: Tensor, keys: Tensor, values: Tensor, scaling: float | None, window: int | None
     ) -> Tensor:
-        """All sequences in one flash attention over the places that they see."""
+        """All sequences in one flash attention over the slots that they see."""
         if self._ranges is None or self._context is None:
-            shapes = [(piece.row, 0, piece.end) for piece in self._pieces]
+            shapes = [(chunk.row, 0, chunk.end) for chunk in self._chunks]
             padding = len(query_T) - self._real
             spread = _spread(self._tensor([*shapes, (0, 0, padding)]), sum(at for *_, at in shapes) + padding)
-            self._context = self._cache.locate(*spread)
-            self._ranges = self._find_ranges([piece.end for piece in self._pieces])
-        pages_P, inside_P = self._context
-        key_P, value_P = (kind[pages_P, :, inside_P] for kind in (keys, values))
+            self._context = self._cache.find_slots(*spread)
+            self._ranges = self._find_ranges([chunk.end for chunk in self._chunks])
+        pages_P, offsets_P = self._context
+        key_P, value_P = (kind[pages_P, :, offsets_P] for kind in (keys, values))
         return attend_varlen(query_T, key_P, value_P, self._ranges, scaling=scaling, window=window)
 
     def _find_ranges(self, seen: Sequence[int]) -> VarlenRanges:
-        """Where sequences begin among the tokens, and among the places that they see; padding is one more sequence."""
-        asked = [len(piece.ids) for piece in self._pieces]
+        """Where sequences begin among the tokens, and among the slots that they see; padding is one more sequence."""
+        queries = [len(chunk.ids) for chunk in self._chunks]
         padding = len(self.ids_T) - self._real
-        ends = [[0, *accumulate([*lengths, padding])] for lengths in (asked, seen)]
+        ends = [[0, *accumulate([*lengths, padding])] for lengths in (queries, seen)]
         of_queries, of_keys = (self._tensor(offset, torch.int32) for offset in ends)
-        return VarlenRanges(of_queries, of_keys, max(*asked, padding), max(*seen, padding))
+        return VarlenRanges(of_queries, of_keys, max(*queries, padding), max(*seen, padding))
 
 
 def _spread(table: Tensor, total: int) -> tuple[Tensor, Tensor]:
-    """From [pieces, 3] of row, start and tokens to the row and the place of each token: [total] each."""
+    """From [chunks, 3] of row, start and tokens to the row and the slot of each token: [total] each."""
     row, start, tokens = table.unbind(1)
     first = tokens.cumsum(0) - tokens
-    piece_T = torch.repeat_interleave(tokens, output_size=total)
-    place_T = torch.arange(total, device=table.device) + (start - first)[piece_T]
-    return row[piece_T], place_T
+    chunk_T = torch.repeat_interleave(tokens, output_size=total)
+    slot_T = torch.arange(total, device=table.device) + (start - first)[chunk_T]
+    return row[chunk_T], slot_T
 
 
 class DecodeMetadata:
-    """One token of each of the first B rows, written at its position and seeing all places up to there.
+    """One token of each of the first B rows, written at its position and seeing all slots up to there.
 
-    Those that are not active write where nobody reads, and see their first place. `span` bounds every length, and is a
-    multiple of the rounding: on CPU the places up to there are read and masked.
+    Inactive rows write to the null page, and see their first slot. `span` bounds every length, and is a
+    multiple of the rounding: on CPU the slots up to there are read and masked.
     """
 
     def __init__(self, cache: PagedKVCache, active_B: Tensor, positions_B: Tensor, span: int) -> None:
         self._cache = cache
-        places_B = torch.where(active_B, positions_B, 0)
-        pages_B, inside_B = cache.locate(torch.arange(len(places_B), device=places_B.device), places_B)
-        self._lines = cache.lines(torch.where(active_B, pages_B, cache.dump), inside_B)
-        self._lengths_B = places_B + 1
+        slots_B = torch.where(active_B, positions_B, 0)
+        pages_B, offsets_B = cache.find_slots(torch.arange(len(slots_B), device=slots_B.device), slots_B)
+        self._slot_mapping = cache.slot_mapping(torch.where(active_B, pages_B, cache.null_page), offsets_B)
+        self._lengths_B = slots_B + 1
         self._span = span
         self._masks: dict[tuple[int | None, bool], Tensor] = {}
 
@@ -200,7 +200,7 @@ class DecodeMetadata:
         sinks: Tensor | None = None,
     ) -> Tensor:
         layer = layer_of(module)
-        self._cache.write(layer, self._lines, key, value)
+        self._cache.write(layer, self._slot_mapping, key, value)
         rows, kv_heads = len(self._lengths_B), key.shape[1]
         keys, values = self._cache.read(layer, slice(0, rows), self._span)
         query_B = query[0].transpose(0, 1).reshape(rows, kv_heads, -1, query.shape[-1])
@@ -218,11 +218,11 @@ class DecodeMetadata:
     def _mask(self, window: int | None, dtype: torch.dtype, *, as_bias: bool) -> Tensor:
         """[B, 1, 1, span]; the query heads of one key head stand where queries do, and see the same."""
         if (window, as_bias) not in self._masks:
-            places = torch.arange(self._span, device=self._lengths_B.device)
+            slots = torch.arange(self._span, device=self._lengths_B.device)
             lengths = self._lengths_B.unsqueeze(1)
-            seen = places < lengths
+            seen = slots < lengths
             if window is not None:
-                seen &= places >= lengths - window
+                seen &= slots >= lengths - window
             seen = seen[:, None, None]
             bias = torch.zeros(seen.shape, dtype=dtype, device=seen.device).masked_fill_(~seen, float("-inf"))
             self._masks[window, as_bias] = bias if as_bias else seen

@@ -16,11 +16,11 @@ from treadle.engine.native.paged_attention import HeadShape, load_rotated
 @triton.jit  # type: ignore[untyped-decorator]
 def _admit(  # type: ignore[no-untyped-def]
     qkv,
-    turned,
+    rotated,
     keys,
     values,
     pages,
-    places,
+    slots,
     positions,
     cosines,
     sines,
@@ -41,47 +41,47 @@ def _admit(  # type: ignore[no-untyped-def]
     token = tl.program_id(0).to(tl.int64)
     h, d = tl.program_id(1) * HEADS + tl.arange(0, HEADS)[:, None], tl.arange(0, PADDED_D)[None, :]
     at = tl.load(positions + token)
-    base = tl.load(pages + token) * stride_page + tl.load(places + token) * D
+    base = tl.load(pages + token) * stride_page + tl.load(slots + token) * D
     cosine = tl.load(cosines + at * D + d, mask=d < D, other=0.0)
     sine = tl.load(sines + at * D + d, mask=d < D, other=0.0)
     new = qkv + token * ((H + 2 * K) * D)
-    asked = (h < H) & (d < D)
-    query = load_rotated(new, h, d, asked, query_weight, query_eps, cosine, sine, D, NORMED, OFFSET)
-    tl.store(turned + (token * (H + K) + h) * D + d, query, mask=asked)
-    told = (h >= H) & (h < H + K) & (d < D)
-    key = load_rotated(new, h, d, told, key_weight, key_eps, cosine, sine, D, NORMED, OFFSET)
-    tl.store(turned + (token * (H + K) + h) * D + d, key, mask=told)
-    tl.store(keys + base + (h - H) * stride_head + d, key, mask=told)
-    carried = (h >= H + K) & (h < H + 2 * K) & (d < D)
-    value = tl.load(new + h * D + d, mask=carried, other=0.0)
-    tl.store(values + base + (h - H - K) * stride_head + d, value, mask=carried)
+    is_query = (h < H) & (d < D)
+    query = load_rotated(new, h, d, is_query, query_weight, query_eps, cosine, sine, D, NORMED, OFFSET)
+    tl.store(rotated + (token * (H + K) + h) * D + d, query, mask=is_query)
+    is_key = (h >= H) & (h < H + K) & (d < D)
+    key = load_rotated(new, h, d, is_key, key_weight, key_eps, cosine, sine, D, NORMED, OFFSET)
+    tl.store(rotated + (token * (H + K) + h) * D + d, key, mask=is_key)
+    tl.store(keys + base + (h - H) * stride_head + d, key, mask=is_key)
+    is_value = (h >= H + K) & (h < H + 2 * K) & (d < D)
+    value = tl.load(new + h * D + d, mask=is_value, other=0.0)
+    tl.store(values + base + (h - H - K) * stride_head + d, value, mask=is_value)
 
 
 def norm_rope_and_cache(
     qkv: Tensor,
     cache: tuple[Tensor, Tensor],
     pages_T: Tensor,
-    inside_T: Tensor,
+    offsets_T: Tensor,
     positions_T: Tensor,
     angles: tuple[Tensor, Tensor],
     shape: HeadShape,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Norm and turn the heads of new tokens, write their keys and values into one layer's cache, and return all three.
+    """Norm and rotate the heads of new tokens, write keys and values into one layer's cache, and return all three.
 
     qkv is [T, (H + 2 K) * D]; queries are [T, H, D], keys and values [T, K, D].
     """
     tokens, all_heads = len(qkv), shape.heads + 2 * shape.kv_heads
-    turned = qkv.new_empty((tokens, shape.heads + shape.kv_heads, shape.size))
+    rotated = qkv.new_empty((tokens, shape.heads + shape.kv_heads, shape.size))
     keys, values = cache
     query_norm, key_norm = shape.query_norm, shape.key_norm
     block = min(16, triton.next_power_of_2(all_heads))
     _admit[(tokens, triton.cdiv(all_heads, block))](
         qkv,
-        turned,
+        rotated,
         keys,
         values,
         pages_T,
-        inside_T,
+        offsets_T,
         positions_T,
         *angles,
         qkv if query_norm is None else query_norm.weight,
@@ -99,7 +99,7 @@ def norm_rope_and_cache(
         OFFSET=query_norm is not None and query_norm.offset,
     )
     value_T = qkv.view(tokens, all_heads, shape.size)[:, shape.heads + shape.kv_heads :]
-    return turned[:, : shape.heads], turned[:, shape.heads :], value_T
+    return rotated[:, : shape.heads], rotated[:, shape.heads :], value_T
 
 
 @triton.jit  # type: ignore[untyped-decorator]

@@ -2,7 +2,7 @@
 
 Owns which tokens are computed next, and that sequences with the same prompt share one computation. Knows nothing of
 pages and of when there is time.
-Invariant: where a prompt is cut depends on its request alone, and so do its bits.
+Invariant: where a prompt is split depends on its request alone, and so do its bits.
 """
 
 from collections.abc import Iterator
@@ -14,25 +14,25 @@ from treadle.engine.native.sequence import SequenceState
 
 @dataclass(slots=True, eq=False)
 class SharedPrefill:
-    """Tokens on their way, and the tickets that need exactly these: they are computed in the first one's pages."""
+    """Prefill shared by the sequences with exactly these tokens; it is computed in the first one's pages."""
 
     start: int
     ids: tuple[int, ...]
-    tickets: list[SequenceState]
+    sequences: list[SequenceState]
     fresh: bool
-    """Whether all of `ids` is computed here, so that siblings and later comers can have it."""
+    """Whether all of `ids` is computed here, so that siblings and later requests can reuse it."""
 
     @property
     def done(self) -> bool:
         return self.start == len(self.ids)
 
-    def next_piece(self, limit: int | None) -> PrefillChunk:
+    def next_chunk(self, limit: int | None) -> PrefillChunk:
         end = len(self.ids) if limit is None else min(len(self.ids), self.start + limit)
-        return PrefillChunk(self.tickets[0].row, self.start, self.ids[self.start : end])
+        return PrefillChunk(self.sequences[0].row, self.start, self.ids[self.start : end])
 
 
 class PrefillQueue:
-    """All that are not done, oldest first."""
+    """Unfinished prefills, oldest first."""
 
     def __init__(self) -> None:
         self._all: list[SharedPrefill] = []
@@ -47,36 +47,36 @@ class PrefillQueue:
 
     @property
     def num_tokens(self) -> int:
-        """How many are still to be computed."""
+        """Tokens still to be computed."""
         return sum(len(prefill.ids) - prefill.start for prefill in self._all)
 
-    def sibling(self, ticket: SequenceState) -> SequenceState | None:
-        """The ticket in whose pages a ticket's prefix is being computed."""
-        joined = None if ticket.said.ids else self._fresh.get(ticket.prefix)
-        return None if joined is None else joined.tickets[0]
+    def sibling(self, sequence: SequenceState) -> SequenceState | None:
+        """The sequence in whose pages this one's prefix is being computed."""
+        joined = None if sequence.sampled.ids else self._fresh.get(sequence.prefix)
+        return None if joined is None else joined.sequences[0]
 
-    def join(self, ticket: SequenceState, start: int) -> bool:
-        """Compute a ticket's prefix from `start` on, with a sibling if there is one. Whether this is new work."""
-        fresh = start == 0 and not ticket.said.ids
-        joined = self._fresh.get(ticket.prefix) if fresh else None
+    def add(self, sequence: SequenceState, start: int) -> bool:
+        """Add a sequence's prefix from `start` on, with a sibling if there is one. Whether this is new work."""
+        fresh = start == 0 and not sequence.sampled.ids
+        joined = self._fresh.get(sequence.prefix) if fresh else None
         if joined is not None:
-            joined.tickets.append(ticket)
+            joined.sequences.append(sequence)
             return False
-        prefill = SharedPrefill(start, ticket.prefix, [ticket], fresh)
+        prefill = SharedPrefill(start, sequence.prefix, [sequence], fresh)
         self._all.append(prefill)
         if fresh:
             self._fresh[prefill.ids] = prefill
         return True
 
-    def choose(self, room: int, limit: int | None) -> list[tuple[SharedPrefill, PrefillChunk]]:
-        """The next pieces, as many as fit into `room` tokens, and one at least."""
+    def next_chunks(self, room: int, limit: int | None) -> list[tuple[SharedPrefill, PrefillChunk]]:
+        """The next chunks, as many as fit into `room` tokens, and at least one."""
         chosen: list[tuple[SharedPrefill, PrefillChunk]] = []
         for prefill in self._all:
-            piece = prefill.next_piece(limit)
-            if chosen and len(piece.ids) > room:
+            chunk = prefill.next_chunk(limit)
+            if chosen and len(chunk.ids) > room:
                 break
-            chosen.append((prefill, piece))
-            room -= len(piece.ids)
+            chosen.append((prefill, chunk))
+            room -= len(chunk.ids)
         return chosen
 
     def drop(self, prefill: SharedPrefill) -> None:
@@ -84,13 +84,13 @@ class PrefillQueue:
         if prefill.fresh:
             del self._fresh[prefill.ids]
 
-    def leave(self, ticket: SequenceState) -> int:
-        """A ticket goes; how many of its tokens are worth keeping: none of a prompt, which gets the same bits again."""
-        prefill = next(prefill for prefill in self._all if ticket in prefill.tickets)
-        first = prefill.tickets[0] is ticket
-        prefill.tickets.remove(ticket)
-        if not prefill.tickets:
+    def remove(self, sequence: SequenceState) -> int:
+        """Remove a sequence; how many of its tokens to keep: none of a prompt, which gets the same bits again."""
+        prefill = next(prefill for prefill in self._all if sequence in prefill.sequences)
+        first = prefill.sequences[0] is sequence
+        prefill.sequences.remove(sequence)
+        if not prefill.sequences:
             self.drop(prefill)
         elif first:
-            prefill.start = 0  # the last page of what was computed goes with it
+            prefill.start = 0  # the last computed page leaves with it
         return 0 if prefill.fresh else prefill.start

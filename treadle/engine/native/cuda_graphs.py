@@ -1,7 +1,7 @@
 """CUDA graphs: the decode step on a GPU, one recorded graph for each row count.
 
-Owns how a step is recorded and replayed, and how it goes through the layers: the `FusedModel`, where that gives what
-the modules give, else the modules with our attention in them. A step reads and changes the batch and the cache in
+Owns how a step is recorded and replayed, and how it goes through the layers: the `FusedModel`, where that computes what
+the modules compute, else the modules with our attention in them. A step reads and changes the batch and the cache in
 place, so nothing is copied in before a replay. Its output is copied to pinned memory while the next steps already run:
 a row that ended takes part in some more steps, in which it is not active and changes nothing. Recording needs a model
 that decides nothing in Python: rope is fixed when a model is loaded. A model that does all the same, such as a mixture
@@ -42,16 +42,16 @@ _AHEAD = 2
 """Steps that run before what the first of them ended is looked at: time for Python to do something else."""
 
 _TOLERANCE = 0.25
-"""How far the last hidden states of the stack may be from the modules', after all layers of rounding. Each layer was
-compared by itself before, and closely; here a wrong place or a wrong row would give something else altogether."""
+"""How far the fused model's last hidden states may be from the modules', after all layers of rounding. Each layer was
+compared by itself before, and closely; here a wrong slot or row would differ far more."""
 
 
 class FusedDecodeMetadata:
-    """One token of each of the first rows, in one kernel for each layer. Heads come turned; here they turn by 0."""
+    """Decode metadata for the paged-attention kernel. Heads come with rope applied; here they are rotated by 0."""
 
     def __init__(self, cache: PagedKVCache, rows: InputBatch, size: int) -> None:
         self._cache = cache
-        self._places = PagedRows(cache.table, rows.active.view(torch.uint8), rows.length, cache.dump)
+        self._paged_rows = PagedRows(cache.table, rows.active.view(torch.uint8), rows.length, cache.null_page)
         whole = torch.ones((cache.length + 1, size), dtype=cache.kv.dtype, device=cache.kv.device)
         self._angles = (whole, torch.zeros_like(whole))
 
@@ -71,42 +71,42 @@ class FusedDecodeMetadata:
         scale = size**-0.5 if scaling is None else scaling
         shape = HeadShape(heads, key.shape[1], size, scale, sliding_window, softcap, None, None)
         qkv = torch.cat([part[0].transpose(0, 1).flatten(1) for part in (query, key, value)], dim=1)
-        out = attend_paged(qkv, self._cache.layer(layer_of(module)), self._places, self._angles, shape, sinks)
+        out = attend_paged(qkv, self._cache.layer(layer_of(module)), self._paged_rows, self._angles, shape, sinks)
         return out.view(1, rows, heads, size)
 
 
 class CudaGraphRunner(ModelRunner):
-    """A decoder on CUDA. `eager`: no graphs."""
+    """Model runner on CUDA. `eager`: no graphs."""
 
     def __init__(self, module: "PreTrainedModel", cache: PagedKVCache, row_step: int, *, eager: bool = False) -> None:
-        super().__init__(module, cache, row_step, longest=1)  # the history remembers
+        super().__init__(module, cache, row_step, longest=1)  # the output ring keeps the tokens
         self._eager = eager
         self._graphs: dict[tuple[int, bool, bool], torch.cuda.CUDAGraph] = {}
-        self._report = torch.zeros((4, cache.rows), dtype=torch.int32, device=cache.kv.device)
+        self._report = torch.zeros((4, cache.num_rows), dtype=torch.int32, device=cache.kv.device)
         self._pool: Any = None
-        self._output_ring = OutputRing(cache.rows, cache.length)
+        self._output_ring = OutputRing(cache.num_rows, cache.length)
         self._launched = 0
-        self._copies = [_OutputCopy(cache.rows) for _ in range(_AHEAD + 1)]
-        self._behind: deque[_OutputCopy] = deque()
+        self._copies = [_OutputCopy(cache.num_rows) for _ in range(_AHEAD + 1)]
+        self._in_flight: deque[_OutputCopy] = deque()
         self._fused_model = FusedModel.create(module, cache)
         if self._fused_model is not None and not self._agrees(self._fused_model):
             self._fused_model = None
         if self._fused_model is None:
             log.info("%s runs module by module: its layers are of a kind that is not fused", type(module).__name__)
-        self._plan = FusedDecodeMetadata(cache, self.rows, cache.kv.shape[-1])
+        self._metadata = FusedDecodeMetadata(cache, self.batch, cache.kv.shape[-1])
         self._addresses = self._locate()
 
     @torch.inference_mode()
-    def prefill(self, pieces: Sequence[PrefillChunk]) -> None:
+    def prefill(self, chunks: Sequence[PrefillChunk]) -> None:
         if self._fused_model is None:
-            super().prefill(pieces)
+            super().prefill(chunks)
             return
-        total = round_up(sum(len(piece.ids) for piece in pieces), self.row_step)
-        self._fused_model.prefill(PrefillMetadata(self.cache, pieces, total))
+        total = round_up(sum(len(chunk.ids) for chunk in chunks), self.row_step)
+        self._fused_model.prefill(PrefillMetadata(self.cache, chunks, total))
 
     @torch.inference_mode()
     def step(self, count: int, longest: int, *, filtered: bool, penalized: bool = False) -> list[int]:
-        """As in `ModelRunner`, except that it tells which rows ended some steps before."""
+        """As in `ModelRunner`, except that rows are reported some steps after they ended."""
         rows = self._bucket(count)
         graph = None if self._eager else self._graph(rows, filtered, penalized)
         if graph is None:
@@ -115,22 +115,22 @@ class CudaGraphRunner(ModelRunner):
             graph.replay()
         copy = self._copies.pop()
         copy.start(self._report, rows, processed=filtered or penalized)
-        self._behind.append(copy)
+        self._in_flight.append(copy)
         self._launched += 1
-        return self._read_behind(_AHEAD)
+        return self._drain(_AHEAD)
 
     def start(self, starts: Sequence[RowStart]) -> None:
         super().start(starts)
         self._output_ring.start([start.row for start in starts], self._launched)
 
-    def settle(self) -> list[int]:
-        return self._read_behind(0)
+    def drain(self) -> list[int]:
+        return self._drain(0)
 
-    def _read_behind(self, left: int) -> list[int]:
+    def _drain(self, left: int) -> list[int]:
         """The rows that ended in all but the last `left` steps."""
         ended: list[int] = []
-        while len(self._behind) > left:
-            copy = self._behind.popleft()
+        while len(self._in_flight) > left:
+            copy = self._in_flight.popleft()
             ended += copy.read(self._output_ring)
             self._copies.append(copy)
         return ended
@@ -146,16 +146,16 @@ class CudaGraphRunner(ModelRunner):
         self._output_ring.move(sources, targets)
 
     def refresh(self) -> None:
-        """Graphs hold on to where weights are: record them anew if somebody has put weights elsewhere."""
+        """Graphs hold the addresses of weights: record them again where a parameter has moved."""
         if self._fused_model is not None:
-            self._fused_model.tie()
+            self._fused_model.merge()
         found = self._locate()
         if found != self._addresses:
             self._addresses = found
             self._graphs.clear()
 
     def close(self) -> None:
-        self._read_behind(0)
+        self._drain(0)
         self._graphs.clear()
         super().close()
 
@@ -164,33 +164,35 @@ class CudaGraphRunner(ModelRunner):
 
     def _bucket(self, count: int) -> int:
         """Few row counts, so that few graphs are recorded: multiples of 16 up to 64, then of an eighth of all."""
-        step = self.row_step if count <= 4 * self.row_step else round_up(max(64, self.cache.rows // 8), self.row_step)
-        return min(round_up(count, step), self.cache.rows)
+        step = (
+            self.row_step if count <= 4 * self.row_step else round_up(max(64, self.cache.num_rows // 8), self.row_step)
+        )
+        return min(round_up(count, step), self.cache.num_rows)
 
     def _advance(self, count: int, filtered: bool, penalized: bool) -> None:
         """One step over `count` rows, in tensors only. Penalties take passes over the logits of their own."""
         logits = self._logits(count)
         if not penalized:
-            sample_rows(logits, self.rows, self._report, filtered=filtered)
+            sample_rows(logits, self.batch, self._report, filtered=filtered)
             return
-        penalties = self.rows.penalties
+        penalties = self.batch.penalties
         assert penalties is not None, "a row that asks for penalties has taken them"
-        active = self.rows.active[:count].clone()
-        sample_rows(logits, self.rows, self._report, filtered=filtered, penalized=penalties.apply(logits))
-        penalties.note(self._report[0, :count], active)
+        active = self.batch.active[:count].clone()
+        sample_rows(logits, self.batch, self._report, filtered=filtered, penalized=penalties.apply(logits))
+        penalties.count(self._report[0, :count], active)
 
     def _logits(self, count: int) -> Tensor:
         if self._fused_model is not None:
-            hidden = self._fused_model.decode(self.rows, count)
+            hidden = self._fused_model.decode(self.batch, count)
         else:
-            hidden = hidden_states(self.module, self.rows.last_id[:count], self.rows.length[:count], self._plan)
+            hidden = hidden_states(self.module, self.batch.last_id[:count], self.batch.length[:count], self._metadata)
         return compute_logits(self.module, hidden, wide=True)
 
     def _graph(self, rows: int, filtered: bool, penalized: bool) -> torch.cuda.CUDAGraph | None:
         """The recording of such a step; None, from then on, for a model whose steps cannot be recorded."""
         key = (rows, filtered, penalized)
         if key not in self._graphs:
-            active = self.rows.active.clone()
+            active = self.batch.active.clone()
             try:
                 self._graphs[key] = self._record(*key)
             except RuntimeError as error:
@@ -200,13 +202,13 @@ class CudaGraphRunner(ModelRunner):
                 log.warning("%s decodes without CUDA graphs, which is slower: %s", name, reason)
                 return None
             finally:
-                self.rows.active.copy_(active)
+                self.batch.active.copy_(active)
         return self._graphs[key]
 
     def _record(self, rows: int, filtered: bool, penalized: bool) -> torch.cuda.CUDAGraph:
         """Record a step while no row is active: then neither warm-up nor recording changes a row."""
         device = self.cache.kv.device
-        self.rows.active.zero_()
+        self.batch.active.zero_()
         side = _cuda.Stream(device)
         side.wait_stream(torch.cuda.current_stream(device))
         with torch.cuda.stream(side):
@@ -220,21 +222,23 @@ class CudaGraphRunner(ModelRunner):
         return graph
 
     @torch.inference_mode()
-    def _agrees(self, stack: FusedModel) -> bool:
-        """Whether the stack gives what the modules give: prefill and one step on some tokens, while nobody is here."""
-        lengths = [min(length, self.cache.length) for length in (33, 14)][: min(self.cache.rows, self.cache.pages)]
+    def _agrees(self, fused_model: FusedModel) -> bool:
+        """Whether the fused model computes what the modules do: prefill and one step, before any request."""
+        lengths = [min(length, self.cache.length) for length in (33, 14)][
+            : min(self.cache.num_rows, self.cache.num_pages)
+        ]
         ids = torch.arange(sum(lengths), device=self.module.device) * 7 % self.module.config.vocab_size
-        plan = PackedMetadata(lengths, self.module.device)
-        expected = hidden_states(self.module, ids, plan.positions(), plan)
+        metadata = PackedMetadata(lengths, self.module.device)
+        expected = hidden_states(self.module, ids, metadata.positions(), metadata)
         tokens = [part.tolist() for part in torch.split(ids, lengths)]
-        pieces = [PrefillChunk(row, 0, part[:-1]) for row, part in enumerate(tokens)]
+        chunks = [PrefillChunk(row, 0, part[:-1]) for row, part in enumerate(tokens)]
         for row in range(len(tokens)):
             self.cache.assign(row, 0, [row])
         self.cache.upload()
-        stack.prefill(PrefillMetadata(self.cache, pieces, round_up(sum(lengths), self.row_step)))
-        self.rows.start([_probe(row, part) for row, part in enumerate(tokens)])
-        found = stack.decode(self.rows, len(tokens)).float()
-        self.rows.stop(range(len(tokens)))
+        fused_model.prefill(PrefillMetadata(self.cache, chunks, round_up(sum(lengths), self.row_step)))
+        self.batch.start([_probe(row, part) for row, part in enumerate(tokens)])
+        found = fused_model.decode(self.batch, len(tokens)).float()
+        self.batch.stop(range(len(tokens)))
         wanted = torch.stack([part[-1] for part in torch.split(expected, lengths)]).float()
         error = float((found - wanted).norm() / wanted.norm())
         log.debug("the fused layers differ from the modules by %.2g", error)
@@ -246,7 +250,7 @@ def _probe(row: int, ids: Sequence[int]) -> RowStart:
 
 
 class _OutputCopy:
-    """What a step reports, on its way to the host."""
+    """Asynchronous copy of a step's outputs to the host."""
 
     def __init__(self, rows: int) -> None:
         self._host = torch.zeros((4, rows), dtype=torch.int32, pin_memory=True)
@@ -260,9 +264,9 @@ class _OutputCopy:
         self._host[:lines].copy_(report[:lines], non_blocking=True)
         self._arrived.record()
 
-    def read(self, history: OutputRing) -> list[int]:
-        """Wait for it, and let `history` have it; the rows that ended."""
+    def read(self, output_ring: OutputRing) -> list[int]:
+        """Wait for the copy and append it to `output_ring`; returns the rows that ended."""
         self._arrived.synchronize()
         ids_S, logprobs_S, ended_S, processed_S = self._host.numpy()[:, : self._rows]
         processed = processed_S.view(np.float32) if self._processed else None
-        return history.note(ids_S, logprobs_S.view(np.float32), ended_S, processed)
+        return output_ring.append(ids_S, logprobs_S.view(np.float32), ended_S, processed)

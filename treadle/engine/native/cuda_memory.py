@@ -38,7 +38,7 @@ class _Access(ctypes.Structure):
 
 
 class CudaVirtualMemory:
-    """Bytes on a GPU, all zero when they come."""
+    """Bytes on a GPU, zero-filled whenever they are mapped."""
 
     def __init__(self, num_bytes: int, device: torch.device) -> None:
         torch.cuda.synchronize(device)  # makes the device's context this thread's
@@ -61,7 +61,7 @@ class CudaVirtualMemory:
         return self._handle is not None
 
     def acquire(self) -> None:
-        """Take memory again, if there is none."""
+        """Map memory again, if it was released."""
         if not self.present:
             self._map()
             self.bytes.zero_()
@@ -78,7 +78,7 @@ class CudaVirtualMemory:
         self._handle = handle
 
     def release(self) -> None:
-        """Give the memory back. Nobody may touch it until `acquire`."""
+        """Release the physical memory. It must not be touched until `acquire`."""
         if self._handle is not None:
             torch.cuda.synchronize(self._location.id)
             _call("cuMemUnmap", self._address, _size(self._size))
@@ -86,7 +86,7 @@ class CudaVirtualMemory:
             self._handle = None
 
     def close(self) -> None:
-        """Give memory and addresses back, for good."""
+        """Release memory and addresses for good."""
         self.release()
         if self._address.value:
             _call("cuMemAddressFree", self._address, _size(self._size))

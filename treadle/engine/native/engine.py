@@ -42,8 +42,8 @@ if TYPE_CHECKING:
 
 Checksum = Callable[[Mapping[str, Tensor]], str]
 
-_PARKED_SHARE = 0.125
-"""The fraction of a machine's memory for parked keys and values."""
+_SWAP_FRACTION = 0.125
+"""The fraction of a machine's memory for swapped-out keys and values."""
 
 
 class NativeEngine:
@@ -53,7 +53,7 @@ class NativeEngine:
         self,
         rollout: RolloutConfig,
         module: "PreTrainedModel",
-        worker: EngineThread,
+        thread: EngineThread,
         *,
         name: str,
         version: int,
@@ -64,11 +64,11 @@ class NativeEngine:
         self.version = version
         self._rollout = rollout
         self._module = module
-        self._worker = worker
+        self._thread = thread
         self._decode = decode
         self._checksum = checksum
         self._gate = PauseGate()
-        self._words = output_weight(module).shape[0]
+        self._vocab_size = output_weight(module).shape[0]
 
     @classmethod
     async def create(
@@ -85,31 +85,31 @@ class NativeEngine:
     ) -> Self:
         """Load the model, or share one that is on `device` already, and start the engine's thread.
 
-        With a shared module, `update_weights` without tensors only confirms what the module holds. `decode` gives
-        completions their text; without it the text is empty. `checksum` computes what an update confirms. `prove`:
+        With a shared module, `update_weights` without tensors only confirms what the module holds. `decode` makes
+        the text of completions; without it the text is empty. `checksum` computes what an update confirms. `prove`:
         refuse a shared module of a kind that the engine computes otherwise; for a loaded one `model.prove` decides.
         """
-        place, longest = torch.device(device), rollout.sequence_length()
+        target, longest = torch.device(device), rollout.sequence_length()
         if isinstance(model, ModelConfig):
-            dtype = choose_dtype(rollout, place)
+            dtype = choose_dtype(rollout, target)
             module = await asyncio.to_thread(
-                partial(load_causal_model, model, dtype=dtype, device=place, longest=longest)
+                partial(load_causal_model, model, dtype=dtype, device=target, longest=longest)
             )
             prove = model.prove
         else:
             module = prepare_module(model, longest)
         if prove:
             await asyncio.to_thread(require_engine, module.config, longest)
-        worker = EngineThread(name, rollout.sequence_length())
-        await worker.start(partial(_build, rollout, module, place, name, version))
-        return cls(rollout, module, worker, name=name, version=version, decode=decode, checksum=checksum)
+        thread = EngineThread(name, rollout.sequence_length())
+        await thread.start(partial(_build, rollout, module, target, name, version))
+        return cls(rollout, module, thread, name=name, version=version, decode=decode, checksum=checksum)
 
     async def generate(self, request: Request) -> Completion:
         room = self._rollout.sequence_length()
-        validate_request(request, self.name, room=room, num_words=self._words, max_stops=MAX_STOPS)
+        validate_request(request, self.name, room=room, vocab_size=self._vocab_size, max_stops=MAX_STOPS)
         if self._gate.shut and not await self._gate.admit(request.session):
             return Completion((), (), (), StopReason.ABORT, replica=self.name)
-        answer = await self._worker.generate(request, self._finder(request))
+        answer = await self._thread.generate(request, self._stop_finder(request))
         if isinstance(answer, Exception):
             raise answer
         return self._with_text(answer, request) if self._decode else answer
@@ -117,10 +117,10 @@ class NativeEngine:
     def _with_text(self, completion: Completion, request: Request) -> Completion:
         assert self._decode is not None
         ids = completion.ids
-        spoken = ids[:-1] if ids and ids[-1] in request.sampling.stop_token_ids else ids
-        return replace(completion, text=trim_at_stop(self._decode(spoken), request.sampling.stop))
+        visible = ids[:-1] if ids and ids[-1] in request.sampling.stop_token_ids else ids
+        return replace(completion, text=trim_at_stop(self._decode(visible), request.sampling.stop))
 
-    def _finder(self, request: Request) -> StopStringFinder | None:
+    def _stop_finder(self, request: Request) -> StopStringFinder | None:
         stops = request.sampling.stop
         if not stops:
             return None
@@ -135,8 +135,8 @@ class NativeEngine:
         await self._abort_running(session)
 
     async def _abort_running(self, session: str | None = None) -> None:
-        await self._worker.call(
-            lambda scheduler: scheduler.abort(lambda ticket: session is None or ticket.request.session == session)
+        await self._thread.call(
+            lambda scheduler: scheduler.abort(lambda sequence: session is None or sequence.request.session == session)
         )
 
     async def pause(self) -> None:
@@ -147,23 +147,23 @@ class NativeEngine:
         self._gate.resume()
 
     def forget(self, session: str) -> None:
-        """Free what is kept for a session that is over, soon. Without it, the least recently used give way anyway."""
-        self._worker.post(lambda scheduler: scheduler.forget(session))
+        """Drop a finished session's cached tokens, soon. Without it, the least recently used are evicted anyway."""
+        self._thread.post(lambda scheduler: scheduler.forget(session))
 
     async def sleep(self, level: int = 1) -> None:
-        """Give the cache's memory back while nobody asks for anything, if `rollout.free_cache_engine` says so.
+        """Release the KV cache's memory while there are no requests, if `rollout.free_cache_engine` says so.
 
         The next request takes it again, so nothing has to wake the engine. Weights stay: they may be the policy's own,
         so all levels are the same here. With requests in flight nothing happens.
         """
         if self._rollout.free_cache_engine:
-            await self._worker.call(lambda scheduler: scheduler.release())
+            await self._thread.call(lambda scheduler: scheduler.release())
 
     async def wake(self) -> None:
-        """Harmless: see `sleep`."""
+        """No-op: see `sleep`."""
 
     async def health(self) -> None:
-        self._worker.check()
+        self._thread.check()
 
     async def update_weights(self, update: WeightUpdate) -> str:
         """Copy the tensors in place, between two steps, and confirm what the module then holds.
@@ -171,33 +171,33 @@ class NativeEngine:
         Requests that run go on with keys and values of the old weights; pause first, to have none.
         """
         load = partial(self._load, update.tensors)
-        confirmed = await self._worker.call(lambda scheduler: scheduler.change_weights(update.version, load))
+        confirmed = await self._thread.call(lambda scheduler: scheduler.change_weights(update.version, load))
         self.version = update.version
         return confirmed
 
     def _load(self, tensors: Mapping[str, Tensor]) -> str:
-        held = self._module.state_dict(keep_vars=True)
+        own = self._module.state_dict(keep_vars=True)
         with torch.no_grad():
             for batch in batches_of(tensors):
                 for name, tensor in batch:
-                    self._fit(name, tensor, held)
-                torch._foreach_copy_([held[name] for name, _ in batch], [tensor for _, tensor in batch])
+                    self._check_weight(name, tensor, own)
+                torch._foreach_copy_([own[name] for name, _ in batch], [tensor for _, tensor in batch])
         return self._checksum(dict(self._module.named_parameters()))
 
-    def _fit(self, name: str, tensor: Tensor, held: Mapping[str, Tensor]) -> None:
-        if name not in held:
+    def _check_weight(self, name: str, tensor: Tensor, own: Mapping[str, Tensor]) -> None:
+        if name not in own:
             raise MisuseError(f"{self.name}: the model has no weight {name!r}")
-        if tensor.shape != held[name].shape:
-            shapes = f"{tuple(tensor.shape)} came, {tuple(held[name].shape)} is held"
+        if tensor.shape != own[name].shape:
+            shapes = f"{tuple(tensor.shape)} came, {tuple(own[name].shape)} is held"
             raise MisuseError(f"{self.name}: weight {name!r} has another shape: {shapes}")
 
     async def close(self) -> None:
         if self._gate.close(f"engine {self.name} is closed"):
-            await self._worker.close()
+            await self._thread.close()
 
 
 def choose_dtype(rollout: RolloutConfig, device: torch.device) -> torch.dtype:
-    """The number format that `rollout.dtype` means on a device."""
+    """The dtype that `rollout.dtype` means on a device."""
     name = rollout.dtype
     if name == "auto":
         name = "bfloat16" if device.type == "cuda" else "float32"
@@ -211,22 +211,20 @@ def _build(
     device: torch.device,
     name: str,
     version: int,
-    answered: OnResult,
+    on_result: OnResult,
 ) -> Scheduler:
-    """Everything that computes, made in the thread that will use it."""
+    """The scheduler and its model runner, built in the thread that will use them."""
     if device.type == "cuda":
         torch.cuda.set_device(device.index or 0)
     row_step = find_row_step(module, rollout.max_num_seqs, device)
     cache = PagedKVCache.create(rollout, module, device, row_step)
-    host_bytes = int(_PARKED_SHARE * os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
-    parking = SwapSpace(host_bytes)
-    decoder = _build_decoder(rollout, module, cache, row_step)
-    return Scheduler(rollout, decoder, parking, answered, name=name, version=version)
+    host_bytes = int(_SWAP_FRACTION * os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
+    swap_space = SwapSpace(host_bytes)
+    runner = _build_runner(rollout, module, cache, row_step)
+    return Scheduler(rollout, runner, swap_space, on_result, name=name, version=version)
 
 
-def _build_decoder(
-    rollout: RolloutConfig, module: "PreTrainedModel", cache: PagedKVCache, row_step: int
-) -> ModelRunner:
+def _build_runner(rollout: RolloutConfig, module: "PreTrainedModel", cache: PagedKVCache, row_step: int) -> ModelRunner:
     """With graphs and kernels of our own on a GPU; with plain torch elsewhere."""
     if cache.kv.device.type != "cuda":
         return ModelRunner(module, cache, row_step)

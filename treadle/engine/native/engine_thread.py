@@ -33,9 +33,9 @@ class EngineThread:
         self._inbox: list[SchedulerCall] = []
         self._closing = False
         self._error: str | None = None
-        self._open: set[SequenceState] = set()
+        self._sequences: set[SequenceState] = set()
         self._calls: set[asyncio.Future[Any]] = set()
-        self._answers: list[tuple[SequenceState, SequenceResult]] = []
+        self._results: list[tuple[SequenceState, SequenceResult]] = []
         self._thread: threading.Thread | None = None
 
     async def start(self, build: Callable[[OnResult], Scheduler]) -> None:
@@ -46,7 +46,7 @@ class EngineThread:
         try:
             await ready
         except asyncio.CancelledError:
-            self._closing = True  # whoever waited has gone: the thread ends when it is done building
+            self._closing = True  # the waiting task is gone: the thread ends when it is done building
             raise
 
     def check(self) -> None:
@@ -58,25 +58,25 @@ class EngineThread:
         """Hand a request over and wait for its answer; the caller's deadline applies. Cancelling ends the work too."""
         self.check()
         future: asyncio.Future[SequenceResult] = self._loop.create_future()
-        ticket = SequenceState(request, lambda answer: _settle(future, answer), self._room, finder=finder)
-        self._open.add(ticket)
-        self.post(lambda scheduler: scheduler.add(ticket))
+        sequence = SequenceState(request, lambda result: _settle(future, result), self._room, finder=finder)
+        self._sequences.add(sequence)
+        self.post(lambda scheduler: scheduler.add(sequence))
         try:
             return await future
         except asyncio.CancelledError:
-            self.post(lambda scheduler: scheduler.abort(lambda other: other is ticket))
+            self.post(lambda scheduler: scheduler.abort(lambda other: other is sequence))
             raise
         finally:
-            self._open.discard(ticket)
+            self._sequences.discard(sequence)
 
-    async def call(self, act: Callable[[Scheduler], Built]) -> Built:
-        """Run `act` in the thread, between two steps, and wait for what it returns."""
+    async def call(self, function: Callable[[Scheduler], Built]) -> Built:
+        """Run `function` in the thread, between two steps, and wait for what it returns."""
         self.check()
         future: asyncio.Future[Built] = self._loop.create_future()
 
         def run(scheduler: Scheduler) -> None:
             try:
-                result = act(scheduler)
+                result = function(scheduler)
             except TreadleError as error:
                 self._loop.call_soon_threadsafe(_fail, future, error)
             else:
@@ -90,7 +90,7 @@ class EngineThread:
             self._calls.discard(future)
 
     def post(self, call: SchedulerCall) -> None:
-        """Have a call made in the thread, between two steps. Nobody waits for it, so it must not fail."""
+        """Queue a call for the thread, between two steps. Its result is not awaited, so it must not fail."""
         with self._wake:
             self._inbox.append(call)
             self._wake.notify()
@@ -105,51 +105,51 @@ class EngineThread:
 
     def _run(self, build: Callable[[OnResult], Scheduler], ready: "asyncio.Future[None]") -> None:
         try:
-            scheduler = build(lambda ticket, answer: self._answers.append((ticket, answer)))
+            scheduler = build(lambda sequence, result: self._results.append((sequence, result)))
         except BaseException as error:  # noqa: BLE001 - it is raised where `start` waits
             self._loop.call_soon_threadsafe(_fail, ready, error)
             return
         self._loop.call_soon_threadsafe(_settle, ready, None)
         try:
             self._serve(scheduler)
-        except BaseException as error:  # noqa: BLE001 - the thread's verdict goes to everyone who waits
+        except BaseException as error:  # noqa: BLE001 - every waiting call fails with it
             self._loop.call_soon_threadsafe(self._crash, f"{self._name}: {type(error).__name__}: {error}")
 
     def _serve(self, scheduler: Scheduler) -> None:
         closing = False
         while not closing:
-            calls, closing = self._take(scheduler.busy)
+            calls, closing = self._wait_for_calls(scheduler.busy)
             for call in calls:
                 call(scheduler)
             if closing:
                 scheduler.close()
             else:
-                scheduler.turn()
-            self._hand_back()
+                scheduler.step()
+            self._flush_results()
 
-    def _take(self, busy: bool) -> tuple[list[SchedulerCall], bool]:
+    def _wait_for_calls(self, busy: bool) -> tuple[list[SchedulerCall], bool]:
         with self._wake:
             while not (busy or self._inbox or self._closing):
                 self._wake.wait()
             calls, self._inbox = self._inbox, []
             return calls, self._closing
 
-    def _hand_back(self) -> None:
-        if self._answers:
-            answers, self._answers = self._answers, []
-            self._loop.call_soon_threadsafe(_deliver, answers)
+    def _flush_results(self) -> None:
+        if self._results:
+            results, self._results = self._results, []
+            self._loop.call_soon_threadsafe(_deliver, results)
 
     def _crash(self, problem: str) -> None:
         self._error = problem
-        for ticket in list(self._open):
-            ticket.deliver(EngineFailure(problem))
+        for sequence in list(self._sequences):
+            sequence.deliver(EngineFailure(problem))
         for call in list(self._calls):
             _fail(call, EngineFailure(problem))
 
 
-def _deliver(answers: list[tuple[SequenceState, SequenceResult]]) -> None:
-    for ticket, answer in answers:
-        ticket.deliver(answer)
+def _deliver(results: list[tuple[SequenceState, SequenceResult]]) -> None:
+    for sequence, result in results:
+        sequence.deliver(result)
 
 
 def _settle(future: "asyncio.Future[Built]", result: Built) -> None:

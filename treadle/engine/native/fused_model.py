@@ -1,9 +1,8 @@
 """Fused model: all decoder layers with few kernels, on the modules' own weights. CUDA only.
 
 Owns how prefill and decode steps go through layers whose parts `model.layer_parts` found and `model.fused_layers`
-proved: eight kernels a layer. Modules that read the same input are one product (`merged_linear`).
-Knows nothing of requests and sampling. The caller compares the result with the modules.
-Invariant: parameters keep their identity, shape and values.
+proved: eight kernels a layer, with qkv and gate-up projections merged (`merged_linear`). Knows nothing of requests and
+sampling. The caller compares the result with the modules.
 """
 
 from dataclasses import dataclass
@@ -64,40 +63,48 @@ class FusedModel:
         decoder = cast(Any, module).get_decoder()
         fused, norm = find_fused(module), find_norm(getattr(decoder, "norm", None))
         angles = _rope_tables(module, cache.length + 1, cache.kv.shape[-1])
-        if not fused or norm is None or angles is None or not all(_even_biases(one) for one in fused):
+        if not fused or norm is None or angles is None or not all(_biases_agree(one) for one in fused):
             return None
         kv_heads = cache.kv.shape[3]
         layers = [_fuse_layer(at, one, angles[one.parts.attention], kv_heads) for at, one in enumerate(fused)]
         return cls(module, cache, layers, norm)
 
-    def tie(self) -> bool:
-        """Find weights that somebody replaced; whether there were any."""
-        return any([part.tie() for layer in self._layers for part in (layer.qkv, layer.out, layer.gate_up, layer.down)])
+    def merge(self) -> bool:
+        """Merge weights that were replaced since; whether there were any."""
+        return any(
+            [part.merge() for layer in self._layers for part in (layer.qkv, layer.out, layer.gate_up, layer.down)]
+        )
 
-    def prefill(self, plan: PrefillMetadata) -> None:
-        """The keys and values of the plan's tokens, into the cache."""
-        hidden = self._embed(plan.ids_T)
-        normed = norm_rows(hidden, _numbers(self._layers[0].before_attention))
+    def prefill(self, metadata: PrefillMetadata) -> None:
+        """Compute keys and values of the chunks' tokens into the cache."""
+        hidden = self._embed(metadata.ids_T)
+        normed = norm_rows(hidden, _kernel_norm(self._layers[0].before_attention))
         for layer in self._layers:
             held = self._cache.layer(layer.number)
             heads = norm_rope_and_cache(
-                layer.qkv(normed), held, plan.pages_T, plan.inside_T, plan.positions_T, layer.angles, layer.shape
+                layer.qkv(normed),
+                held,
+                metadata.pages_T,
+                metadata.offsets_T,
+                metadata.positions_T,
+                layer.angles,
+                layer.shape,
             )
             if layer is self._layers[-1]:
                 return
             shape = layer.shape
-            mixed = plan.look(layer.number, *heads, shape.scaling, shape.window, shape.softcap)
+            mixed = metadata.attend_heads(layer.number, *heads, shape.scaling, shape.window, shape.softcap)
             normed = self._finish(layer, hidden, mixed.flatten(1))
 
     def decode(self, rows: InputBatch, count: int) -> Tensor:
         """The last hidden states after the next token of the first `count` rows: [count, hidden]."""
         hidden = self._embed(rows.last_id[:count])
         cache = self._cache
-        places = PagedRows(cache.table, rows.active.view(torch.uint8), rows.length, cache.dump)
-        normed = norm_rows(hidden, _numbers(self._layers[0].before_attention))
+        paged_rows = PagedRows(cache.table, rows.active.view(torch.uint8), rows.length, cache.null_page)
+        normed = norm_rows(hidden, _kernel_norm(self._layers[0].before_attention))
         for layer in self._layers:
             held = cache.layer(layer.number)
-            mixed = attend_paged(layer.qkv(normed), held, places, layer.angles, layer.shape)
+            mixed = attend_paged(layer.qkv(normed), held, paged_rows, layer.angles, layer.shape)
             normed = self._finish(layer, hidden, mixed)
         return normed
 
@@ -105,13 +112,19 @@ class FusedModel:
         """The rest of a layer after attention. Adds to `hidden`, and returns what the next one reads."""
         delta = layer.out(mixed)
         normed = norm_rows(
-            hidden, _numbers(layer.before_mlp), delta=delta, post=_maybe(layer.after_attention), total=hidden
+            hidden,
+            _kernel_norm(layer.before_mlp),
+            delta=delta,
+            post=_optional_norm(layer.after_attention),
+            total=hidden,
         )
         gate, up = layer.gate_up(normed).chunk(2, dim=1)
         delta = layer.down(gate_rows(gate, up, layer.activation))
         last = layer is self._layers[-1]
         following = self._norm if last else self._layers[layer.number + 1].before_attention
-        return norm_rows(hidden, _numbers(following), delta=delta, post=_maybe(layer.after_mlp), total=hidden)
+        return norm_rows(
+            hidden, _kernel_norm(following), delta=delta, post=_optional_norm(layer.after_mlp), total=hidden
+        )
 
 
 def _fuse_layer(number: int, fused: FusedForward, angles: RopeTable, kv_heads: int) -> _FusedLayer:
@@ -125,8 +138,8 @@ def _fuse_layer(number: int, fused: FusedForward, angles: RopeTable, kv_heads: i
         parts.head_size**-0.5 if scaling is None else scaling,
         options["sliding_window"],
         options["softcap"],
-        _maybe(parts.query),
-        _maybe(parts.key),
+        _optional_norm(parts.query),
+        _optional_norm(parts.key),
     )
     return _FusedLayer(
         number,
@@ -144,7 +157,7 @@ def _fuse_layer(number: int, fused: FusedForward, angles: RopeTable, kv_heads: i
     )
 
 
-def _even_biases(fused: FusedForward) -> bool:
+def _biases_agree(fused: FusedForward) -> bool:
     """Whether projections that become one agree about having a bias."""
     attention, mlp = fused.parts.attention, fused.parts.mlp
     groups = ((attention.q_proj, attention.k_proj, attention.v_proj), (mlp.gate_proj, mlp.up_proj))
@@ -172,9 +185,9 @@ def _rope_tables(module: "PreTrainedModel", length: int, size: int) -> dict[nn.M
     return {layer.self_attn: tables[kinds[at] if kinds else None] for at, layer in enumerate(decoder.layers)}
 
 
-def _numbers(norm: NormParts) -> Norm:
+def _kernel_norm(norm: NormParts) -> Norm:
     return Norm(norm.weight, norm.eps, norm.offset)
 
 
-def _maybe(norm: NormParts | None) -> Norm | None:
-    return None if norm is None else _numbers(norm)
+def _optional_norm(norm: NormParts | None) -> Norm | None:
+    return None if norm is None else _kernel_norm(norm)

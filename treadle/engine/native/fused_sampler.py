@@ -17,7 +17,7 @@ from torch import Tensor
 from treadle.engine.native.input_batch import MAX_STOPS, InputBatch
 
 _HALVINGS = 26
-"""Enough to tell logits apart that float32 tells apart, over the range below."""
+"""Enough to separate any two float32 logits, over the range below."""
 
 _RANGE = 40.0
 """How far below the top a token may be and still matter: its weight is e**-40."""
@@ -25,7 +25,7 @@ _RANGE = 40.0
 
 @triton.jit
 def _unit(stream, position):  # type: ignore[no-untyped-def]
-    """`sampling.units_at` of one row."""
+    """`sampler.units_at` of one row."""
     bits = (stream + (position + 1) * -0x61C8864680B583EB).to(tl.uint64, bitcast=True)
     bits = (bits ^ (bits >> 30)) * 0xBF58476D1CE4E5B9
     bits = (bits ^ (bits >> 27)) * 0x94D049BB133111EB
@@ -34,13 +34,13 @@ def _unit(stream, position):  # type: ignore[no-untyped-def]
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _above(logits, words, heat, peak, floor, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+def _above(logits, vocab_size, temp, peak, floor, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
     """How many scaled logits reach `floor`, and their weight."""
     v = tl.arange(0, BLOCK)
     count = tl.zeros((BLOCK,), tl.int32)
     weight = tl.zeros((BLOCK,), tl.float32)
-    for start in range(0, words, BLOCK):
-        x = tl.load(logits + start + v, mask=start + v < words, other=float("-inf")).to(tl.float32) / heat
+    for start in range(0, vocab_size, BLOCK):
+        x = tl.load(logits + start + v, mask=start + v < vocab_size, other=float("-inf")).to(tl.float32) / temp
         count += (x >= floor).to(tl.int32)
         weight += tl.where(x >= floor, tl.exp(x - peak), 0.0)
     return tl.sum(count, axis=0), tl.sum(weight, axis=0)
@@ -49,8 +49,8 @@ def _above(logits, words, heat, peak, floor, BLOCK: tl.constexpr):  # type: igno
 @triton.jit  # type: ignore[untyped-decorator]
 def _find_floor(  # type: ignore[no-untyped-def]
     logits,
-    words,
-    heat,
+    vocab_size,
+    temp,
     peak,
     total,
     top_k,
@@ -65,44 +65,44 @@ def _find_floor(  # type: ignore[no-untyped-def]
     weight = total
     if min_p > 0.0:
         floor = peak + tl.log(min_p)
-        count, weight = _above(logits, words, heat, peak, floor, BLOCK)
+        count, weight = _above(logits, vocab_size, temp, peak, floor, BLOCK)
     if top_k > 0:
         low, high = tl.maximum(floor, peak - RANGE), peak + 1.0e-3
-        count, mass = _above(logits, words, heat, peak, low, BLOCK)
+        count, mass = _above(logits, vocab_size, temp, peak, low, BLOCK)
         if count >= top_k:
             for _ in range(HALVINGS):
                 middle = 0.5 * (low + high)
-                count, mass = _above(logits, words, heat, peak, middle, BLOCK)
+                count, mass = _above(logits, vocab_size, temp, peak, middle, BLOCK)
                 low, high = tl.where(count >= top_k, middle, low), tl.where(count >= top_k, high, middle)
             floor = low
-            count, weight = _above(logits, words, heat, peak, low, BLOCK)
+            count, weight = _above(logits, vocab_size, temp, peak, low, BLOCK)
     if top_p < 1.0:
         wanted = top_p * weight
         low, high = tl.maximum(floor, peak - RANGE), peak + 1.0e-3
         for _ in range(HALVINGS):
             middle = 0.5 * (low + high)
-            count, mass = _above(logits, words, heat, peak, middle, BLOCK)
+            count, mass = _above(logits, vocab_size, temp, peak, middle, BLOCK)
             low, high = tl.where(mass >= wanted, middle, low), tl.where(mass >= wanted, high, middle)
         floor = low
-        count, weight = _above(logits, words, heat, peak, low, BLOCK)
+        count, weight = _above(logits, vocab_size, temp, peak, low, BLOCK)
     return floor, weight
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _full_logprob(own, words, heat, token, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+def _full_logprob(own, vocab_size, temp, token, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
     """The token's logprob by the model's own logits."""
     v = tl.arange(0, BLOCK)
     tops = tl.full((BLOCK,), float("-inf"), tl.float32)
     sums = tl.zeros((BLOCK,), tl.float32)
-    for start in range(0, words, BLOCK):
-        x = tl.load(own + start + v, mask=start + v < words, other=float("-inf")).to(tl.float32) / heat
+    for start in range(0, vocab_size, BLOCK):
+        x = tl.load(own + start + v, mask=start + v < vocab_size, other=float("-inf")).to(tl.float32) / temp
         higher = tl.maximum(tops, x)
         shift = tl.where(higher == float("-inf"), 0.0, higher)
         sums = sums * tl.exp(tops - shift) + tl.exp(x - shift)
         tops = higher
     peak = tl.max(tops, axis=0)
     total = tl.sum(sums * tl.exp(tops - peak), axis=0)
-    return tl.load(own + token).to(tl.float32) / heat - peak - tl.log(total)
+    return tl.load(own + token).to(tl.float32) / temp - peak - tl.log(total)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -122,7 +122,7 @@ def _draw(  # type: ignore[no-untyped-def]
     lefts,
     stops,
     report,
-    words,
+    vocab_size,
     stride_logits,
     stride_own,
     stride_report,
@@ -137,16 +137,16 @@ def _draw(  # type: ignore[no-untyped-def]
     v = tl.arange(0, BLOCK)
     live = tl.load(actives + row) != 0
     logits += row * stride_logits
-    words_here = tl.where(live, words, 0)
+    row_vocab = tl.where(live, vocab_size, 0)
     temperature = tl.load(temperatures + row)
     greedy = temperature == 0.0
-    heat = tl.where(greedy, 1.0, temperature)
+    temp = tl.where(greedy, 1.0, temperature)
 
     tops = tl.full((BLOCK,), float("-inf"), tl.float32)
     sums = tl.zeros((BLOCK,), tl.float32)
     bests = tl.zeros((BLOCK,), tl.int32)
-    for start in range(0, words_here, BLOCK):
-        x = tl.load(logits + start + v, mask=start + v < words, other=float("-inf")).to(tl.float32) / heat
+    for start in range(0, row_vocab, BLOCK):
+        x = tl.load(logits + start + v, mask=start + v < vocab_size, other=float("-inf")).to(tl.float32) / temp
         higher = tl.maximum(tops, x)
         shift = tl.where(higher == float("-inf"), 0.0, higher)
         sums = sums * tl.exp(tops - shift) + tl.exp(x - shift)
@@ -154,7 +154,7 @@ def _draw(  # type: ignore[no-untyped-def]
         tops = higher
     peak = tl.max(tops, axis=0)
     total = tl.sum(sums * tl.exp(tops - peak), axis=0)
-    best = tl.min(tl.where(tops == peak, bests, words), axis=0)
+    best = tl.min(tl.where(tops == peak, bests, vocab_size), axis=0)
 
     draw = tl.load(draws + row)
     floor = float("-inf")
@@ -162,32 +162,34 @@ def _draw(  # type: ignore[no-untyped-def]
     if FILTERED:  # noqa: SIM102 - decided when the kernel is compiled
         if live & (temperature > 0.0):
             top_k, top_p, min_p = tl.load(top_ks + row), tl.load(top_ps + row), tl.load(min_ps + row)
-            floor, weight = _find_floor(logits, words, heat, peak, total, top_k, top_p, min_p, BLOCK, HALVINGS, RANGE)
+            floor, weight = _find_floor(
+                logits, vocab_size, temp, peak, total, top_k, top_p, min_p, BLOCK, HALVINGS, RANGE
+            )
     # A millionth less than everything: the two passes add up in another order, and the end must be reached.
     reach = (1.0 - _unit(tl.load(streams + row), draw)) * weight * (1.0 - 9.5367431640625e-07)
-    start = tl.where(live & (temperature > 0.0), 0, words)
+    start = tl.where(live & (temperature > 0.0), 0, vocab_size)
     passed = 0.0
     token = best
-    while start < words:
-        x = tl.load(logits + start + v, mask=start + v < words, other=float("-inf")).to(tl.float32) / heat
+    while start < vocab_size:
+        x = tl.load(logits + start + v, mask=start + v < vocab_size, other=float("-inf")).to(tl.float32) / temp
         weights = tl.where(x >= floor, tl.exp(x - peak), 0.0)
         here = tl.sum(weights, axis=0)
         if passed + here >= reach:
             reached = (passed + tl.cumsum(weights, axis=0) >= reach) & (weights > 0.0)
-            found = tl.min(tl.where(reached, start + v, words), axis=0)
-            token = tl.where(found < words, found, token)
-            start = words
+            found = tl.min(tl.where(reached, start + v, vocab_size), axis=0)
+            token = tl.where(found < vocab_size, found, token)
+            start = vocab_size
         else:
             passed += here
             start += BLOCK
-    token = tl.where(live, tl.minimum(token, words - 1), 0)
-    scaled = tl.load(logits + token).to(tl.float32) / heat - peak
+    token = tl.where(live, tl.minimum(token, vocab_size - 1), 0)
+    scaled = tl.load(logits + token).to(tl.float32) / temp - peak
     logprob = scaled - tl.log(total)
     if FILTERED or PENALIZED:
         processed = scaled - tl.log(weight)
         tl.store(report + 3 * stride_report + row, processed.to(tl.int32, bitcast=True))
     if PENALIZED:
-        logprob = _full_logprob(own + row * stride_own, words_here, heat, token, BLOCK)
+        logprob = _full_logprob(own + row * stride_own, row_vocab, temp, token, BLOCK)
 
     tl.store(report + row, token)
     tl.store(report + stride_report + row, logprob.to(tl.int32, bitcast=True))
@@ -206,14 +208,14 @@ def _draw(  # type: ignore[no-untyped-def]
 def sample_rows(
     logits: Tensor, rows: InputBatch, report: Tensor, *, filtered: bool, penalized: Tensor | None = None
 ) -> None:
-    """Draw a token for each active row among the first ones, and take it in.
+    """Sample a token for each active row among the first ones, and advance the rows.
 
     Logits are [B, V]; `report` is [4, rows] in int32 and gets tokens, logprobs (their bits), which rows ended, and with
     a filter or penalty the logprobs of the distribution drawn from. The rows' own record of what they sampled is left
     as it is. `filtered` says that some row asks for min-p, top-k or top-p; `penalized` are the logits to draw from,
     where some row has penalties.
     """
-    count, words = logits.shape
+    count, vocab_size = logits.shape
     drawn = logits if penalized is None else penalized
     _draw[(count,)](
         drawn,
@@ -231,12 +233,12 @@ def sample_rows(
         rows.left,
         rows.stops,
         report,
-        words,
+        vocab_size,
         drawn.stride(0),
         logits.stride(0),
         report.stride(0),
         STOPS=MAX_STOPS,
-        BLOCK=min(4096, triton.next_power_of_2(words)),
+        BLOCK=min(4096, triton.next_power_of_2(vocab_size)),
         FILTERED=filtered,
         PENALIZED=penalized is not None,
         HALVINGS=_HALVINGS,

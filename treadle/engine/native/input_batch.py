@@ -58,7 +58,7 @@ class RowOutput:
     """Logprobs of the distribution sampled from; they mean nothing for rows that ask for no filter or penalty."""
 
     @property
-    def is_broken(self) -> bool:
+    def has_nan(self) -> bool:
         """Whether the model's logits were no numbers."""
         total = sum(self.logprobs)  # none is positive, so only one that is no number makes the sum none
         return total != total
@@ -69,7 +69,7 @@ class RowOutput:
             return later
         return RowOutput(self.ids + later.ids, self.logprobs + later.logprobs, self.processed + later.processed)
 
-    def cut(self, tokens: int) -> "RowOutput":
+    def truncate(self, tokens: int) -> "RowOutput":
         """The first tokens of it."""
         return RowOutput(self.ids[:tokens], self.logprobs[:tokens], self.processed[:tokens])
 
@@ -97,7 +97,7 @@ class InputBatch:
         self.out_logprobs = numbers(rows, longest, dtype=torch.float32)
         self.out_processed = numbers(rows, longest, dtype=torch.float32)
         self.penalties: Penalties | None = None
-        """Taken when a row first asks for one."""
+        """Allocated when a row first asks for one."""
         self._device = device
         self._moved = (
             *(self.active, self.last_id, self.length, self.left, self.count, self.stream, self.draw, self.top_k),
@@ -124,26 +124,26 @@ class InputBatch:
         self.count[at] = 0
         self.active[at] = True
 
-    def start_penalties(self, starts: Sequence[RowStart], words: int) -> None:
+    def start_penalties(self, starts: Sequence[RowStart], vocab_size: int) -> None:
         """Let rows begin with the tokens that their penalties look at; those without any lose an earlier row's."""
         if self.penalties is None:
             if all(start.penalties == NO_PENALTIES for start in starts):
                 return
-            self.penalties = Penalties(len(self.active), words, self._device)
+            self.penalties = Penalties(len(self.active), vocab_size, self._device)
         for start in starts:
             if start.penalties == NO_PENALTIES:
                 self.penalties.set_factors(start.row, NO_PENALTIES)
             else:
                 self.penalties.start(start.row, start.prompt, start.answer, start.penalties)
 
-    def controls(self, rows: int) -> SamplingMetadata:
+    def sampling_metadata(self, rows: int) -> SamplingMetadata:
         return SamplingMetadata(
             *(self.temperature[:rows], self.top_p[:rows], self.top_k[:rows], self.stream[:rows], self.draw[:rows]),
             self.min_p[:rows],
         )
 
     def advance(self, rows: int, sampled: SamplerOutput) -> Tensor:
-        """Take in what a step drew; true for rows that ended with it."""
+        """Append what a step sampled; true for rows that ended with it."""
         active, count = self.active[:rows], self.count[:rows]
         at = count.clamp(max=self.out_ids.shape[1] - 1).unsqueeze(1)
         columns = [(self.out_ids, sampled.ids), (self.out_logprobs, sampled.logprobs)]
@@ -181,7 +181,7 @@ class InputBatch:
         return ids
 
     def move(self, sources: Sequence[int], targets: Sequence[int]) -> None:
-        """Give rows another place; the places they left become inactive."""
+        """Move rows; the ones they leave become inactive."""
         source, target = self._index(sources), self._index(targets)
         for tensor in self._moved:
             tensor[target] = tensor[source]
@@ -198,7 +198,7 @@ def _signed(bits: int) -> int:
 
 
 _SLACK = 8
-"""Steps that may run before what an earlier one ended is known."""
+"""Steps that may run before the end of a row is known."""
 
 
 class OutputRing:
@@ -208,11 +208,11 @@ class OutputRing:
         self._ids_SR = np.zeros((rows, longest + _SLACK), np.int32)
         self._logprobs_SR = np.zeros((rows, longest + _SLACK), np.float32)
         self._processed_SR: NDArray[np.float32] | None = None
-        """Taken with the first step that tells of it."""
+        """Allocated with the first step that reports it."""
         self._first = [0] * rows
         self._ends: dict[int, int] = {}
         """The step after the last, of rows that ended."""
-        self._noted = 0
+        self._steps = 0
 
     def start(self, rows: Iterable[int], step: int) -> None:
         """Rows take part from `step` on."""
@@ -220,50 +220,50 @@ class OutputRing:
             self._first[row] = step
             self._ends.pop(row, None)
 
-    def note(
+    def append(
         self,
         ids_S: NDArray[np.int32],
         logprobs_S: NDArray[np.float32],
         ended_S: NDArray[np.int32],
         processed_S: NDArray[np.float32] | None = None,
     ) -> list[int]:
-        """Take in the next step, of the first rows; the rows that ended with it."""
+        """Append the next step, of the first rows; returns the rows that ended with it."""
         if processed_S is not None:
             if self._processed_SR is None:
                 self._processed_SR = np.zeros_like(self._logprobs_SR)
-            self._processed_SR[: len(ids_S), self._noted % self._ids_SR.shape[1]] = processed_S
-        at, rows = self._noted % self._ids_SR.shape[1], len(ids_S)
+            self._processed_SR[: len(ids_S), self._steps % self._ids_SR.shape[1]] = processed_S
+        at, rows = self._steps % self._ids_SR.shape[1], len(ids_S)
         self._ids_SR[:rows, at] = ids_S
         self._logprobs_SR[:rows, at] = logprobs_S
-        self._noted += 1
+        self._steps += 1
         ended: list[int] = np.flatnonzero(ended_S).tolist()
-        self._ends.update(dict.fromkeys(ended, self._noted))
+        self._ends.update(dict.fromkeys(ended, self._steps))
         return ended
 
     def read(self, rows: Sequence[int]) -> list[RowOutput]:
         """What rows sampled until they ended, or until now."""
-        return [self._read(row, self._first[row], self._ends.get(row, self._noted)) for row in rows]
+        return [self._read(row, self._first[row], self._ends.get(row, self._steps)) for row in rows]
 
     def _read(self, row: int, first: int, end: int) -> RowOutput:
-        places, processed = self._places(first, end), ()
+        span, processed = self._span(first, end), ()
         if self._processed_SR is not None:
-            processed = tuple(self._processed_SR[row, places].tolist())
-        ids, logprobs = self._ids_SR[row, places].tolist(), self._logprobs_SR[row, places].tolist()
+            processed = tuple(self._processed_SR[row, span].tolist())
+        ids, logprobs = self._ids_SR[row, span].tolist(), self._logprobs_SR[row, span].tolist()
         return RowOutput(tuple(ids), tuple(logprobs), processed)
 
-    def _places(self, first: int, end: int) -> slice | NDArray[np.int64]:
+    def _span(self, first: int, end: int) -> slice | NDArray[np.int64]:
         size = self._ids_SR.shape[1]
         start, count = first % size, max(0, end - first)
         return slice(start, start + count) if start + count <= size else np.arange(start, start + count) % size
 
     def tail(self, row: int, since: int) -> list[int]:
-        """What a row sampled after its first `since` tokens, as far as noted."""
-        places = self._places(self._first[row] + since, self._ends.get(row, self._noted))
-        ids: list[int] = self._ids_SR[row, places].tolist()
+        """What a row sampled after its first `since` tokens, as far as appended."""
+        span = self._span(self._first[row] + since, self._ends.get(row, self._steps))
+        ids: list[int] = self._ids_SR[row, span].tolist()
         return ids
 
     def move(self, sources: Sequence[int], targets: Sequence[int]) -> None:
-        """Give rows another place."""
+        """Move rows."""
         for source, target in zip(sources, targets, strict=True):
             for kept in (self._ids_SR, self._logprobs_SR, self._processed_SR):
                 if kept is not None:

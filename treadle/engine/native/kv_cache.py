@@ -29,11 +29,11 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 _SLACK = 64
-"""Numbers that are gone, before the heap is cleaned up."""
+"""Taken numbers in the heap, before it is rebuilt."""
 
 
 class FreeList:
-    """Numbers that nobody uses, lowest first. The heap may name some that are gone: they are passed over."""
+    """Free numbers, lowest first. The heap may still contain taken ones: they are skipped."""
 
     def __init__(self, count: int) -> None:
         self._free = set(range(count))
@@ -52,7 +52,7 @@ class FreeList:
             self._heap = sorted(self._free)
 
     def lowest(self) -> int | None:
-        """The one that `take` gives."""
+        """The next one that `take` returns."""
         while self._heap and self._heap[0] not in self._free:
             heapq.heappop(self._heap)
         return self._heap[0] if self._heap else None
@@ -65,7 +65,7 @@ class FreeList:
         return lowest
 
     def remove(self, number: int) -> None:
-        """Somebody takes this very one."""
+        """Take this one."""
         self._free.remove(number)
 
     def below(self, limit: int) -> list[int]:
@@ -74,7 +74,7 @@ class FreeList:
 
 
 class PagePool:
-    """All pages, free or counted."""
+    """Page pool with reference counts."""
 
     def __init__(self, count: int) -> None:
         self.free = FreeList(count)
@@ -93,7 +93,7 @@ class PagePool:
         return taken
 
     def claim(self, page: int) -> None:
-        """Take this very one, which is free."""
+        """Take this page, which is free."""
         self.free.remove(page)
         self._users[page] = 1
 
@@ -115,12 +115,12 @@ SPAN_STEP = 16
 """Lengths are rounded up to a multiple of this: with it, a row's bits do not depend on how far others reach."""
 
 PAGE_SIZE = 64
-"""Places of a page on a GPU: a multiple of what the decode kernel reads at once."""
+"""Slots of a page on a GPU: a multiple of what the decode kernel reads at once."""
 
-_AT_ONCE = 16
+_PAGES_PER_SAVE = 16
 """Pages that are saved together: they take room on the GPU for a moment."""
 
-_HOST_SHARE = 0.5
+_HOST_MEMORY_FRACTION = 0.5
 """The fraction of a machine's memory that the pages of an engine on CPU may take."""
 
 
@@ -131,7 +131,7 @@ def round_up(count: int, step: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class KVCacheShape:
-    """What one token costs."""
+    """Shape of one token's keys and values."""
 
     layers: int
     kv_heads: int
@@ -140,26 +140,26 @@ class KVCacheShape:
     @classmethod
     @torch.no_grad()
     def of(cls, module: "PreTrainedModel") -> "KVCacheShape":
-        """Found out by running the module on two tokens: what its layers give to attention is what is kept."""
-        plan = _ShapeProbe((2,), module.device)
-        hidden_states(module, torch.zeros(2, dtype=torch.long, device=module.device), plan.positions(), plan)
-        layers, shapes = plan.layers, set(plan.shapes)
+        """Found out by running the module on two tokens: what its layers pass to attention is what is cached."""
+        metadata = _ShapeProbe((2,), module.device)
+        hidden_states(module, torch.zeros(2, dtype=torch.long, device=module.device), metadata.positions(), metadata)
+        layers, shapes = metadata.layers, set(metadata.shapes)
         problem = None
         if sorted(layers) != list(range(len(layers))) or not layers:
-            problem = "a layer attends twice in one forward, or has no number: its keys and values have no place"
+            problem = "a layer attends twice in one forward, or has no number: its keys and values have no slot"
         elif len(shapes) > 1:
             problem = f"its layers have key and value heads of different shapes: {sorted(shapes)}"
         if problem is not None:
-            problem = f"{type(module).__name__} does not fit the embedded engine: {problem}"
+            problem = f"{type(module).__name__} does not fit the native engine: {problem}"
             raise ConfigError([Mistake("rollout.name", problem, "native", fix="sample with rollout.name=vllm")])
         return cls(len(layers), *shapes.pop())
 
-    def numbers_per_token(self) -> int:
+    def elements_per_token(self) -> int:
         return 2 * self.layers * self.kv_heads * self.head_dim
 
 
 class _ShapeProbe(PackedMetadata):
-    """Notes which layers attend, and the shape of their keys."""
+    """Records which layers attend, and the shape of their keys."""
 
     def __init__(self, lengths: Sequence[int], device: torch.device) -> None:
         super().__init__(lengths, device)
@@ -193,7 +193,7 @@ class PageCopy(NamedTuple):
 
 
 class PagedKVCache:
-    """[layers, 2, pages + 1, kv heads, page, head size]. The last page takes writes that nobody reads."""
+    """[layers, 2, pages + 1, kv heads, page, head size]. The last is the null page: inactive rows write there."""
 
     def __init__(
         self,
@@ -206,22 +206,22 @@ class PagedKVCache:
         device: torch.device,
     ) -> None:
         assert page % SPAN_STEP == 0, "spans end with a page"
-        self.rows, self.length, self.page, self.pages = rows, length, page, pages
-        self.per_row = -(-length // page)
-        self.dump = pages
-        self.aligned = device.type == "cpu" and self.per_row == 1 and pages == rows
+        self.num_rows, self.length, self.page_size, self.num_pages = rows, length, page, pages
+        self.pages_per_row = -(-length // page)
+        self.null_page = pages
+        self.aligned = device.type == "cpu" and self.pages_per_row == 1 and pages == rows
         """Whether row i is on page i, always."""
         size = (shape.layers, 2, pages + 1, shape.kv_heads, page, shape.head_dim)
-        self._block: CudaVirtualMemory | None = None
+        self._memory: CudaVirtualMemory | None = None
         if device.type == "cuda":
-            self._block = CudaVirtualMemory(prod(size) * dtype.itemsize, device)
-            self.kv = self._block.bytes.view(dtype).view(size)
+            self._memory = CudaVirtualMemory(prod(size) * dtype.itemsize, device)
+            self.kv = self._memory.bytes.view(dtype).view(size)
         else:
             self.kv = torch.zeros(size, dtype=dtype, device=device)
-        self.table = torch.full((rows, self.per_row), self.dump, dtype=torch.int32, device=device)
+        self.table = torch.full((rows, self.pages_per_row), self.null_page, dtype=torch.int32, device=device)
         """The pages of each row. Beyond those that a row has are any numbers of pages."""
         self._assigned: dict[int, int] = {}
-        """Places of the table, and the pages that they get with the next `upload`."""
+        """Entries of the page table, and the pages that the next `upload` writes there."""
 
     @classmethod
     def create(
@@ -236,19 +236,21 @@ class PagedKVCache:
     ) -> "PagedKVCache":
         """Rows for `rollout.max_num_seqs`, rounded up to `row_step`, and the pages that they need or the budget allows.
 
-        `page` and `budget` (in bytes) take the place of what the device suggests.
+        `page` and `budget` (in bytes) override what the device suggests.
         """
         shape, length = KVCacheShape.of(module), rollout.sequence_length()
         rows = round_up(rollout.max_num_seqs, row_step)
-        token_bytes = shape.numbers_per_token() * module.dtype.itemsize
+        token_bytes = shape.elements_per_token() * module.dtype.itemsize
         budget = kv_cache_bytes(rollout, device) if budget is None else budget
         whole = round_up(length, SPAN_STEP)
         if page is None:
             page = whole if device.type == "cpu" and (rows + 1) * whole * token_bytes <= budget else PAGE_SIZE
-        per_row = -(-length // page)
-        pages = min(rows * per_row, budget // (page * token_bytes) - 1)
-        if pages < per_row:
-            problem = f"one sequence of {length} tokens needs {(per_row + 1) * page * token_bytes:,} bytes of KV cache"
+        pages_per_row = -(-length // page)
+        pages = min(rows * pages_per_row, budget // (page * token_bytes) - 1)
+        if pages < pages_per_row:
+            problem = (
+                f"one sequence of {length} tokens needs {(pages_per_row + 1) * page * token_bytes:,} bytes of KV cache"
+            )
             fix = "lower rollout.max_model_len, or raise rollout.gpu_memory_utilization"
             raise ConfigError(
                 [Mistake("rollout.max_model_len", f"{problem}; the budget is {budget:,}", length, fix=fix)]
@@ -256,60 +258,60 @@ class PagedKVCache:
         return cls(shape, rows, length, page, pages, module.dtype, device)
 
     def release(self) -> None:
-        """Give a GPU's memory back until `acquire`; what the pages held is gone."""
-        if self._block is not None:
-            self._block.release()
+        """Release a GPU's memory until `acquire`; the contents are lost."""
+        if self._memory is not None:
+            self._memory.release()
 
     def acquire(self) -> None:
-        """Take the memory again, if it was given back."""
-        if self._block is not None:
-            self._block.acquire()
+        """Map the memory again, if it was released."""
+        if self._memory is not None:
+            self._memory.acquire()
 
     def close(self) -> None:
-        """Give the memory back for good."""
-        if self._block is not None:
-            self._block.close()
+        """Release the memory for good."""
+        if self._memory is not None:
+            self._memory.close()
 
-    def count_pages(self, places: int) -> int:
-        """How many pages hold so many places."""
-        return -(-places // self.page)
+    def count_pages(self, slots: int) -> int:
+        """How many pages hold so many slots."""
+        return -(-slots // self.page_size)
 
     def assign(self, row: int, first: int, pages: Sequence[int]) -> None:
         """Let a row have these pages, from its page number `first` on. Kernels know after `upload`."""
-        start = row * self.per_row + first
+        start = row * self.pages_per_row + first
         self._assigned.update(zip(range(start, start + len(pages)), pages, strict=True))
 
     def upload(self) -> None:
         """Bring what was assigned to the table, after all steps that run already and before the next."""
         if self._assigned:
             device = self.table.device
-            places = to_device(array("q", self._assigned), device)
-            self.table.view(-1)[places] = to_device(array("i", self._assigned.values()), device, torch.int32)
+            slots = to_device(array("q", self._assigned), device)
+            self.table.view(-1)[slots] = to_device(array("i", self._assigned.values()), device, torch.int32)
             self._assigned.clear()
 
     def layer(self, number: int) -> tuple[Tensor, Tensor]:
         """Keys and values of one layer: [pages + 1, kv heads, page, head size] each."""
         return self.kv[number, 0], self.kv[number, 1]
 
-    def locate(self, rows_T: Tensor, places_T: Tensor) -> tuple[Tensor, Tensor]:
-        """The page of each token, and its place in there, from its row and its place in the sequence."""
-        pages_T = self.table[rows_T, places_T // self.page].long()
-        return pages_T, places_T % self.page
+    def find_slots(self, rows_T: Tensor, slots_T: Tensor) -> tuple[Tensor, Tensor]:
+        """The page of each token, and its offset in the page, from its row and its slot in the sequence."""
+        pages_T = self.table[rows_T, slots_T // self.page_size].long()
+        return pages_T, slots_T % self.page_size
 
-    def lines(self, pages_T: Tensor, inside_T: Tensor) -> Tensor:
-        """Where `write` puts the heads of each token: [kv heads * T] line numbers of a layer's keys or values."""
+    def slot_mapping(self, pages_T: Tensor, offsets_T: Tensor) -> Tensor:
+        """Slot mapping: where `write` puts the heads of each token, [kv heads * T] lines of a layer's keys/values."""
         heads = self.kv.shape[3]
         head_K = torch.arange(heads, device=pages_T.device).unsqueeze(1)
-        return ((pages_T * heads + head_K) * self.page + inside_T).flatten()
+        return ((pages_T * heads + head_K) * self.page_size + offsets_T).flatten()
 
-    def write(self, layer: int, lines: Tensor, key: Tensor, value: Tensor) -> None:
+    def write(self, layer: int, slot_mapping: Tensor, key: Tensor, value: Tensor) -> None:
         """Write keys and values of one layer, [1, kv heads, T, head size] each."""
         size = key.shape[-1]
         for target, source in zip(self.layer(layer), (key, value), strict=True):
-            target.view(-1, size).index_copy_(0, lines, source.reshape(-1, size))
+            target.view(-1, size).index_copy_(0, slot_mapping, source.reshape(-1, size))
 
     def read(self, layer: int, rows: slice, span: int) -> tuple[Tensor, Tensor]:
-        """The first places of some rows, keys and values: [rows, kv heads, span, head size] each.
+        """The first slots of some rows, keys and values: [rows, kv heads, span, head size] each.
 
         A view where rows and pages are aligned, else a copy, which takes several times as long as attention to it.
         """
@@ -325,22 +327,22 @@ class PagedKVCache:
         From a GPU it arrives later, in the order of its work: the host may hand it to `restore`, and not read it.
         """
         if self.kv.device.type != "cuda":
-            places = tokens if len(pages) == 1 else self.page
-            return [self.kv[:, :, list(pages), :, :places]]
-        return [self._save(pages[at : at + _AT_ONCE]) for at in range(0, len(pages), _AT_ONCE)]
+            slots = tokens if len(pages) == 1 else self.page_size
+            return [self.kv[:, :, list(pages), :, :slots]]
+        return [self._save(pages[at : at + _PAGES_PER_SAVE]) for at in range(0, len(pages), _PAGES_PER_SAVE)]
 
-    def weigh(self, pages: Sequence[int], tokens: int) -> int:
-        """The bytes of what `save` gives."""
+    def saved_bytes(self, pages: Sequence[int], tokens: int) -> int:
+        """The bytes of what `save` returns."""
         cut = len(pages) == 1 and self.kv.device.type != "cuda"
-        places = tokens if cut else len(pages) * self.page
-        return places * prod(self.kv.shape[:2]) * self.kv.shape[3] * self.kv.shape[5] * self.kv.itemsize
+        slots = tokens if cut else len(pages) * self.page_size
+        return slots * prod(self.kv.shape[:2]) * self.kv.shape[3] * self.kv.shape[5] * self.kv.itemsize
 
     def _save(self, pages: Sequence[int]) -> Tensor:
         found = self.kv.index_select(2, to_device(pages, self.kv.device))
         return torch.empty(found.shape, dtype=found.dtype, pin_memory=True).copy_(found, non_blocking=True)
 
     def restore(self, pages: Sequence[int], saved: SavedPages) -> None:
-        """Put what `save` gave, or its first pages, into other pages."""
+        """Copy what `save` returned, or its first pages, into other pages."""
         for part in saved:
             now, pages = pages[: part.shape[2]], pages[part.shape[2] :]
             if now:  # whole parts travel: the host must not touch what may not have arrived
@@ -348,7 +350,7 @@ class PagedKVCache:
                 self.kv[:, :, to_device(now, self.kv.device), :, : new.shape[4]] = new
 
     def copy(self, moves: Sequence[PageCopy]) -> None:
-        """Give pages the first tokens of others. No page is both source and target."""
+        """Copy the first tokens of pages to others. No page is both source and target."""
         if self.kv.device.type == "cuda":
             from treadle.engine.native.cache_kernels import copy_pages  # triton comes with it
 
@@ -358,13 +360,13 @@ class PagedKVCache:
             self.kv[:, :, move.target, :, : move.tokens] = self.kv[:, :, move.source, :, : move.tokens]
 
     def clear(self, pages: Sequence[int]) -> None:
-        """Forget numbers that are not finite; others, who share some of the pages, keep theirs."""
+        """Replace values that are not finite by 0; finite ones in shared pages stay."""
         for page in pages:
             self.kv[:, :, page].nan_to_num_(0.0, 0.0, 0.0)
 
 
 def _join(pages: Tensor, span: int) -> Tensor:
-    """From [rows, pages, kv heads, page, head size] to the first places of all pages of a row together."""
+    """From [rows, pages, kv heads, page, head size] to the first slots of all pages of a row together."""
     return pages.transpose(1, 2).flatten(2, 3)[:, :, :span]
 
 
@@ -373,4 +375,4 @@ def kv_cache_bytes(rollout: RolloutConfig, device: torch.device) -> int:
     if device.type == "cuda":
         free, total = torch.cuda.mem_get_info(device)
         return max(0, int(rollout.gpu_memory_utilization * total) - (total - free))
-    return int(_HOST_SHARE * os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
+    return int(_HOST_MEMORY_FRACTION * os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))

@@ -15,36 +15,38 @@ from treadle.engine.native.prefix_cache import PrefixCache, PrefixHit, SwappedTo
 from treadle.engine.native.sequence import SequenceState
 
 LOOKAHEAD_STEPS = 8
-"""Steps that are provided for at once, so that not every step changes tables. A page has more places than this."""
+"""Steps for which pages are allocated ahead, so that not every step changes the page table. Less than a page."""
 
 
 class PageSchedule:
-    """Tickets by the steps that need a page for them."""
+    """Sequences by the step that needs their next page."""
 
     def __init__(self) -> None:
         self._due: dict[int, list[SequenceState]] = {}
         self._when: dict[SequenceState, int] = {}
-        """What is in `_due` and not here has been dropped, or planned anew."""
+        """What is in `_due` and not here was dropped or rescheduled."""
         self._reached = -1
 
-    def plan(self, ticket: SequenceState, step: int) -> None:
-        """A ticket needs a page before this step, which lies behind those that are provided for."""
+    def add(self, sequence: SequenceState, step: int) -> None:
+        """Schedule a page before this step, which lies after the steps allocated so far."""
         when = step // LOOKAHEAD_STEPS
-        assert when > self._reached, "a row has places for the next steps when it starts"
-        self._when[ticket] = when
-        self._due.setdefault(when, []).append(ticket)
+        assert when > self._reached, "a row has slots for the next steps when it starts"
+        self._when[sequence] = when
+        self._due.setdefault(when, []).append(sequence)
 
-    def drop(self, ticket: SequenceState) -> None:
-        """A ticket needs no more pages."""
-        self._when.pop(ticket, None)
+    def drop(self, sequence: SequenceState) -> None:
+        """Drop a sequence that needs no more pages."""
+        self._when.pop(sequence, None)
 
     def next(self, step: int) -> list[SequenceState]:
-        """The tickets that need a page before this step or one of those that follow; each is told once."""
+        """The sequences that need a page before this step or the following lookahead; each is returned once."""
         if step // LOOKAHEAD_STEPS == self._reached:
             return []
         self._reached = step // LOOKAHEAD_STEPS
         due = self._due.pop(self._reached, [])
-        return [ticket for ticket in due if self._when.get(ticket) == self._reached and self._when.pop(ticket) >= 0]
+        return [
+            sequence for sequence in due if self._when.get(sequence) == self._reached and self._when.pop(sequence) >= 0
+        ]
 
 
 COMPACT_BELOW = 0.75
@@ -53,7 +55,7 @@ COMPACT_BELOW = 0.75
 
 @dataclass(frozen=True, slots=True)
 class _Allocation:
-    """What a ticket starts from, how many pages of that it keeps or shares, and how many it needs besides."""
+    """Planned allocation: the prefix hit, how many of its pages are kept or shared, and how many are new."""
 
     found: PrefixHit | None
     kept: int
@@ -61,187 +63,189 @@ class _Allocation:
 
 
 class KVCacheManager:
-    """See the module. `rows` bounds how many tickets are seated."""
+    """See the module. `rows` bounds how many sequences are admitted."""
 
-    def __init__(self, cache: PagedKVCache, parking: SwapSpace, rows: int, *, caching: bool) -> None:
+    def __init__(self, cache: PagedKVCache, swap_space: SwapSpace, rows: int, *, caching: bool) -> None:
         self._cache = cache
-        self._swap_space = parking
-        self.num_rows = min(cache.rows, rows)
+        self._swap_space = swap_space
+        self.num_rows = min(cache.num_rows, rows)
         self.free_rows = FreeList(self.num_rows)
-        self.pages = PagePool(self.num_rows if cache.aligned else cache.pages)
-        self.prefix_cache = PrefixCache(cache, self.pages, parking, enabled=caching)
+        self.pages = PagePool(self.num_rows if cache.aligned else cache.num_pages)
+        self.prefix_cache = PrefixCache(cache, self.pages, swap_space, enabled=caching)
         self._growing: set[SequenceState] = set()
-        """Tickets that may come to need more pages: for each of them one is left free when others are seated."""
-        self._moves: list[PageCopy] = []
-        self._departures = 0
+        """Sequences that may need more pages: one page is left free for each of them when others are admitted."""
+        self._copies_due: list[PageCopy] = []
+        self._freed_rows = 0
 
     @property
     def changes(self) -> int:
-        """Another number whenever somebody who found no room may find some."""
-        return self.pages.releases + self._departures
+        """Changes whenever an allocation that failed may succeed."""
+        return self.pages.releases + self._freed_rows
 
-    def seat(self, ticket: SequenceState, sibling: SequenceState | None) -> int | None:
-        """Give a ticket a row, and pages for its prefix and a little more; how many tokens are in them already.
+    def allocate(self, sequence: SequenceState, sibling: SequenceState | None) -> int | None:
+        """Allocate a row, and pages for the prefix and the lookahead; returns how many tokens are cached in them.
 
-        `sibling` computes the same prefix right now. None: there is no room, and the ticket has nothing.
+        `sibling` computes the same prefix right now. None: there is no room, and the sequence has nothing.
         """
         if not self.free_rows:
             return None
-        need = self._need(ticket, sibling)
-        if self._cache.aligned and need.new:
+        allocation = self._plan_allocation(sequence, sibling)
+        if self._cache.aligned and allocation.new:
             self._free_aligned()
-            need = self._need(ticket, sibling)
-        while need.new + len(self._growing) > len(self.pages.free):
+            allocation = self._plan_allocation(sequence, sibling)
+        while allocation.new + len(self._growing) > len(self.pages.free):
             if not self.evict():
                 return None
-            need = self._need(ticket, sibling)
-        ticket.pages = self._assemble_pages(ticket, need, sibling)
-        ticket.row = ticket.pages[0] if self._cache.aligned else self.free_rows.take()
+            allocation = self._plan_allocation(sequence, sibling)
+        sequence.pages = self._assemble_pages(sequence, allocation, sibling)
+        sequence.row = sequence.pages[0] if self._cache.aligned else self.free_rows.take()
         if self._cache.aligned:
-            self.free_rows.remove(ticket.row)
-        self._cache.assign(ticket.row, 0, ticket.pages)
-        self._watch(ticket)
-        return 0 if need.found is None else need.found.tokens
+            self.free_rows.remove(sequence.row)
+        self._cache.assign(sequence.row, 0, sequence.pages)
+        self._update_growing(sequence)
+        return 0 if allocation.found is None else allocation.found.tokens
 
-    def _need(self, ticket: SequenceState, sibling: SequenceState | None) -> _Allocation:
-        found, page = self._find(ticket), self._cache.page
-        total = self._cache.count_pages(min(len(ticket.prefix) + 1 + LOOKAHEAD_STEPS, ticket.places))
+    def _plan_allocation(self, sequence: SequenceState, sibling: SequenceState | None) -> _Allocation:
+        found, page = self._find_prefix(sequence), self._cache.page_size
+        total = self._cache.count_pages(min(len(sequence.prefix) + 1 + LOOKAHEAD_STEPS, sequence.slots))
         kept = 0
-        if found is not None and found.held is not None:
+        if found is not None and found.cached is not None:
             whole, rest = divmod(found.tokens, page)
             kept = whole + (rest > 0 and found.own and not self._must_copy(found, whole))
         elif found is None and sibling is not None:
-            kept = len(ticket.prefix) // page
+            kept = len(sequence.prefix) // page
         return _Allocation(found, kept, total - kept)
 
-    def _find(self, ticket: SequenceState) -> PrefixHit | None:
-        if ticket.swapped is not None:
-            return PrefixHit(len(ticket.swapped.ids), swapped=ticket.swapped)
-        return self.prefix_cache.find(ticket.request.session, ticket.prefix)
+    def _find_prefix(self, sequence: SequenceState) -> PrefixHit | None:
+        if sequence.swapped is not None:
+            return PrefixHit(len(sequence.swapped.ids), swapped=sequence.swapped)
+        return self.prefix_cache.find(sequence.request.session, sequence.prefix)
 
     def _must_copy(self, found: PrefixHit, at: int) -> bool:
-        """Whether a session goes back to the middle of a page that others read further on."""
-        assert found.held is not None
-        return found.tokens < len(found.held.ids) and self.pages.users(found.held.pages[at]) > 1
+        """Whether a session continues in the middle of a page that others read beyond that (copy on write)."""
+        assert found.cached is not None
+        return found.tokens < len(found.cached.ids) and self.pages.users(found.cached.pages[at]) > 1
 
     def _free_aligned(self) -> None:
-        """Have the lowest row's page free, unless another is free that is close enough to the rows that run."""
+        """Free the lowest row's page, unless another free one is close enough to the running rows."""
         row, page = self.free_rows.lowest(), self.pages.free.lowest()
         near = (self.num_rows - len(self.free_rows) + 1) / COMPACT_BELOW
         if row is not None and (page is None or (row < page and page >= near)):
-            self.copy()
+            self.run_copies()
             self.prefix_cache.evict_page(row)
 
-    def _assemble_pages(self, ticket: SequenceState, need: _Allocation, sibling: SequenceState | None) -> list[int]:
-        """The ticket's pages, with all that was found in them."""
-        found, new = need.found, self.pages.take(need.new)
+    def _assemble_pages(
+        self, sequence: SequenceState, allocation: _Allocation, sibling: SequenceState | None
+    ) -> list[int]:
+        """The sequence's pages, with the cached prefix in them."""
+        found, new = allocation.found, self.pages.take(allocation.new)
         if found is None:
-            shared = [] if sibling is None else sibling.pages[: need.kept]
+            shared = [] if sibling is None else sibling.pages[: allocation.kept]
             self.pages.share(shared)
             return shared + new
-        if found.held is None:
+        if found.cached is None:
             assert found.swapped is not None
             self._cache.restore(new[: self._cache.count_pages(found.tokens)], found.swapped.kv)
-            self._let_go(ticket)
+            self._free_swapped(sequence)
             if found.own:
-                self._swap_space.forget(ticket.request.session)  # its pages are what stays, from now on
+                self._swap_space.forget(sequence.request.session)  # its pages are the cached copy from now on
             return new
-        held, rest = found.held, found.tokens % self._cache.page
-        if rest and need.kept == found.tokens // self._cache.page:
-            self._moves.append(PageCopy(held.pages[need.kept], new[0], rest))
+        cached, rest = found.cached, found.tokens % self._cache.page_size
+        if rest and allocation.kept == found.tokens // self._cache.page_size:
+            self._copies_due.append(PageCopy(cached.pages[allocation.kept], new[0], rest))
         if not found.own:
-            self.pages.share(held.pages[: need.kept])
-            return held.pages[: need.kept] + new
-        pages = self.prefix_cache.wake(ticket.request.session)
-        if need.kept < len(pages):
-            self.copy()
-            self.pages.release(pages[need.kept :])
-        return pages[: need.kept] + new
+            self.pages.share(cached.pages[: allocation.kept])
+            return cached.pages[: allocation.kept] + new
+        pages = self.prefix_cache.take_session(sequence.request.session)
+        if allocation.kept < len(pages):
+            self.run_copies()
+            self.pages.release(pages[allocation.kept :])
+        return pages[: allocation.kept] + new
 
-    def _watch(self, ticket: SequenceState) -> None:
-        if len(ticket.pages) * self._cache.page < ticket.places:
-            self._growing.add(ticket)
+    def _update_growing(self, sequence: SequenceState) -> None:
+        if len(sequence.pages) * self._cache.page_size < sequence.slots:
+            self._growing.add(sequence)
         else:
-            self._growing.discard(ticket)
+            self._growing.discard(sequence)
 
-    def lacks(self, ticket: SequenceState, places: int) -> int:
-        """How many pages a ticket lacks to have so many places, or as many as it may ever need."""
-        return max(0, self._cache.count_pages(min(places, ticket.places)) - len(ticket.pages))
+    def missing_pages(self, sequence: SequenceState, slots: int) -> int:
+        """Pages missing for so many slots, or for as many as the sequence may ever need."""
+        return max(0, self._cache.count_pages(min(slots, sequence.slots)) - len(sequence.pages))
 
-    def grow(self, ticket: SequenceState, count: int) -> None:
-        """Give a ticket more pages; there are so many."""
+    def grow(self, sequence: SequenceState, count: int) -> None:
+        """Allocate more pages to a sequence; the caller has checked that they are free."""
         new = self.pages.take(count)
-        self._cache.assign(ticket.row, len(ticket.pages), new)
-        ticket.pages += new
-        self._watch(ticket)
+        self._cache.assign(sequence.row, len(sequence.pages), new)
+        sequence.pages += new
+        self._update_growing(sequence)
 
-    def places_of(self, ticket: SequenceState) -> int | None:
-        """How many places a ticket has; None when it needs no more."""
-        return len(ticket.pages) * self._cache.page if ticket in self._growing else None
+    def num_slots(self, sequence: SequenceState) -> int | None:
+        """Slots that a sequence has; None when it needs no more."""
+        return len(sequence.pages) * self._cache.page_size if sequence in self._growing else None
 
     def evict(self) -> bool:
-        """Have something give way that is kept for later; False if nothing would free a page."""
-        self.copy()
+        """Evict an entry of the prefix cache; False if none would free a page."""
+        self.run_copies()
         return self.prefix_cache.evict()
 
-    def copy(self) -> None:
-        """Make the copies that wait. Before pages change hands, and before anyone reads what was found."""
-        if self._moves:
-            self._cache.copy(self._moves)
-            self._moves.clear()
+    def run_copies(self) -> None:
+        """Run the pending page copies: before pages change owner, and before cached prefixes are read."""
+        if self._copies_due:
+            self._cache.copy(self._copies_due)
+            self._copies_due.clear()
 
     def share(self, first: SequenceState, others: Sequence[SequenceState], tokens: int) -> None:
-        """What `first` has computed is for siblings too: they have its full pages, and now get the last one."""
-        at, rest = divmod(tokens, self._cache.page)
+        """Share a finished prefill with siblings: they have its full pages, and now get a copy of the last one."""
+        at, rest = divmod(tokens, self._cache.page_size)
         if rest:
-            self._moves += [PageCopy(first.pages[at], other.pages[at], rest) for other in others]
+            self._copies_due += [PageCopy(first.pages[at], other.pages[at], rest) for other in others]
 
-    def move(self, ticket: SequenceState, row: int, tokens: int) -> None:
-        """Give a ticket another row. Only where rows and pages are aligned do its tokens have to be copied."""
+    def move(self, sequence: SequenceState, row: int, tokens: int) -> None:
+        """Move a sequence to another row. Its tokens are copied only where rows and pages are aligned."""
         self.free_rows.remove(row)
-        self.free_rows.add(ticket.row)
-        ticket.row = row
+        self.free_rows.add(sequence.row)
+        sequence.row = row
         if self._cache.aligned:
             self.prefix_cache.evict_page(row)
             self.pages.claim(row)
-            self._cache.copy([PageCopy(ticket.pages[0], row, tokens)])
-            self.pages.release(ticket.pages)
-            ticket.pages = [row]
-        self._cache.assign(row, 0, ticket.pages)
+            self._cache.copy([PageCopy(sequence.pages[0], row, tokens)])
+            self.pages.release(sequence.pages)
+            sequence.pages = [row]
+        self._cache.assign(row, 0, sequence.pages)
 
-    def stay(self, ticket: SequenceState, ids: tuple[int, ...]) -> None:
-        """A ticket leaves; these tokens of it stay in their pages for the session's next turn."""
-        self.prefix_cache.stay(ticket.request.session, ids, ticket.pages)
-        self._free_row(ticket)
+    def free_and_cache(self, sequence: SequenceState, ids: tuple[int, ...]) -> None:
+        """Free a sequence; these tokens stay in the prefix cache for the session's next turn."""
+        self.prefix_cache.add_session(sequence.request.session, ids, sequence.pages)
+        self._free_row(sequence)
 
-    def leave(self, ticket: SequenceState) -> None:
-        """A ticket leaves, and nobody wants what its pages hold."""
-        self.pages.release(ticket.pages)
-        self._free_row(ticket)
+    def free(self, sequence: SequenceState) -> None:
+        """Free a sequence and its pages; nothing of it is cached."""
+        self.pages.release(sequence.pages)
+        self._free_row(sequence)
 
-    def swap_out(self, ticket: SequenceState, tokens: int) -> None:
-        """A ticket leaves and will be back: park its first tokens, if there is room, to go on from there."""
-        self.copy()
-        pages = ticket.pages[: self._cache.count_pages(tokens)]
-        if tokens and self._swap_space.hold(self._cache.weigh(pages, tokens)):
-            ticket.swapped = SwappedTokens(ticket.prefix[:tokens], self._cache.save(pages, tokens))
-        self.leave(ticket)
+    def swap_out(self, sequence: SequenceState, tokens: int) -> None:
+        """Swap a preempted sequence's first tokens out to host memory, if there is room, and free its pages."""
+        self.run_copies()
+        pages = sequence.pages[: self._cache.count_pages(tokens)]
+        if tokens and self._swap_space.reserve(self._cache.saved_bytes(pages, tokens)):
+            sequence.swapped = SwappedTokens(sequence.prefix[:tokens], self._cache.save(pages, tokens))
+        self.free(sequence)
 
-    def _free_row(self, ticket: SequenceState) -> None:
-        self.free_rows.add(ticket.row)
-        self._growing.discard(ticket)
-        self._departures += 1
-        ticket.row, ticket.pages = -1, []
+    def _free_row(self, sequence: SequenceState) -> None:
+        self.free_rows.add(sequence.row)
+        self._growing.discard(sequence)
+        self._freed_rows += 1
+        sequence.row, sequence.pages = -1, []
 
-    def drop_swapped(self, ticket: SequenceState, *, for_session: bool) -> None:
-        """A ticket will not go on from what it parked; its session may."""
-        if ticket.swapped is not None:
-            swapped = ticket.swapped
-            self._let_go(ticket)
+    def drop_swapped(self, sequence: SequenceState, *, for_session: bool) -> None:
+        """Drop a sequence's swapped tokens, or hand them to its session's cache entry."""
+        if sequence.swapped is not None:
+            swapped = sequence.swapped
+            self._free_swapped(sequence)
             if for_session:
-                self.prefix_cache.leave(ticket.request.session, swapped)
+                self.prefix_cache.add_swapped(sequence.request.session, swapped)
 
-    def _let_go(self, ticket: SequenceState) -> None:
-        if ticket.swapped is not None:
-            self._swap_space.let_go(ticket.swapped.size)
-            ticket.swapped = None
+    def _free_swapped(self, sequence: SequenceState) -> None:
+        if sequence.swapped is not None:
+            self._swap_space.unreserve(sequence.swapped.size)
+            sequence.swapped = None

@@ -29,17 +29,17 @@ class ModelRunner:
     def __init__(
         self, module: "PreTrainedModel", cache: PagedKVCache, row_step: int, *, longest: int | None = None
     ) -> None:
-        """`longest`: tokens of an answer that rows remember themselves; all of them, unless told otherwise."""
+        """`longest`: tokens of an answer that the batch keeps for each row; by default all of them."""
         self.module = module
         self.cache = cache
         self.row_step = row_step
-        self.rows = InputBatch(cache.rows, cache.length if longest is None else longest, cache.kv.device)
+        self.batch = InputBatch(cache.num_rows, cache.length if longest is None else longest, cache.kv.device)
 
     @torch.inference_mode()
-    def prefill(self, pieces: Sequence[PrefillChunk]) -> None:
-        """Compute the keys and values of `pieces`; no logits."""
-        plan = PrefillMetadata(self.cache, pieces, round_up(sum(len(piece.ids) for piece in pieces), self.row_step))
-        hidden_states(self.module, plan.ids_T, plan.positions_T, plan)
+    def prefill(self, chunks: Sequence[PrefillChunk]) -> None:
+        """Compute the keys and values of `chunks`; no logits."""
+        metadata = PrefillMetadata(self.cache, chunks, round_up(sum(len(chunk.ids) for chunk in chunks), self.row_step))
+        hidden_states(self.module, metadata.ids_T, metadata.positions_T, metadata)
 
     @torch.inference_mode()
     def step(self, count: int, longest: int, *, filtered: bool, penalized: bool = False) -> list[int]:
@@ -53,40 +53,42 @@ class ModelRunner:
 
     def advance(self, count: int, span: int, filtered: bool, penalized: bool = False) -> Tensor:
         """One step over `count` rows, in tensors only."""
-        rows, active = self.rows, self.rows.active[:count]
-        positions = rows.length[:count]
-        plan = DecodeMetadata(self.cache, active, positions, span)
-        hidden = hidden_states(self.module, rows.last_id[:count], positions, plan)
+        batch, active = self.batch, self.batch.active[:count]
+        positions = batch.length[:count]
+        metadata = DecodeMetadata(self.cache, active, positions, span)
+        hidden = hidden_states(self.module, batch.last_id[:count], positions, metadata)
         logits = compute_logits(self.module, hidden)
         if not penalized:
-            return rows.advance(count, sample(logits, rows.controls(count), filtered=filtered))
-        assert rows.penalties is not None, "a row that asks for penalties has taken them"
-        sampled = sample(logits, rows.controls(count), filtered=filtered, penalized=rows.penalties.apply(logits))
-        rows.penalties.note(sampled.ids, active)
-        return rows.advance(count, sampled)
+            return batch.advance(count, sample(logits, batch.sampling_metadata(count), filtered=filtered))
+        assert batch.penalties is not None, "a row that asks for penalties has taken them"
+        sampled = sample(
+            logits, batch.sampling_metadata(count), filtered=filtered, penalized=batch.penalties.apply(logits)
+        )
+        batch.penalties.count(sampled.ids, active)
+        return batch.advance(count, sampled)
 
     @torch.inference_mode()
     def start(self, starts: Sequence[RowStart]) -> None:
         """Make rows active."""
-        self.rows.start_penalties(starts, output_weight(self.module).shape[0])
-        self.rows.start(starts)
+        self.batch.start_penalties(starts, output_weight(self.module).shape[0])
+        self.batch.start(starts)
 
     def tail(self, row: int, since: int) -> list[int]:
         """What a row sampled after its first `since` tokens, as far as it is known by now."""
-        return self.rows.tail(row, since)
+        return self.batch.tail(row, since)
 
-    def settle(self) -> list[int]:
-        """The rows that ended in steps of which `step` has not told yet."""
+    def drain(self) -> list[int]:
+        """The rows that ended in steps not yet reported by `step`."""
         return []
 
     def read(self, rows: Sequence[int]) -> list[RowOutput]:
         """What rows sampled that ended or were stopped."""
-        return self.rows.read(rows)
+        return self.batch.read(rows)
 
     @torch.inference_mode()
     def move(self, sources: Sequence[int], targets: Sequence[int]) -> None:
-        """Give rows another place; what is in the cache does not move with them."""
-        self.rows.move(sources, targets)
+        """Move rows; what is in the cache does not move with them."""
+        self.batch.move(sources, targets)
 
     def refresh(self) -> None:
         """Called when the weights may have changed."""
@@ -98,7 +100,7 @@ class ModelRunner:
 
 @torch.inference_mode()
 def find_row_step(module: "PreTrainedModel", most: int, device: torch.device) -> int:
-    """The smallest number of rows whose multiples, up to `most`, all give a row the same bits on this machine.
+    """The smallest number of rows whose multiples, up to `most`, all compute the same bits for a row on this machine.
 
     16 on two cores; more cores need more rows. Elsewhere than on CPU in float32 bits are not promised, and 16 is taken.
     """
@@ -109,8 +111,8 @@ def find_row_step(module: "PreTrainedModel", most: int, device: torch.device) ->
     ids = torch.arange(top, device=device) % module.config.vocab_size
 
     def logits(rows: int) -> Tensor:
-        plan = PackedMetadata([1] * rows, device)
-        return compute_logits(module, hidden_states(module, ids[:rows], torch.zeros_like(ids[:rows]), plan))
+        metadata = PackedMetadata([1] * rows, device)
+        return compute_logits(module, hidden_states(module, ids[:rows], torch.zeros_like(ids[:rows]), metadata))
 
     whole = logits(top)
     step = smallest

@@ -18,11 +18,11 @@ from torch import Tensor
 
 from treadle.model.kernels import Norm, apply_rope
 
-_BUSY = 512
-"""Programs that keep a GPU busy; below this a row's places are shared out."""
+_BUSY_PROGRAMS = 512
+"""Programs that keep a GPU busy; below this a row's slots are split over programs."""
 
-_LEAST_PLACES = 256
-"""Places that are worth a program of their own."""
+_MIN_SLOTS_PER_SPLIT = 256
+"""Slots that are worth a program of their own."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +43,7 @@ class HeadShape:
 def load_rotated(  # type: ignore[no-untyped-def]
     heads, h, d, inside, weight, eps, cosine, sine, D: tl.constexpr, NORMED: tl.constexpr, OFFSET: tl.constexpr
 ):
-    """Heads [h, d], normed where they have a norm, and turned."""
+    """Heads [h, d], normed where they have a norm, with rope applied."""
     other = (d + D // 2) % D
     x = tl.load(heads + h * D + d, mask=inside, other=0.0)
     partner = tl.load(heads + h * D + other, mask=inside, other=0.0)
@@ -65,7 +65,7 @@ def load_rotated(  # type: ignore[no-untyped-def]
 def _add_sinks(  # type: ignore[no-untyped-def]
     top, total, mixed, sinks, G: tl.constexpr, PADDED_G: tl.constexpr, SINKS: tl.constexpr
 ):
-    """A running softmax after a logit of each head that takes its share and gives nothing, where there are such."""
+    """Attention sinks: a logit of each head that takes part in the softmax and adds no value, where there are any."""
     if SINKS:
         g = tl.arange(0, PADDED_G)
         sink = tl.load(sinks + g, mask=g < G, other=0.0).to(tl.float32) * 1.4426950408889634
@@ -98,7 +98,7 @@ def _decode_attention(  # type: ignore[no-untyped-def]
     scale,
     softcap,
     window,
-    dump,
+    null_page,
     stride_row,
     stride_page,
     stride_head,
@@ -126,8 +126,8 @@ def _decode_attention(  # type: ignore[no-untyped-def]
     cosine = tl.load(cosines + length * D + d, mask=d < D, other=0.0)
     sine = tl.load(sines + length * D + d, mask=d < D, other=0.0)
     new = qkv + row * ((G + 2) * K * D)
-    asked = (g < G) & (d < D)
-    queries = load_rotated(new + head * G * D, g, d, asked, query_weight, query_eps, cosine, sine, D, NORMED, OFFSET)
+    is_query = (g < G) & (d < D)
+    queries = load_rotated(new + head * G * D, g, d, is_query, query_weight, query_eps, cosine, sine, D, NORMED, OFFSET)
     one = tl.arange(0, 1)[:, None]
     there = (one == 0) & (d < D)
     new_key = load_rotated(
@@ -159,7 +159,7 @@ def _decode_attention(  # type: ignore[no-untyped-def]
             total = tl.zeros((PADDED_G,), tl.float32)
             mixed = tl.zeros((PADDED_G, PADDED_D), tl.float32)
     if split == 0:
-        last_page = tl.where(live, tl.load(table + earlier // PAGE), dump).to(tl.int64)
+        last_page = tl.where(live, tl.load(table + earlier // PAGE), null_page).to(tl.int64)
         place = last_page * stride_page + earlier % PAGE * D
         tl.store(keys + place + one * D + d, new_key, mask=there)
         tl.store(values + place + one * D + d, new_value, mask=there)
@@ -186,11 +186,11 @@ def _decode_attention(  # type: ignore[no-untyped-def]
         total = total * shrink + tl.sum(weights, axis=1)
         top = higher
     if SPLITS == 1:
-        places_out = out + (row * K * G + head * G + g) * D + d
-        tl.store(places_out, (mixed / total[:, None]).to(out.dtype.element_ty), mask=asked)
+        target_out = out + (row * K * G + head * G + g) * D + d
+        tl.store(target_out, (mixed / total[:, None]).to(out.dtype.element_ty), mask=is_query)
     else:
         line = ((row * K * G + head * G + g) * SPLITS + split).to(tl.int64)
-        tl.store(parts + line * D + d, mixed, mask=asked)
+        tl.store(parts + line * D + d, mixed, mask=is_query)
         flat = tl.arange(0, PADDED_G)
         pair = sums + ((row * K * G + head * G + flat) * SPLITS + split) * 2
         tl.store(pair, top, mask=flat < G)
@@ -212,9 +212,9 @@ def _add_up(  # type: ignore[no-untyped-def]
     tl.store(out + head * D + d, result.to(out.dtype.element_ty), mask=d < D)
 
 
-def count_splits(rows: int, kv_heads: int, places: int) -> int:
-    """How many programs share a row's places, when rows may have `places`."""
-    wanted = min(_BUSY // (rows * kv_heads), places // _LEAST_PLACES, 32)
+def count_splits(rows: int, kv_heads: int, slots: int) -> int:
+    """How many programs share a row's slots (split-K), when rows may have `slots`."""
+    wanted = min(_BUSY_PROGRAMS // (rows * kv_heads), slots // _MIN_SLOTS_PER_SPLIT, 32)
     return 1 << max(0, wanted.bit_length() - 1)
 
 
@@ -260,7 +260,7 @@ def attend_paged(
         shape.scaling,
         shape.softcap or 1.0,
         shape.window or 0,
-        rows.dump,
+        rows.null_page,
         rows.table.stride(0),
         keys.stride(0),
         keys.stride(1),
@@ -286,17 +286,17 @@ def attend_paged(
 
 
 def tuning(size: int, page: int) -> dict[str, Any]:
-    """How the loop over places is cut, by head size: into blocks of which a page has a whole number."""
+    """Block size of the loop over slots, by head size: a page is a whole number of blocks."""
     return {"BLOCK": min(page & -page, 64 if size <= 128 else 32), "num_warps": 4, "num_stages": 3}
 
 
 @dataclass(frozen=True, slots=True)
 class PagedRows:
-    """Which rows take part in a step, how many places each has and in which pages; the others write to page `dump`."""
+    """Which rows take part in a step, how many slots each has and in which pages; others write to `null_page`."""
 
     table: Tensor
     """[rows, pages] of each row, in int32."""
     active: Tensor
     """As bytes."""
     length: Tensor
-    dump: int
+    null_page: int

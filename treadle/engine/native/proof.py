@@ -25,12 +25,12 @@ _ROW_STEP = 16
 
 @dataclass(frozen=True, slots=True)
 class ModelProof:
-    """What is known of a kind of model. Differences are the largest that were found."""
+    """Parity of one kind of model. Differences are the largest that were found."""
 
     family: str
     policy: Finding
     engine: Finding | None
-    """None where nobody asked."""
+    """None where it was not asked for."""
 
     @property
     def problem(self) -> str | None:
@@ -39,9 +39,9 @@ class ModelProof:
 
 
 def prove(config: "PreTrainedConfig", *, longest: int | None = None, engine: bool = True) -> ModelProof:
-    """Compare treadle's ways to compute such a model with its own forward. A known config costs milliseconds.
+    """Compare treadle's forward passes of such a model with the model's own. A known config costs milliseconds.
 
-    `longest`: tokens of the run's longest sequence, which may decide about rope. `engine`: of the embedded one, too.
+    `longest`: tokens of the run's longest sequence, which may decide about rope. `engine`: of the native engine, too.
     """
     policy = prove_policy(config, longest)
     known = policy.problem is not None
@@ -50,7 +50,7 @@ def prove(config: "PreTrainedConfig", *, longest: int | None = None, engine: boo
 
 
 def require_engine(config: "PreTrainedConfig", longest: int) -> None:
-    """Refuse a model that the embedded engine would not compute as its authors wrote it."""
+    """Refuse a model that the native engine would not compute as its authors wrote it."""
     problem = prove_engine(config, longest).problem
     if problem is not None:
         fix = "sample with rollout.name=vllm; model.prove=false runs it unproven"
@@ -78,9 +78,9 @@ def _prove_engine(probe: Probe) -> Finding:
 
 
 def _decode(probe: Probe, module: "PreTrainedModel", cache: PagedKVCache) -> list[list[Tensor]]:
-    """The logprobs of all rows: of the first third from prefill, in two pieces, then of one token of each at a time."""
+    """The logprobs of all rows: of the first third from prefill, in two chunks, then of one token of each at a time."""
     for row in range(len(probe.rows)):
-        cache.assign(row, 0, range(row * cache.per_row, (row + 1) * cache.per_row))
+        cache.assign(row, 0, range(row * cache.pages_per_row, (row + 1) * cache.pages_per_row))
     cache.upload()
     starts = [max(2, len(row) // 3) for row in probe.rows]
     first, second = [(0, start // 2) for start in starts], [(start // 2, start) for start in starts]
@@ -92,8 +92,8 @@ def _decode(probe: Probe, module: "PreTrainedModel", cache: PagedKVCache) -> lis
         members = active.nonzero().flatten().tolist()
         ids = torch.zeros_like(positions)
         ids[members] = torch.stack([probe.rows[at][positions[at]] for at in members])
-        plan = DecodeMetadata(cache, active, positions, round_up(int(positions.max()) + 1, SPAN_STEP))
-        logprobs = _logprobs(module, ids, positions, plan)
+        metadata = DecodeMetadata(cache, active, positions, round_up(int(positions.max()) + 1, SPAN_STEP))
+        logprobs = _logprobs(module, ids, positions, metadata)
         for at in members:
             found[at].append(logprobs[at : at + 1])
         positions += active
@@ -103,14 +103,14 @@ def _decode(probe: Probe, module: "PreTrainedModel", cache: PagedKVCache) -> lis
 def _prefill(
     probe: Probe, module: "PreTrainedModel", cache: PagedKVCache, spans: list[tuple[int, int]]
 ) -> tuple[Tensor, ...]:
-    """The logprobs of a piece of each row."""
-    pieces = [PrefillChunk(row, begin, probe.rows[row][begin:end].tolist()) for row, (begin, end) in enumerate(spans)]
-    lengths = [len(piece.ids) for piece in pieces]
-    plan = PrefillMetadata(cache, pieces, round_up(sum(lengths), _ROW_STEP))
-    return torch.split(_logprobs(module, plan.ids_T, plan.positions_T, plan)[: sum(lengths)], lengths)
+    """The logprobs of a chunk of each row."""
+    chunks = [PrefillChunk(row, begin, probe.rows[row][begin:end].tolist()) for row, (begin, end) in enumerate(spans)]
+    lengths = [len(chunk.ids) for chunk in chunks]
+    metadata = PrefillMetadata(cache, chunks, round_up(sum(lengths), _ROW_STEP))
+    return torch.split(_logprobs(module, metadata.ids_T, metadata.positions_T, metadata)[: sum(lengths)], lengths)
 
 
 def _logprobs(
-    module: "PreTrainedModel", ids: Tensor, positions: Tensor, plan: PrefillMetadata | DecodeMetadata
+    module: "PreTrainedModel", ids: Tensor, positions: Tensor, metadata: PrefillMetadata | DecodeMetadata
 ) -> Tensor:
-    return compute_logits(module, hidden_states(module, ids, positions, plan)).float().log_softmax(-1)
+    return compute_logits(module, hidden_states(module, ids, positions, metadata)).float().log_softmax(-1)

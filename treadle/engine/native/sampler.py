@@ -50,21 +50,21 @@ class SamplerOutput(NamedTuple):
 
 
 def sample(
-    logits: Tensor, controls: SamplingMetadata, *, filtered: bool, penalized: Tensor | None = None
+    logits: Tensor, metadata: SamplingMetadata, *, filtered: bool, penalized: Tensor | None = None
 ) -> SamplerOutput:
     """Draw one token for each row. `filtered`: some row asks for min-p, top-k or top-p.
 
     `penalized` are the logits to draw from, where they are others than `logits`.
     """
-    greedy = controls.temperature == 0
-    heat = torch.where(greedy, 1.0, controls.temperature).unsqueeze(1)
-    scaled = logits.float() / heat
+    greedy = metadata.temperature == 0
+    temp = torch.where(greedy, 1.0, metadata.temperature).unsqueeze(1)
+    scaled = logits.float() / temp
     logprobs = scaled.log_softmax(dim=-1)
-    drawn = scaled if penalized is None else penalized.float() / heat
+    drawn = scaled if penalized is None else penalized.float() / temp
     weights = drawn.softmax(dim=-1)
     if filtered:
-        weights = apply_top_k_top_p(weights, controls.top_k, controls.top_p, controls.min_p)
-    ids = torch.where(greedy, drawn.argmax(dim=-1), _draw(weights, controls))
+        weights = apply_top_k_top_p(weights, metadata.top_k, metadata.top_p, metadata.min_p)
+    ids = torch.where(greedy, drawn.argmax(dim=-1), _draw(weights, metadata))
     found = logprobs.gather(1, ids.unsqueeze(1)).squeeze(1)
     if not filtered and penalized is None:
         return SamplerOutput(ids, found)
@@ -79,10 +79,10 @@ def _processed(drawn: Tensor, weights: Tensor, ids: Tensor, greedy: Tensor) -> T
     return whole - kept.log()
 
 
-def _draw(weights: Tensor, controls: SamplingMetadata) -> Tensor:
+def _draw(weights: Tensor, metadata: SamplingMetadata) -> Tensor:
     """The first token at which the cumulative weight reaches the row's number: one with weight, since that is > 0."""
     cumulative = weights.cumsum(dim=-1)
-    reach = (1 - units_at(controls.stream, controls.draw)) * cumulative[:, -1]
+    reach = (1 - units_at(metadata.stream, metadata.draw)) * cumulative[:, -1]
     found = torch.searchsorted(cumulative, reach.unsqueeze(1)).squeeze(1)
     return found.clamp_(max=weights.shape[1] - 1)
 
@@ -102,7 +102,7 @@ def apply_top_k_top_p(weights: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tens
 
 
 def units_at(stream: Tensor, position: Tensor) -> Tensor:
-    """`noise.unit_at` for many rows, cut to the 24 bits that a float32 holds: always below 1."""
+    """`rng.unit_at` for many rows, cut to the 24 bits that a float32 holds: always below 1."""
     bits = stream + (position + 1) * _STEP
     bits = (bits ^ _shift(bits, 30)) * _MIX_1
     bits = (bits ^ _shift(bits, 27)) * _MIX_2
@@ -110,9 +110,9 @@ def units_at(stream: Tensor, position: Tensor) -> Tensor:
     return _shift(bits, 40).float() * 2.0**-24
 
 
-def _shift(bits: Tensor, places: int) -> Tensor:
+def _shift(bits: Tensor, slots: int) -> Tensor:
     """To the right, with zeros coming in: torch's own shift keeps the sign."""
-    return (bits >> places) & ((1 << (64 - places)) - 1)
+    return (bits >> slots) & ((1 << (64 - slots)) - 1)
 
 
 PenaltyFactors = tuple[float, float, float, float]
@@ -122,9 +122,9 @@ PenaltyFactors = tuple[float, float, float, float]
 class Penalties:
     """The penalties of all rows. Tensors stay where they are, so that a CUDA graph can hold on to them."""
 
-    def __init__(self, rows: int, words: int, device: torch.device) -> None:
-        self.prompt_BV = torch.zeros((rows, words), dtype=torch.bool, device=device)
-        self.counts_BV = torch.zeros((rows, words), dtype=torch.int32, device=device)
+    def __init__(self, rows: int, vocab_size: int, device: torch.device) -> None:
+        self.prompt_BV = torch.zeros((rows, vocab_size), dtype=torch.bool, device=device)
+        self.counts_BV = torch.zeros((rows, vocab_size), dtype=torch.int32, device=device)
         self.repetition_B = torch.ones(rows, device=device)
         self.presence_B = torch.zeros(rows, device=device)
         self.frequency_B = torch.zeros(rows, device=device)
@@ -150,8 +150,8 @@ class Penalties:
         factors = (self.repetition_B[:rows], self.presence_B[:rows], self.frequency_B[:rows], self.scale_B[:rows])
         return apply_penalties(logits_BV, self.prompt_BV[:rows], self.counts_BV[:rows], factors)
 
-    def note(self, ids_B: Tensor, active_B: Tensor) -> None:
-        """Count what active rows drew."""
+    def count(self, ids_B: Tensor, active_B: Tensor) -> None:
+        """Count the sampled tokens of active rows."""
         rows = len(ids_B)
         self.counts_BV[:rows].scatter_add_(1, ids_B.long().unsqueeze(1), active_B.to(torch.int32).unsqueeze(1))
 
@@ -167,7 +167,7 @@ def apply_penalties(
     """Logits after the penalties; `factors` are [B] each."""
     repetition, presence, frequency, scale = (factor.unsqueeze(1) for factor in factors)
     logits_BV = logits_BV.float()
-    spoken_BV = counts_BV > 0
+    sampled_BV = counts_BV > 0
     lowered_BV = torch.where(logits_BV > 0, logits_BV / repetition, logits_BV * repetition)
-    logits_BV = torch.where(spoken_BV | prompt_BV, lowered_BV, logits_BV)
-    return (logits_BV - frequency * counts_BV - presence * spoken_BV) * scale
+    logits_BV = torch.where(sampled_BV | prompt_BV, lowered_BV, logits_BV)
+    return (logits_BV - frequency * counts_BV - presence * sampled_BV) * scale

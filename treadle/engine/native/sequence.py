@@ -21,31 +21,31 @@ _NOTHING = RowOutput((), ())
 
 @dataclass(slots=True, eq=False)
 class SequenceState:
-    """A request, who waits for it, and the row it has. `room` is the longest sequence that the engine holds."""
+    """State of one request: its result callback, row and pages. `room` is the engine's maximum sequence length."""
 
     request: Request
     deliver: Callable[[SequenceResult], None]
     room: int
     row: int = -1
     pages: list[int] = field(default_factory=list)
-    born: int = 0
+    start_step: int = 0
     """The step before which its row started."""
     stale: bool = False
-    """Whether its keys and values mix several weights: then nobody may use them later."""
+    """Whether its keys and values come from several versions of the weights: then they are never reused."""
     versions: list[tuple[int, int]] = field(default_factory=list)
-    """How many tokens were out when which version left."""
-    said: RowOutput = _NOTHING
+    """(tokens sampled so far, version) at each change of weights."""
+    sampled: RowOutput = _NOTHING
     """What it sampled before it was preempted."""
     swapped: SwappedTokens | None = None
     """What it had computed when it was preempted."""
     preemptions: int = 0
-    waits_since: float = field(default_factory=lambda: monotonic())
+    queued_since: float = field(default_factory=lambda: monotonic())
     queue_s: float = 0.0
     """How long it has waited for a row, before it began and after preemptions."""
     finder: StopStringFinder | None = None
-    """Looks for stop strings, where the request has any."""
+    """Stop-string search, where the request has any."""
     stopped_at: int | None = None
-    """How many tokens the answer has, once it has written a stop string."""
+    """Length of the answer in tokens, once it contains a stop string."""
     prefix: tuple[int, ...] = field(init=False)
     """What must be in its pages before the row can start: all but the last token."""
 
@@ -58,21 +58,21 @@ class SequenceState:
         return min(self.request.sampling.max_tokens, self.room - len(self.request.ids))
 
     @property
-    def places(self) -> int:
-        """How many places it may come to need: the last token of an answer needs none."""
+    def slots(self) -> int:
+        """Slots it may come to need: the last token of an answer needs none."""
         return len(self.request.ids) - 1 + self.limit
 
     def start_row(self) -> RowStart:
-        request, sampling, said = self.request, self.request.sampling, self.said.ids
+        request, sampling, sampled = self.request, self.request.sampling, self.sampled.ids
         begun = len(request.ids) - request.said
-        seen = (request.ids[:begun], request.ids[begun:] + said) if sampling.is_penalized else ((), ())
+        seen = (request.ids[:begun], request.ids[begun:] + sampled) if sampling.is_penalized else ((), ())
         return RowStart(
             row=self.row,
-            last_id=said[-1] if said else request.ids[-1],
+            last_id=sampled[-1] if sampled else request.ids[-1],
             length=len(self.prefix),
-            left=self.limit - len(said),
+            left=self.limit - len(sampled),
             stream=stream_of(request),
-            draw=request.position + len(said),
+            draw=request.position + len(sampled),
             temperature=sampling.own_temperature,
             top_p=sampling.top_p,
             top_k=sampling.top_k,
@@ -83,32 +83,32 @@ class SequenceState:
             answer=seen[1],
         )
 
-    def look(self, ids: Sequence[int]) -> None:
-        """Look for stop strings in the tokens that have not been looked at."""
+    def find_stop(self, ids: Sequence[int]) -> None:
+        """Search the new tokens for stop strings."""
         assert self.finder is not None
         if self.stopped_at is None:
             self.stopped_at = self.finder.feed(ids)
 
-    def cut(self, response: RowOutput) -> RowOutput:
+    def trim(self, output: RowOutput) -> RowOutput:
         """What the row sampled, up to the end of a stop string."""
         assert self.finder is not None
-        before = len(self.said.ids)
-        self.look(response.ids[self.finder.seen - before :])
-        return response if self.stopped_at is None else response.cut(self.stopped_at - before)
+        before = len(self.sampled.ids)
+        self.find_stop(output.ids[self.finder.seen - before :])
+        return output if self.stopped_at is None else output.truncate(self.stopped_at - before)
 
-    def hear(self, response: RowOutput) -> None:
-        """Take in what the row sampled before it was preempted; the ticket goes on from there."""
+    def append_output(self, output: RowOutput) -> None:
+        """Append what the row sampled before it was preempted; the sequence continues from there."""
         if self.finder is not None:
-            response = self.cut(response)
-        self.said = self.said.then(response)
-        self.prefix = (*self.request.ids, *self.said.ids)[:-1]
+            output = self.trim(output)
+        self.sampled = self.sampled.then(output)
+        self.prefix = (*self.request.ids, *self.sampled.ids)[:-1]
 
-    def wait(self) -> None:
-        """It is in the queue again."""
-        self.waits_since = monotonic()
+    def enter_queue(self) -> None:
+        """Start counting queue time."""
+        self.queued_since = monotonic()
 
     def leave_queue(self) -> None:
-        self.queue_s += monotonic() - self.waits_since
+        self.queue_s += monotonic() - self.queued_since
 
     def end_version(self, tokens: int, version: int) -> None:
         """New weights sample what follows these tokens."""

@@ -49,7 +49,7 @@ class _SubmittedSegment:
     """A request at vLLM. `first`: the position of its first token."""
 
     queue: Any
-    order: SampleRequest
+    sample: SampleRequest
     first: int
 
 
@@ -61,15 +61,15 @@ class AsyncLLMSampler:
         self._reports_raw = reports_raw
         """Whether vLLM reports logprobs of the whole softmax; else those after top-k and top-p."""
         self._keyed = keyed
-        """Whether we draw ourselves; else vLLM does, by seed and position."""
+        """Whether our keyed sampler draws; else vLLM does, by seed and position."""
         self._room = room
         self._names = itertools.count()
         self._openai_url: str | None = None
         self._in_place = False
         """Whether the workers know where the next weights are to be written."""
         self._asleep = False
-        """Whether memory may have been given back: then it has to be taken again before weights come."""
-        self._torn = False
+        """Whether memory may have been released: then it is mapped again before weights are loaded."""
+        self._half_loaded = False
 
     @classmethod
     async def start(cls, rollout: RolloutConfig, model: ModelConfig, directory: str) -> "AsyncLLMSampler":
@@ -95,23 +95,23 @@ class AsyncLLMSampler:
     def vocabulary(self) -> int:
         return int(self._llm.model_config.get_vocab_size())
 
-    async def begin(self, order: SampleRequest, kept: Sequence[int]) -> Any:
-        ids = [*order.ids, *kept]
-        tokens = min(order.max_tokens - len(kept), self._room - len(ids))
+    async def begin(self, sample: SampleRequest, kept: Sequence[int]) -> Any:
+        ids = [*sample.ids, *kept]
+        tokens = min(sample.max_tokens - len(kept), self._room - len(ids))
         try:
             queue = await self._llm.add_request(
                 f"{packed_logprobs.PREFIX}{next(self._names)}",
                 tokens_input(ids),
-                self._parameters(order, tokens, len(kept)),
+                self._parameters(sample, tokens, len(kept)),
             )
-            return _SubmittedSegment(queue, order, order.position + len(kept))
+            return _SubmittedSegment(queue, sample, sample.position + len(kept))
         except (EngineDeadError, ValueError) as error:
             raise _failure(error) from error
 
-    def _parameters(self, order: SampleRequest, tokens: int, num_kept: int) -> SamplingParams:
+    def _parameters(self, sample: SampleRequest, tokens: int, num_kept: int) -> SamplingParams:
         common: dict[str, Any] = {
             "max_tokens": tokens,
-            "stop_token_ids": list(order.stop_token_ids),
+            "stop_token_ids": list(sample.stop_token_ids),
             "ignore_eos": True,
             "logprobs": 0,
             "flat_logprobs": True,
@@ -121,28 +121,28 @@ class AsyncLLMSampler:
         }
         if self._keyed:
             extra: list[Any] = [
-                order.temperature,
-                order.top_p,
-                order.top_k,
-                _signed(order.stream),
-                order.position + num_kept,
+                sample.temperature,
+                sample.top_p,
+                sample.top_k,
+                _signed(sample.stream),
+                sample.position + num_kept,
             ]
-            extra += [order.min_p, order.penalties, order.said + num_kept]
+            extra += [sample.min_p, sample.penalties, sample.said + num_kept]
             return SamplingParams(temperature=0.0, extra_args={"treadle": extra}, **common)
-        seed = order.stream >> 1
-        top_k = max(order.top_k, 0)
-        repetition, presence, frequency, scale = order.penalties
+        seed = sample.stream >> 1
+        top_k = max(sample.top_k, 0)
+        repetition, presence, frequency, scale = sample.penalties
         if presence or frequency or scale != 1:
             raise RequestRefused(
                 "vLLM's second model runner takes an interrupted answer for a prompt: presence_penalty, "
                 "frequency_penalty and a temperature for one turn need the first (VLLM_USE_V2_MODEL_RUNNER=0), or "
                 "rollout.name=native"
             )
-        filters = {"top_p": order.top_p, "top_k": top_k, "min_p": order.min_p, "repetition_penalty": repetition}
-        return SamplingParams(temperature=order.temperature, seed=seed, **filters, **common)
+        filters = {"top_p": sample.top_p, "top_k": top_k, "min_p": sample.min_p, "repetition_penalty": repetition}
+        return SamplingParams(temperature=sample.temperature, seed=seed, **filters, **common)
 
-    async def finish(self, ticket: "_SubmittedSegment") -> Segment:
-        finished, queue = False, ticket.queue
+    async def finish(self, handle: "_SubmittedSegment") -> Segment:
+        finished, queue = False, handle.queue
         try:
             while not finished:
                 output = queue.get_nowait() or await queue.get()
@@ -152,25 +152,25 @@ class AsyncLLMSampler:
         finally:
             if not finished:
                 await self._llm.abort(queue.request_id, internal=True)
-        piece = dataclasses.replace(_read(output.outputs[0]), queue_s=_queued(output.metrics))
-        return await self._with_processed(piece, ticket) if ticket.order.is_processed else piece
+        segment = dataclasses.replace(_read(output.outputs[0]), queue_s=_queued(output.metrics))
+        return await self._with_processed(segment, handle) if handle.sample.is_processed else segment
 
-    async def _with_processed(self, piece: Segment, ticket: "_SubmittedSegment") -> Segment:
+    async def _with_processed(self, segment: Segment, handle: "_SubmittedSegment") -> Segment:
         """The logprobs of the distribution sampled from, too: from the workers, or instead of the others."""
-        unknown = [nan] * len(piece.ids)
+        unknown = [nan] * len(segment.ids)
         if not self._keyed:
             if self._reports_raw:
-                return dataclasses.replace(piece, processed=unknown)
-            return dataclasses.replace(piece, logprobs=unknown, processed=piece.logprobs)
-        asked = (_signed(ticket.order.stream), ticket.first, len(piece.ids))
+                return dataclasses.replace(segment, processed=unknown)
+            return dataclasses.replace(segment, logprobs=unknown, processed=segment.logprobs)
+        asked = (_signed(handle.sample.stream), handle.first, len(segment.ids))
         found = await self._llm.collective_rpc("treadle_processed", args=asked)
-        return dataclasses.replace(piece, processed=found[0])
+        return dataclasses.replace(segment, processed=found[0])
 
-    async def end(self, tickets: "Sequence[_SubmittedSegment]") -> None:
-        await self._llm.abort([ticket.queue.request_id for ticket in tickets], internal=True)
+    async def end(self, handles: "Sequence[_SubmittedSegment]") -> None:
+        await self._llm.abort([handle.queue.request_id for handle in handles], internal=True)
 
     async def load(self, transfer: bytes) -> str:
-        """The checksum all workers agree on: of the parameters where they can be read back, else of what arrived."""
+        """Load weights; returns the workers' checksum: of the parameters where they can be read back, else as sent."""
         in_place, self._in_place = self._in_place, False
         try:
             if self._asleep:
@@ -182,23 +182,23 @@ class AsyncLLMSampler:
             await self._llm.resume_generation()
             self._asleep = False
         except Exception as error:
-            await self._look_for_damage()
+            await self._check_half_loaded()
             raise _failure(error) from error
         except asyncio.CancelledError:
-            self._torn = True  # how far it got, nobody knows
+            self._half_loaded = True  # how much was loaded is unknown
             raise
-        words = {word for word, _ in found}
-        if len(words) > 1:
-            raise EngineFailure(f"vLLM's workers hold different weights: {', '.join(sorted(words))}")
+        checksums = {checksum for checksum, _ in found}
+        if len(checksums) > 1:
+            raise EngineFailure(f"vLLM's workers hold different weights: {', '.join(sorted(checksums))}")
         self._in_place = all(ready for _, ready in found)
-        return str(words.pop())
+        return str(checksums.pop())
 
-    async def _look_for_damage(self) -> None:
-        """vLLM's loader cannot take up an update that broke off in the middle: then this process has to go."""
+    async def _check_half_loaded(self) -> None:
+        """vLLM's loader cannot resume an update that failed midway: then this process has to be restarted."""
         try:
-            self._torn = any(await self._llm.collective_rpc("treadle_is_torn"))
+            self._half_loaded = any(await self._llm.collective_rpc("treadle_is_torn"))
         except Exception:  # noqa: BLE001 - whatever keeps it from answering
-            self._torn = True
+            self._half_loaded = True
 
     async def _pause(self) -> None:
         """What `pause_generation` does, but for the 20 ms it waits in the end: nothing of ours is being sampled."""
@@ -217,7 +217,7 @@ class AsyncLLMSampler:
         return found
 
     async def sleep(self, level: int) -> None:
-        self._asleep = True  # it goes to sleep even if nobody waits for that any more
+        self._asleep = True  # it goes to sleep even if this call is cancelled
         await self._llm.sleep(level)
 
     async def wake(self) -> None:
@@ -226,7 +226,7 @@ class AsyncLLMSampler:
         self._asleep = False
 
     async def check(self) -> None:
-        if self._torn:
+        if self._half_loaded:
             raise EngineFailure("an update of the weights broke off in the middle")
         try:
             await self._llm.check_health()
@@ -234,7 +234,7 @@ class AsyncLLMSampler:
             raise _failure(error) from error
 
     async def serve_openai(self, served_as: str, host: str, port: int, api_key: str) -> str:
-        from treadle.engine.vllm.openai_server import start_openai_server  # FastAPI and its friends, for those who ask
+        from treadle.engine.vllm.openai_server import start_openai_server  # imports FastAPI
 
         if self._openai_url is None:
             self._openai_url = await start_openai_server(self._llm, served_as, host, port, api_key)

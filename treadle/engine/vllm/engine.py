@@ -44,11 +44,11 @@ def require_vllm(rollout: RolloutConfig) -> None:
 
 
 _SLICE = 32
-"""Tokens between two looks for stop strings: so many may be sampled in vain."""
+"""Tokens between two searches for stop strings: so many may be sampled in vain."""
 
 
-def _cut(part: Completion, tokens: int) -> Completion:
-    """A part that wrote a stop string, up to its end."""
+def _truncate(part: Completion, tokens: int) -> Completion:
+    """A part that contains a stop string, up to its end."""
     return replace(
         part,
         ids=part.ids[:tokens],
@@ -66,7 +66,7 @@ class VLLMEngine:
         self,
         rollout: RolloutConfig,
         server: ServerProcess,
-        link: ReplicaSocket,
+        socket: ReplicaSocket,
         hello: ServerHello,
         *,
         name: str,
@@ -77,17 +77,17 @@ class VLLMEngine:
         self.version = 0
         self._rollout = rollout
         self._server = server
-        self._link = link
-        self._words = hello.vocabulary
+        self._socket = socket
+        self._vocab_size = hello.vocabulary
         self._decode = decode
         self._owner = owner
         self._gate = PauseGate()
         self._numbers = itertools.count(1)
-        self._open: dict[int, asyncio.Future[Any]] = {}
+        self._pending: dict[int, asyncio.Future[Any]] = {}
         self._sessions: dict[int, str] = {}
         self._asleep = False
         self._closed = False
-        """By us: then the link's end is no death."""
+        """By us: then the end of the socket is no failure."""
         self._death: str | None = None
         self._reading = asyncio.ensure_future(self._read())
 
@@ -106,7 +106,7 @@ class VLLMEngine:
         """Start a server and wait until it serves, or raise within the launch deadline what it said last.
 
         `device` is cpu or cuda, as vLLM was built for. `environment` is added to the server's: CUDA_VISIBLE_DEVICES,
-        where a machine has more GPUs than this replica takes. `decode` gives completions their text.
+        where a machine has more GPUs than this replica takes. `decode` makes the text of completions.
         """
         server = await ServerProcess.start(rollout, model, name=name, device=device, environment=environment)
         try:
@@ -127,20 +127,20 @@ class VLLMEngine:
         owner: bool = False,
     ) -> Self:
         """Use a server. The `owner` ends it when it closes."""
-        link, hello = await server.connect()
-        engine = cls(rollout, server, link, hello, name=name, decode=decode, owner=owner)
+        socket, hello = await server.connect()
+        engine = cls(rollout, server, socket, hello, name=name, decode=decode, owner=owner)
         await engine._call("update", version, None)
         engine.version = version
         return engine
 
     async def generate(self, request: Request) -> Completion:
-        validate_request(request, self.name, room=self._rollout.sequence_length(), num_words=self._words)
+        validate_request(request, self.name, room=self._rollout.sequence_length(), vocab_size=self._vocab_size)
         if self._gate.shut and not await self._gate.admit(request.session):
             return Completion((), (), (), StopReason.ABORT, replica=self.name)
-        return await (self._until_string(request) if request.sampling.stop else self._sample(request))
+        return await (self._sample_until_stop(request) if request.sampling.stop else self._sample(request))
 
-    async def _until_string(self, request: Request) -> Completion:
-        """Sample in slices and look for stop strings after each: vLLM has no tokenizer here, and knows none."""
+    async def _sample_until_stop(self, request: Request) -> Completion:
+        """Sample in slices and search each for stop strings: vLLM runs without a tokenizer here."""
         stops = request.sampling.stop
         if self._decode is None:
             raise RequestRefused(
@@ -154,7 +154,7 @@ class VLLMEngine:
             part = await self._sample(replace(rest, sampling=replace(rest.sampling, max_tokens=min(_SLICE, most))))
             before, end = finder.seen, finder.feed(part.ids)
             if end is not None:
-                part = _cut(part, end - before)
+                part = _truncate(part, end - before)
             if part.stop is not StopReason.LENGTH or len(part.ids) >= most or not part.ids:
                 whole = join_completions(parts, part, self.name)
                 return replace(whole, text=trim_at_stop(self._text(whole.ids, request), stops))
@@ -163,7 +163,7 @@ class VLLMEngine:
 
     async def _sample(self, request: Request) -> Completion:
         number, sampling = next(self._numbers), request.sampling
-        order = SampleRequest(
+        sample = SampleRequest(
             request.ids,
             sampling.max_tokens,
             sampling.own_temperature,
@@ -178,12 +178,12 @@ class VLLMEngine:
         )
         self._sessions[number] = request.session
         try:
-            answer: SampleResult = await self._ask(FrameKind.ORDER, number, order.pack())
+            result: SampleResult = await self._request(FrameKind.REQUEST, number, sample.pack())
         finally:
             del self._sessions[number]
-        text = self._text(answer.ids, request) if self._decode else ""
-        columns = (answer.ids, answer.logprobs, answer.versions(), answer.stop)
-        return Completion(*columns, text, self.name, processed_logprobs=answer.processed, queue_s=answer.queue_s)
+        text = self._text(result.ids, request) if self._decode else ""
+        columns = (result.ids, result.logprobs, result.versions(), result.stop)
+        return Completion(*columns, text, self.name, processed_logprobs=result.processed, queue_s=result.queue_s)
 
     def _text(self, ids: tuple[int, ...], request: Request) -> str:
         assert self._decode is not None
@@ -209,7 +209,7 @@ class VLLMEngine:
         await self._call("health")
 
     async def update_weights(self, update: WeightUpdate) -> str:
-        """Load what the parcel in `update` brings, and confirm what vLLM's workers hold then. Wakes a sleeping engine.
+        """Load the transfer in `update`, and confirm what vLLM's workers hold then. Wakes a sleeping engine.
 
         Without tensors nothing is loaded: the checksum is that of the last update.
         """
@@ -218,11 +218,11 @@ class VLLMEngine:
         transfer = pickle.dumps(update.tensors, pickle.HIGHEST_PROTOCOL) if update.tensors else None
         confirmed: str = await self._call("update", update.version, transfer, update.checksum)
         self.version = update.version
-        self._rouse(transfer is not None)
+        self._mark_awake(transfer is not None)
         return confirmed
 
     async def sleep(self, level: int = 1) -> None:
-        """Give the device's memory back: the cache, and the weights too. Level 1 keeps a copy of these on the host.
+        """Release the device's memory: the KV cache and the weights. Level 1 keeps a copy of the weights on the host.
 
         Requests wait until `wake`, or until an update brings weights; after level 2 only an update will do.
         """
@@ -232,9 +232,9 @@ class VLLMEngine:
 
     async def wake(self) -> None:
         await self._call("wake")
-        self._rouse(True)
+        self._mark_awake(True)
 
-    def _rouse(self, awake: bool) -> None:
+    def _mark_awake(self, awake: bool) -> None:
         if self._asleep and awake:
             self._asleep = False
             self._gate.resume()
@@ -251,7 +251,7 @@ class VLLMEngine:
         return url
 
     async def gone(self) -> str:
-        """Wait until the server has ended; how it did, with its last words."""
+        """Wait until the server has ended; how it did, with its last output."""
         await asyncio.shield(self._reading)
         assert self._death is not None
         return self._death
@@ -265,60 +265,60 @@ class VLLMEngine:
                 await self._abort_running()
         except (EngineFailure, TimeoutError):
             pass  # a server that cannot abort any more is ended all the same
-        self._link.close()
+        self._socket.close()
         if self._owner:
             await self._server.end(self._rollout.limits.close_timeout_s / 2)
         await self._reading
 
     async def _call(self, name: str, *arguments: Any) -> Any:
         body = pickle.dumps((name, *arguments), pickle.HIGHEST_PROTOCOL)
-        return await self._ask(FrameKind.CALL, next(self._numbers), body)
+        return await self._request(FrameKind.CALL, next(self._numbers), body)
 
-    async def _ask(self, kind: FrameKind, number: int, body: bytes) -> Any:
-        """Send a frame and wait for what comes back; the caller's deadline applies. Cancelling withdraws it."""
+    async def _request(self, kind: FrameKind, number: int, body: bytes) -> Any:
+        """Send a frame and wait for what comes back; the caller's deadline applies. Cancelling it sends CANCEL."""
         if self._death:
             raise self._ended()
-        future = self._open[number] = asyncio.get_running_loop().create_future()
+        future = self._pending[number] = asyncio.get_running_loop().create_future()
         try:
-            self._link.send(kind, number, body)
+            self._socket.send(kind, number, body)
             return await future
         except ReplicaSocketClosed:
             await asyncio.shield(self._reading)
             raise self._ended() from None
         except asyncio.CancelledError:
-            self._withdraw(number)
+            self._cancel(number)
             raise
         finally:
-            del self._open[number]
+            del self._pending[number]
 
-    def _withdraw(self, number: int) -> None:
+    def _cancel(self, number: int) -> None:
         try:
-            self._link.send(FrameKind.WITHDRAW, number)
+            self._socket.send(FrameKind.CANCEL, number)
         except ReplicaSocketClosed:
             return  # then the request has gone with the server
 
     async def _read(self) -> None:
-        """Hand out answers until the server goes; whoever still waits hears how it went."""
+        """Dispatch results until the server ends; pending requests then fail with how it ended."""
         try:
             while True:
-                self._settle(*await self._link.receive())
+                self._settle(*await self._socket.receive())
         except ReplicaSocketClosed:
             closed = f"engine {self.name} is closed"
             self._death = closed if self._closed else await self._server.obituary()
-        for future in self._open.values():
+        for future in self._pending.values():
             if not future.done():
                 future.set_exception(self._ended())
 
     def _ended(self) -> EngineFailure:
-        """What is told to whoever asks after the end."""
+        """The failure of every request after the end."""
         assert self._death is not None
         return EngineFailure(self._death) if self._closed else EngineGone(self._death)
 
     def _settle(self, kind: FrameKind, number: int, body: bytes) -> None:
-        future = self._open.get(number)
+        future = self._pending.get(number)
         if future is None or future.done():
             return
-        if kind is FrameKind.ANSWER:
+        if kind is FrameKind.SAMPLED:
             future.set_result(SampleResult.unpack(body))
         elif kind is FrameKind.FAILURE:
             future.set_exception(pickle.loads(body))

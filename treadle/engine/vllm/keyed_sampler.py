@@ -27,7 +27,7 @@ EXTRA = "treadle"
 _NO_PENALTIES = (1.0, 0.0, 0.0, 1.0)
 
 _MAX_HELD = 1 << 20
-"""Logprobs of tokens nobody asked for; the oldest go first."""
+"""Logprobs that were not requested yet; the oldest are dropped first."""
 
 
 class KeyedRow(NamedTuple):

@@ -41,9 +41,9 @@ class RequireKey:
 
 
 async def start_openai_server(llm: Any, served_as: str, host: str, port: int, api_key: str) -> str:
-    """Serve OpenAI's API to those who have the key; the base URL once it answers. Port 0 takes a free one."""
+    """Serve OpenAI's API, with an API key; returns the base URL once it answers. Port 0 takes a free one."""
     if not api_key:
-        raise EngineFailure("vLLM's OpenAI server needs a key: anybody who reaches it could sample otherwise")
+        raise EngineFailure("vLLM's OpenAI server needs a key: without one, anything that reaches it could sample")
     if llm.tokenizer is None:
         fix = "set rollout.engine_kwargs.vllm.skip_tokenizer_init=false"
         raise EngineFailure(f"vLLM was started without a tokenizer, which its OpenAI server needs: {fix}")

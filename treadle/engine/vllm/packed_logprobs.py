@@ -105,7 +105,7 @@ _OURS = {Scheduler: PackingScheduler, AsyncScheduler: PackingAsyncScheduler}
 
 
 def install_packing(scheduling: Any) -> bool:
-    """Have vLLM's config name our scheduler in place of its own; False: somebody else chose one, and it stays."""
+    """Set our scheduler in vLLM's config; False: another one is configured already, and it stays."""
     ours = _OURS.get(scheduling.get_scheduler_cls())
     if ours is not None:
         scheduling.scheduler_cls = f"{ours.__module__}.{ours.__qualname__}"

@@ -19,34 +19,34 @@ from treadle.config.rollout import ModelConfig, RolloutConfig
 from treadle.types import StopReason
 
 _FRAME = struct.Struct("<IBQ")
-_ORDER = struct.Struct("<IIIdddddddiQII")
-_ANSWER = struct.Struct("<BIIBd")
+_REQUEST = struct.Struct("<IIIdddddddiQII")
+_RESULT = struct.Struct("<BIIBd")
 _STOPS = (StopReason.STOP, StopReason.LENGTH, StopReason.ABORT)
 _PART = 1 << 20
 """Bytes a stream reader holds before the other end has to wait."""
 
 
 class ReplicaSocketClosed(Exception):
-    """The other end has gone."""
+    """The other end has closed the socket."""
 
 
 class FrameKind(IntEnum):
-    """What a frame carries."""
+    """Kind of frame."""
 
-    ORDER = 1
-    """To the server: sample. Answered by ANSWER or FAILURE."""
-    WITHDRAW = 2
-    """To the server: the answer is not wanted any more."""
+    REQUEST = 1
+    """To the server: sample. Answered by SAMPLED or FAILURE."""
+    CANCEL = 2
+    """To the server: the request was cancelled."""
     CALL = 3
     """To the server: a method by name. Answered by RESULT or FAILURE."""
-    ANSWER = 4
+    SAMPLED = 4
     RESULT = 5
     FAILURE = 6
 
 
 @dataclass(frozen=True, slots=True)
 class VLLMServerSetup:
-    """What a server is told first."""
+    """Setup message to a server."""
 
     rollout: RolloutConfig
     model: ModelConfig
@@ -57,7 +57,7 @@ class VLLMServerSetup:
 
 @dataclass(frozen=True, slots=True)
 class ServerHello:
-    """What a server says first, to each client."""
+    """First message of a server to each client."""
 
     vocabulary: int
     pid: int
@@ -92,7 +92,7 @@ class SampleRequest:
         return self.is_penalized or (filtered and self.temperature > 0)
 
     def pack(self) -> bytes:
-        head = _ORDER.pack(
+        head = _REQUEST.pack(
             self.max_tokens,
             self.position,
             self.said,
@@ -109,9 +109,9 @@ class SampleRequest:
 
     @classmethod
     def unpack(cls, body: bytes) -> "SampleRequest":
-        tokens, position, said, temperature, top_p, min_p, *rest = _ORDER.unpack_from(body)
+        tokens, position, said, temperature, top_p, min_p, *rest = _REQUEST.unpack_from(body)
         *penalties, top_k, stream, num_ids, _ = rest
-        numbers = array("i", body[_ORDER.size :]).tolist()
+        numbers = array("i", body[_REQUEST.size :]).tolist()
         ids, stops = tuple(numbers[:num_ids]), tuple(numbers[num_ids:])
         given = (ids, tokens, temperature, top_p, top_k, stops, stream, position)
         return cls(*given, min_p, tuple(penalties), said)
@@ -132,17 +132,17 @@ class SampleResult:
 
     def pack(self) -> bytes:
         counts = (len(self.ids), len(self.spans), bool(self.processed))
-        head = _ANSWER.pack(_STOPS.index(self.stop), *counts, self.queue_s)
+        head = _RESULT.pack(_STOPS.index(self.stop), *counts, self.queue_s)
         spans = array("q", [number for span in self.spans for number in span])
         floats = array("d", (*self.logprobs, *self.processed))
         return head + spans.tobytes() + floats.tobytes() + array("i", self.ids).tobytes()
 
     @classmethod
     def unpack(cls, body: bytes) -> "SampleResult":
-        stop, num_ids, num_spans, has_processed, queue_s = _ANSWER.unpack_from(body)
-        spans_end = _ANSWER.size + 16 * num_spans
+        stop, num_ids, num_spans, has_processed, queue_s = _RESULT.unpack_from(body)
+        spans_end = _RESULT.size + 16 * num_spans
         floats_end = spans_end + 8 * num_ids * (1 + has_processed)
-        flat = array("q", body[_ANSWER.size : spans_end]).tolist()
+        flat = array("q", body[_RESULT.size : spans_end]).tolist()
         spans = tuple(zip(flat[::2], flat[1::2], strict=True))
         floats = tuple(array("d", body[spans_end:floats_end]))
         ids = tuple(array("i", body[floats_end:]))

@@ -24,13 +24,13 @@ RequestKey = tuple[int, int]
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """What one segment came to."""
+    """Result of one segment."""
 
     ids: Sequence[int]
     logprobs: Sequence[float]
     stop: StopReason
     processed: Sequence[float] = ()
-    """Of the distribution sampled from, where that is another; not numbers where vLLM tells only one of the two."""
+    """Of the distribution sampled from, where that is another; NaN where vLLM reports only one of the two."""
     queue_s: float = 0.0
     """In vLLM's queue; 0 where its statistics are off."""
 
@@ -39,22 +39,22 @@ SegmentHandle = TypeVar("SegmentHandle")
 
 
 class SegmentSampler(Protocol[SegmentHandle]):
-    """What the server asks of vLLM; see `adapter` for the real one."""
+    """Sampler interface of the server; `async_llm` implements it with vLLM."""
 
-    async def begin(self, order: SampleRequest, kept: Sequence[int]) -> SegmentHandle:
+    async def begin(self, sample: SampleRequest, kept: Sequence[int]) -> SegmentHandle:
         """Register a segment that goes on after `kept`."""
         ...
 
-    async def finish(self, ticket: SegmentHandle) -> Segment:
+    async def finish(self, handle: SegmentHandle) -> Segment:
         """Wait for a segment's end. Cancelling it ends the segment."""
         ...
 
-    async def end(self, tickets: Sequence[SegmentHandle]) -> None:
+    async def end(self, handles: Sequence[SegmentHandle]) -> None:
         """Make segments end, with what they have."""
         ...
 
     async def load(self, transfer: bytes) -> str:
-        """Take new weights while nothing is sampled, and forget what was computed with the old ones."""
+        """Load new weights while nothing is sampled, and drop what was cached with the old ones."""
         ...
 
     async def sleep(self, level: int) -> None: ...
@@ -62,7 +62,7 @@ class SegmentSampler(Protocol[SegmentHandle]):
     async def wake(self) -> None: ...
 
     async def serve_openai(self, served_as: str, host: str, port: int, api_key: str) -> str:
-        """Open a door for OpenAI's API, for those who have the key; its base URL."""
+        """Serve OpenAI's API, with an API key; returns its base URL."""
         ...
 
     async def check(self) -> None:
@@ -72,32 +72,32 @@ class SegmentSampler(Protocol[SegmentHandle]):
 
 @dataclass(slots=True, eq=False)
 class _TrackedRequest(Generic[SegmentHandle]):
-    """One request. `ticket` is there while a segment of it is being sampled."""
+    """One request. `handle` is set while a segment of it is being sampled."""
 
-    order: SampleRequest
+    sample: SampleRequest
     ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     processed: list[float] = field(default_factory=list)
     queue_s: float = 0.0
     spans: list[tuple[int, int]] = field(default_factory=list)
-    ticket: SegmentHandle | None = None
+    handle: SegmentHandle | None = None
     ended: asyncio.Event = field(default_factory=asyncio.Event)
     """No segment of it is being sampled."""
     aborted: bool = False
 
-    def answer(self, stop: StopReason) -> SampleResult:
+    def result(self, stop: StopReason) -> SampleResult:
         columns = (tuple(self.ids), tuple(self.logprobs), merge_spans(self.spans))
         return SampleResult(*columns, stop, tuple(self.processed), self.queue_s)
 
-    def extend(self, piece: Segment, version: int) -> None:
-        known = piece.processed or piece.logprobs
-        if any(one != one and other != other for one, other in zip(piece.logprobs, known, strict=True)):
-            raise EngineFailure(f"token {self.order.position + len(self.ids)}: the model's logits are not numbers")
-        self.ids += piece.ids
-        self.logprobs += piece.logprobs
-        self.processed += piece.processed
-        self.queue_s += piece.queue_s
-        self.spans.append((version, len(piece.ids)))
+    def extend(self, segment: Segment, version: int) -> None:
+        known = segment.processed or segment.logprobs
+        if any(one != one and other != other for one, other in zip(segment.logprobs, known, strict=True)):
+            raise EngineFailure(f"token {self.sample.position + len(self.ids)}: the model's logits are not numbers")
+        self.ids += segment.ids
+        self.logprobs += segment.logprobs
+        self.processed += segment.processed
+        self.queue_s += segment.queue_s
+        self.spans.append((version, len(segment.ids)))
 
 
 class RequestTracker(Generic[SegmentHandle]):
@@ -107,96 +107,96 @@ class RequestTracker(Generic[SegmentHandle]):
         self.version = 0
         self._sampler = sampler
         self._timeout_s = timeout_s
-        self._flights: dict[RequestKey, _TrackedRequest[SegmentHandle]] = {}
-        self._door = asyncio.Lock()
+        self._requests: dict[RequestKey, _TrackedRequest[SegmentHandle]] = {}
+        self._lock = asyncio.Lock()
         self._asleep = 0
         self._confirmed = ""
-        self._damage: str | None = None
+        self._corrupt: str | None = None
 
-    async def generate(self, key: RequestKey, order: SampleRequest) -> SampleResult:
-        """Sample until the order's own end, or an abort."""
-        flight: _TrackedRequest[SegmentHandle] = _TrackedRequest(order)
-        self._flights[key] = flight
-        flight.ended.set()
+    async def generate(self, key: RequestKey, sample: SampleRequest) -> SampleResult:
+        """Sample until the request's own end, or an abort."""
+        request: _TrackedRequest[SegmentHandle] = _TrackedRequest(sample)
+        self._requests[key] = request
+        request.ended.set()
         try:
             while True:
-                piece = await self._segment(flight)
-                if piece is None:
-                    return flight.answer(StopReason.ABORT)
-                if piece.stop is not StopReason.ABORT:
-                    return flight.answer(piece.stop)
+                segment = await self._segment(request)
+                if segment is None:
+                    return request.result(StopReason.ABORT)
+                if segment.stop is not StopReason.ABORT:
+                    return request.result(segment.stop)
         finally:
-            del self._flights[key]
+            del self._requests[key]
 
-    async def _segment(self, flight: _TrackedRequest[SegmentHandle]) -> Segment | None:
+    async def _segment(self, request: _TrackedRequest[SegmentHandle]) -> Segment | None:
         """Sample up to the next interruption; None where the request was aborted."""
-        async with self._door:
-            if flight.aborted:
+        async with self._lock:
+            if request.aborted:
                 return None
-            self._refuse()
+            self._require_ready()
             version = self.version
-            flight.ended.clear()
+            request.ended.clear()
             try:
-                flight.ticket = await self._sampler.begin(flight.order, flight.ids)
+                request.handle = await self._sampler.begin(request.sample, request.ids)
             except BaseException:
-                flight.ended.set()
+                request.ended.set()
                 raise
         try:
-            piece = await self._sampler.finish(flight.ticket)
-            flight.extend(piece, version)
+            segment = await self._sampler.finish(request.handle)
+            request.extend(segment, version)
         finally:
-            flight.ticket = None
-            flight.ended.set()
-        return None if flight.aborted and piece.stop is StopReason.ABORT else piece
+            request.handle = None
+            request.ended.set()
+        return None if request.aborted and segment.stop is StopReason.ABORT else segment
 
-    def _refuse(self) -> None:
-        if self._damage:
-            raise EngineFailure(self._damage)
+    def _require_ready(self) -> None:
+        if self._corrupt:
+            raise EngineFailure(self._corrupt)
         if self._asleep:
             raise EngineFailure("the engine is asleep: wake it, or give it weights")
 
     async def abort(self, keys: Sequence[RequestKey]) -> None:
         """End these requests with the tokens they have; return when they have ended."""
-        async with self._door:
-            flights = [self._flights[key] for key in keys if key in self._flights]
-            for flight in flights:
-                flight.aborted = True
-            await self._stop(flights)
+        async with self._lock:
+            requests = [self._requests[key] for key in keys if key in self._requests]
+            for request in requests:
+                request.aborted = True
+            await self._stop(requests)
 
-    async def _stop(self, flights: Sequence[_TrackedRequest[SegmentHandle]]) -> None:
-        tickets = [flight.ticket for flight in flights if flight.ticket is not None]
-        if tickets:
-            await self._sampler.end(tickets)
-        await self._within(asyncio.gather(*(flight.ended.wait() for flight in flights)), "running requests to end")
+    async def _stop(self, requests: Sequence[_TrackedRequest[SegmentHandle]]) -> None:
+        handles = [request.handle for request in requests if request.handle is not None]
+        if handles:
+            await self._sampler.end(handles)
+        await self._within(asyncio.gather(*(request.ended.wait() for request in requests)), "running requests to end")
 
     async def update(self, version: int, transfer: bytes | None, expected: str = "") -> str:
         """Swap the weights under all requests, which go on with the new ones; the checksum of what is held then.
 
-        Without a parcel only the version changes. A load that fails, or has another checksum than `expected`, leaves
+        Without a transfer only the version changes. A load that fails, or has another checksum than `expected`, leaves
         the weights damaged: nothing is served until a later one succeeds.
         """
-        async with self._door:
-            await self._stop(list(self._flights.values()))
+        async with self._lock:
+            await self._stop(list(self._requests.values()))
             if transfer is not None:
-                self._damage = f"the weights of version {version} did not arrive as they were sent"
+                self._corrupt = f"the weights of version {version} did not arrive as they were sent"
                 self._confirmed = await self._sampler.load(transfer)
                 self._asleep = 0
                 if self._confirmed == expected:
-                    self._damage = None
+                    self._corrupt = None
             self.version = version
             return self._confirmed
 
     async def sleep(self, level: int) -> None:
-        """Give memory back: the cache, and with level 2 the weights too, until `wake` or an update."""
-        async with self._door:
-            await self._stop(list(self._flights.values()))
+        """Release memory: the KV cache, and with level 2 the weights too, until `wake` or an update."""
+        async with self._lock:
+            await self._stop(list(self._requests.values()))
             self._asleep = level
             if level > 1:
-                self._damage = "the weights were given up in sleep: they come back with the next update"
+                self._corrupt = "the weights were given up in sleep: they come back with the next update"
             await self._sampler.sleep(level)
 
     async def wake(self) -> None:
-        async with self._door:
+        async with self._lock:
             await self._sampler.wake()
             self._asleep = 0
 
@@ -213,8 +213,8 @@ class RequestTracker(Generic[SegmentHandle]):
 
     async def health(self) -> None:
         await self._sampler.check()
-        if self._damage and not self._asleep:
-            raise EngineFailure(self._damage)
+        if self._corrupt and not self._asleep:
+            raise EngineFailure(self._corrupt)
 
     async def _within(self, work: Awaitable[object], what: str) -> None:
         try:

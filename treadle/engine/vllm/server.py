@@ -1,8 +1,8 @@
 """The server process of one vLLM replica: `python -m treadle.engine.vllm.server LISTENER`.
 
 Owns the socket it was handed, the clients that connect to it, and vLLM itself. What to serve comes first on standard
-input, which then stays open as long as somebody wants the server: it ends when that closes, however the other side
-ended. When vLLM dies the server dies with it, and leaves its requests unanswered: the owner then reads the last words
+input, which then stays open as long as the server is needed: it ends when that closes, however the other side
+ended. When vLLM dies the server dies with it, and leaves its requests unanswered: the owner then reads the last output
 of both from standard output and error.
 """
 
@@ -47,11 +47,11 @@ class ClientConnection:
             self._link.close()
 
     def _handle(self, kind: FrameKind, number: int, body: bytes, group: asyncio.TaskGroup) -> None:
-        if kind is FrameKind.WITHDRAW:
+        if kind is FrameKind.CANCEL:
             if task := self._working.get(number):
                 task.cancel()
             return
-        work = self._answer(number, body) if kind is FrameKind.ORDER else self._call(number, body)
+        work = self._answer(number, body) if kind is FrameKind.REQUEST else self._call(number, body)
         task = self._working[number] = group.create_task(work)
         task.add_done_callback(lambda _: self._working.pop(number))
 
@@ -61,7 +61,7 @@ class ClientConnection:
         except TreadleError as error:
             await self._fail(number, error)
         else:
-            self._link.send(FrameKind.ANSWER, number, answer.pack())
+            self._link.send(FrameKind.SAMPLED, number, answer.pack())
 
     async def _call(self, number: int, body: bytes) -> None:
         name, *arguments = pickle.loads(body)
@@ -98,7 +98,7 @@ class ClientConnection:
 
 
 async def serve(listener: socket.socket, setup: VLLMServerSetup) -> int:
-    """Start vLLM, tell the first client how that went, and serve until nobody wants the server. The exit status."""
+    """Start vLLM, report the outcome to the first client, and serve until standard input closes; the exit status."""
     try:
         from treadle.engine.vllm.async_llm import AsyncLLMSampler  # takes seconds; the socket listens meanwhile
 
@@ -128,7 +128,7 @@ async def _welcome(listener: socket.socket, serving: RequestTracker[Any], vocabu
 
 
 async def _accept(listener: socket.socket, meet: Callable[..., Any], dead: asyncio.Event) -> None:
-    """Meet clients until vLLM is dead, or nobody wants it any more."""
+    """Accept clients until vLLM is dead, or standard input closes."""
     async with await asyncio.start_unix_server(meet, sock=listener):
         ends = [asyncio.ensure_future(_until_unwanted()), asyncio.ensure_future(dead.wait())]
         _, others = await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
