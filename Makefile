@@ -1,10 +1,15 @@
-# Every target works in a virtual environment of its own, made on first use.
+# Every target works in a virtual environment of its own, made on first use. An environment is complete where it has a
+# stamp with the hash of what it was made from, so a fresh checkout of the same versions installs nothing: a CI that keeps
+# environments between clones sets VENV and CLUSTER to where it keeps them (for one clone at a time).
 VENV ?= .venv
 BIN := $(VENV)/bin
-INSTALLED := $(VENV)/.installed
+INSTALLED := $(VENV)/.installed-$(shell (echo $(CURDIR); python3 --version; cat pyproject.toml constraints.txt) | sha256sum | head -c 16)
 
-CLUSTER := .venv-cluster
-CLUSTER_INSTALLED := $(CLUSTER)/.installed
+CLUSTER ?= .venv-cluster
+CLUSTER_INSTALLED := $(CLUSTER)/.installed-$(shell (echo $(CURDIR); python3 --version; cat pyproject.toml constraints.txt constraints-cluster.txt) | sha256sum | head -c 16)
+
+CLUSTER_TESTS := tests/contract/test_vllm_engine.py tests/contract/test_weight_engines.py \
+	$(wildcard tests/integration/test_*vllm*.py tests/contract/test_ray_*.py tests/integration/test_ray_*.py)
 
 .PHONY: check test test-cluster demo format bench clean
 
@@ -17,9 +22,9 @@ check: $(INSTALLED)  ## format, lint, types, import ranks and unit tests: about 
 test: check  ## everything above, then contract, integration and attack tests with real processes
 	$(BIN)/pytest tests/contract tests/integration tests/attacks -n auto
 
+# A file's tests share one vLLM server or one Ray cluster, and stay together; files run side by side.
 test-cluster: $(CLUSTER_INSTALLED)  ## what needs vLLM and Ray, both real, in an environment of their own
-	$(CLUSTER)/bin/pytest tests/contract/test_vllm_engine.py tests/contract/test_weight_engines.py tests/integration/test_*vllm*.py
-	OMP_NUM_THREADS=1 $(CLUSTER)/bin/pytest tests/contract/test_ray_*.py tests/integration/test_ray_*.py
+	OMP_NUM_THREADS=1 $(CLUSTER)/bin/pytest -n 2 --dist loadfile $(CLUSTER_TESTS)
 
 demo: $(INSTALLED)  ## an agent that learns to use a calculator: two minutes on two cores
 	$(BIN)/treadle train calculator
@@ -34,15 +39,17 @@ bench: $(INSTALLED)  ## figures, not tests: each prints its ratios
 	PYTHONPATH=. $(BIN)/python bench/engine.py
 	PYTHONPATH=. $(BIN)/python bench/grpo_step.py
 
-$(INSTALLED): pyproject.toml constraints.txt
+$(INSTALLED):
 	python3 -m venv $(VENV)
 	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[dev]'
+	rm -f $(VENV)/.installed*
 	touch $@
 
-$(CLUSTER_INSTALLED): pyproject.toml constraints-cluster.txt
+$(CLUSTER_INSTALLED):
 	python3 -m venv $(CLUSTER)
 	$(CLUSTER)/bin/pip install --quiet --constraint constraints.txt torch
 	$(CLUSTER)/bin/pip install --quiet --no-deps --requirement constraints-cluster.txt --editable .
+	rm -f $(CLUSTER)/.installed*
 	touch $@
 
 clean:

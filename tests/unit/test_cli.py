@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 
@@ -97,7 +98,8 @@ def test_ctrl_c_ends_with_its_own_status(here):
     os.mkfifo(here / "slow.yaml")
     started = subprocess.Popen([*COMMAND, "config", "check", "slow.yaml"], stderr=subprocess.PIPE, text=True)
     writer = open_when_read(here / "slow.yaml")
-    time.sleep(0.2)  # until it reads; an interrupt between opening and reading can be lost in the interpreter
+    while Path(f"/proc/{started.pid}/stat").read_text().rpartition(")")[2].split()[0] != "S":
+        time.sleep(0.01)  # until it reads; an interrupt between opening and reading can be lost in the interpreter
     started.send_signal(signal.SIGINT)
     _, said = started.communicate(timeout=30)
     os.close(writer)
