@@ -1,7 +1,8 @@
 """Every key of a config changes something: each is set to two values, and what reads it must tell them apart.
 
 A new key needs a case in a module of `tests/effects`: what shows its effect, through the code that uses it, and two
-values. `UNPROVEN` has the keys whose effect cannot be shown on any machine, each with the reason.
+values. `UNPROVEN` has the keys whose effect cannot be shown on any machine, each with the reason. Whole runs, training
+steps and sharded networks are tried in `tests/integration/test_config_effects_runs.py`.
 """
 
 from pathlib import Path
@@ -27,6 +28,8 @@ from treadle.config import TrainConfig
 from treadle.config.tree import key_paths
 
 MODULES = (classifiers, data, engines, losses, prompts, reward, rollout, runs, schedule, sharding, tools, training)
+WHOLE_RUNS = (runs, sharding, training)
+"""Modules whose cases train networks: half of the time that all cases take, so they are integration tests."""
 EFFECTS = {key: case for module in MODULES for key, case in module.EFFECTS.items()}
 KEYS = {".".join(path) for path in key_paths(TrainConfig)}
 UNPROVEN = {
@@ -51,12 +54,16 @@ def observe(case: Case, directory: Path, keys: str) -> str:
     return repr(case.observe(directory, **getattr(case, keys))).replace(str(directory), "")
 
 
-@pytest.mark.parametrize("key", sorted(EFFECTS))
-def test_another_value_gives_another_result(key, tmp_path):
+def check_effect(key: str, directory: Path) -> None:
     case = EFFECTS[key]
-    one = observe(case, tmp_path / "first", "one")
-    assert one == observe(case, tmp_path / "again", "one"), "the same value must give the same"
-    assert one != observe(case, tmp_path / "other", "other"), f"{key} changes nothing"
+    one = observe(case, directory / "first", "one")
+    assert one == observe(case, directory / "again", "one"), "the same value must give the same"
+    assert one != observe(case, directory / "other", "other"), f"{key} changes nothing"
+
+
+@pytest.mark.parametrize("key", sorted(EFFECTS.keys() - {key for module in WHOLE_RUNS for key in module.EFFECTS}))
+def test_another_value_gives_another_result(key, tmp_path):
+    check_effect(key, tmp_path)
 
 
 def test_every_key_is_proven_or_has_a_reason_not_to_be():
