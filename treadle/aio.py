@@ -1,8 +1,8 @@
 """Asyncio helpers: foreign code in tasks, concurrency, deadlines, shielded cleanup, a bounded buffer, a loop thread.
 
-Tells a cancellation or an interrupt of the caller, which passes, from `sys.exit()`, `KeyboardInterrupt` or a task
-that cancelled itself inside a user's tool, which is an error like any other. Names the place in the user's files that
-an error message shows.
+Distinguishes a cancellation or an interrupt of the caller, which passes, from `sys.exit()`, `KeyboardInterrupt` or a
+task that cancelled itself inside a user's tool, which is an error like any other. Names the place in the user's files
+that an error message shows.
 
     in_own_task      foreign code in a task of its own; CancelledError only where the caller was cancelled
     run_shielded     cleanup that runs to its end or its deadline, also while the caller is cancelled
@@ -62,7 +62,7 @@ def is_external_stop(error: BaseException) -> bool:
 
 
 async def in_own_task(work: Coroutine[Any, Any, T], give_up_s: float = GIVE_UP_S) -> T:
-    """What `work` gives. Runs in a task of its own, so that a cancellation from inside is told from one of the caller.
+    """Result of `work`, run in a task of its own: a cancellation from inside is distinct from one of the caller.
 
     SelfCancelled where it cancelled itself. A cancelled caller waits for its end, and at most `give_up_s`.
     """
@@ -101,7 +101,7 @@ async def cancel_and_wait(task: asyncio.Task[Any], give_up_s: float = GIVE_UP_S)
 
 
 def abandon(task: asyncio.Task[Any]) -> None:
-    """Keep a task until it ends, and take no notice of how it does."""
+    """Keep a task until it ends, and ignore its result."""
     if not task.done():
         _ABANDONED.add(task)
         task.add_done_callback(_forget)
@@ -262,7 +262,7 @@ class BoundedBuffer(Generic[T]):
 
 
 class LoopThread:
-    """Started by its constructor; `stop` ends it. The thread never keeps the interpreter from leaving."""
+    """Event loop in a daemon thread, started by the constructor and ended by `stop`."""
 
     def __init__(self, name: str) -> None:
         self._loop = asyncio.new_event_loop()

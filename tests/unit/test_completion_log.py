@@ -385,7 +385,7 @@ def test_a_closed_journal_that_lacks_parts_is_misuse(tmp_path: Path) -> None:
 
 
 class Life:
-    """One process' share of the work: engine, recall and worker."""
+    """Parts of one process: engine, completion log and worker."""
 
     def __init__(self, engine: ScriptedEngine, completion_log: CompletionLog, worker: AgentLoopWorker) -> None:
         self.engine = engine

@@ -1,4 +1,4 @@
-"""The books of a run: right across kills and resumes, and a task that is skipped, repeated or lost is found."""
+"""Audit of a run: right across kills and resumes, and a task that is skipped, repeated or lost is found."""
 
 import asyncio
 from collections.abc import Iterable

@@ -1,4 +1,4 @@
-"""The rate limit holds in every window, in order, and is not worn down by those who leave."""
+"""The rate limit holds in every window, in order, and cancelled waiters do not lower it."""
 
 import asyncio
 import time

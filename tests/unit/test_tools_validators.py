@@ -36,7 +36,7 @@ def properties(function: Callable[..., Any]) -> Mapping[str, Any]:
     return found
 
 
-def misfit(schema: Mapping[str, Any], value: object) -> str:
+def problem_of(schema: Mapping[str, Any], value: object) -> str:
     with pytest.raises(InvalidArgument) as caught:
         compile_validator(schema)(value)
     return str(caught.value)
@@ -231,7 +231,7 @@ def test_what_cannot_be_described_is_an_error_that_names_it(function: Callable[.
 )
 def test_a_value_that_does_not_fit_says_where_and_why(schema: Mapping[str, Any], value: object, words: str) -> None:
     wrapped = {"type": "object", "properties": {"x": schema}}
-    assert words in misfit(wrapped, {"x": value})
+    assert words in problem_of(wrapped, {"x": value})
 
 
 def test_references_may_be_circular() -> None:
@@ -240,7 +240,7 @@ def test_references_may_be_circular() -> None:
         "properties": {"head": {"$ref": "#/$defs/node"}},
     }
     assert compile_validator(schema)({"head": {"value": 1, "next": {"value": 2}}})
-    assert misfit(schema, {"head": {"next": {"value": "x"}}}).startswith("head.next.value")
+    assert problem_of(schema, {"head": {"next": {"value": "x"}}}).startswith("head.next.value")
 
 
 def test_unknown_keywords_are_left_to_the_server() -> None:
@@ -281,7 +281,7 @@ def test_untyped_text_takes_the_type_of_the_schema(schema: Mapping[str, Any], te
 
 
 def test_typed_text_stays_text() -> None:
-    assert "must be a whole number" in misfit({"properties": {"x": {"type": "integer"}}}, {"x": "7"})
+    assert "must be a whole number" in problem_of({"properties": {"x": {"type": "integer"}}}, {"x": "7"})
 
 
 JSON = st.recursive(

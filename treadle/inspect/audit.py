@@ -44,7 +44,7 @@ class Audit:
 
 @dataclass(frozen=True, slots=True)
 class _CheckpointMark:
-    """Tells checkpoints apart: two with the same step, frontier and open tasks have the same states."""
+    """Identity of a checkpoint: two with the same step, frontier and open tasks have the same states."""
 
     step: int
     position: int

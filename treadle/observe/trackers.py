@@ -134,7 +134,7 @@ class TensorBoardTracker:
 class WandbTracker:
     """A run in `logging.project_name`, continued under the same id when the run directory is.
 
-    `step` is an own metric that all others are drawn over: W&B drops what it is told of a step that has passed, and the
+    `step` is an own metric that all others are drawn over: W&B drops values of a step that has passed, and the
     figures of a validation beside training come late.
     """
 

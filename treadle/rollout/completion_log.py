@@ -56,7 +56,7 @@ def needs_new_noise(outcome: Outcome) -> bool:
 
 
 def prompt_digest(ids: tuple[int, ...]) -> int:
-    """Tells requests apart. Python salts the hashes of text but not those of numbers, so processes agree on it."""
+    """Digest of a request's ids. Python salts the hashes of text but not those of numbers, so processes agree on it."""
     return hash(ids)
 
 
@@ -83,7 +83,7 @@ class _SessionLog:
 
 
 class CompletionLog:
-    """See the module. All calls come from one event loop; without a journal it only passes requests on."""
+    """Completions of open sessions, recorded and returned again. One event loop; without a journal it only forwards."""
 
     def __init__(self, engine: TokenGenerator, journal: Journal | None, *, interval_s: float = INTERVAL_S) -> None:
         self._engine = engine

@@ -1,7 +1,7 @@
 """Agent loop manager: the public interface of a rollout.
 
 Runs on an event loop of its own, in a thread of its own, from `create` to `close`. Every public call has an awaitable
-and a blocking form, told apart by name alone. A manager that exists is started.
+and a blocking form, distinguished by name alone. A manager that exists is started.
 
     async with await AgentLoopManager.create(rollout=cfg.rollout, model=cfg.model, reward=cfg.reward) as manager:
         batch = await manager.generate_sequences(tasks)

@@ -180,14 +180,14 @@ class RolloutService:
             request = replace(self._request(kind, done), unscored=unscored)
             await self._dispatcher.stream(tasks, request, buffer)
 
-    async def group(self, task: Task, kind: RolloutKind, past: RecoveredTask) -> Group | Dropped:
+    async def group(self, task: Task, kind: RolloutKind, recovered: RecoveredTask) -> Group | Dropped:
         """Sample one task. `watch` must run meanwhile: it reports stalls and a journal that cannot be written."""
         request = self._request(kind)
         with self._counted():
             for sample in range(task.n or request.n):
                 self._completion_log.forget(f"{task.uid}/{sample}")  # of a group that was cancelled, and begins again
-            self._completion_log.recover(past.parts)
-            return await self._dispatcher.group(task, request, past)
+            self._completion_log.recover(recovered.parts)
+            return await self._dispatcher.group(task, request, recovered)
 
     async def watch(self) -> None:
         """Report stalls; raise when the journal cannot be written any more, or no replica is left; until cancelled."""

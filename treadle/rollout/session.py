@@ -104,7 +104,7 @@ class Session:
 
     @property
     def extra(self) -> dict[str, Any]:
-        """Notes a loop wants in the trajectory, for reward functions and people."""
+        """Extra fields of the trajectory, for reward functions and readers."""
         return self._state.extra
 
     async def generate(self, *, max_tokens: int | None = None, **sampling: Any) -> Completion:
@@ -203,7 +203,7 @@ class Session:
         )
 
     async def observe(self, *messages: Message | str, reward: float | None = None) -> None:
-        """Add what follows the model's turn: tool results, or a user's words. Text alone is a user message.
+        """Add what follows the model's turn: tool results, or user messages. Text alone is a user message.
 
         Where no further turn can follow, because turns or tokens are spent, the session ends instead.
         """
@@ -315,7 +315,7 @@ class Session:
 
 
 def _assistant_message(completion: Completion) -> Message:
-    """A turn as a message; calls that the engine parsed itself are told in OpenAI's shape."""
+    """A turn as a message; calls that the engine parsed itself have OpenAI's shape."""
     message: dict[str, Any] = {"role": "assistant", "content": completion.text}
     if completion.calls:
         message["tool_calls"] = [

@@ -2,7 +2,7 @@
 
 Owns the connection, the end of the server's standard error, and the translation between MCP's results and ours. The
 SDK's contexts must be left by the task that entered them; so a connection lives in a task of its own, which enters
-them, hands out the client, waits until it is stopped, and leaves them. Calls may come from any other task. Knows
+them, provides the client, waits until it is stopped, and leaves them. Calls may come from any other task. Knows
 nothing about retries: what is raised as ToolFailure, the caller tries again.
 The border: an answer of the server, also one marked as an error, is for the model to read, and so is its refusal of
 the arguments. A connection that broke, an error of the protocol or an answer that breaks the server's own schema is
