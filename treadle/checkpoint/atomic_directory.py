@@ -56,7 +56,7 @@ def remove_leftovers(parent: Path) -> None:
 
 
 def restrict_permissions(directory: Path) -> None:
-    """Let nobody but the user read what is below: weights may be worth as much as what they were trained on."""
+    """Make what is below readable by the user alone: weights may be worth as much as what they were trained on."""
     for folder, _, files in os.walk(directory):
         os.chmod(folder, _DIRECTORY_MODE)
         for name in files:

@@ -26,7 +26,7 @@ class _HeldRequest:
         self.aborted = False
         self.wake: asyncio.Future[None] = loop.create_future()
 
-    def knock(self) -> None:
+    def wake_up(self) -> None:
         if not self.wake.done():
             self.wake.set_result(None)
 
@@ -34,12 +34,12 @@ class _HeldRequest:
 class PauseGate:
     """Read `shut` first: an open gate costs a request one attribute."""
 
-    __slots__ = ("_closed", "_visitors", "shut")
+    __slots__ = ("_closed", "_held", "shut")
 
     def __init__(self) -> None:
         self.shut = False
         self._closed: str | None = None
-        self._visitors: dict[_HeldRequest, None] = {}
+        self._held: dict[_HeldRequest, None] = {}
 
     async def admit(self, session: str) -> bool:
         """Wait until the gate opens. False: the session was aborted meanwhile. Its deadline is the caller's."""
@@ -51,44 +51,44 @@ class PauseGate:
         return True
 
     async def _wait(self, session: str) -> bool:
-        visitor = _HeldRequest(session)
-        self._visitors[visitor] = None
+        held = _HeldRequest(session)
+        self._held[held] = None
         try:
-            await visitor.wake
+            await held.wake
         finally:
-            del self._visitors[visitor]
-        return not visitor.aborted
+            del self._held[held]
+        return not held.aborted
 
     def pause(self) -> None:
         self.shut = True
 
     def resume(self) -> None:
-        """Let everyone in, unless the gate is closed for good."""
+        """Admit all held requests, unless the gate is closed for good."""
         if self._closed is None:
             self.shut = False
             self._wake_all()
 
     def abort(self, session: str | None = None) -> None:
-        """Turn away those who wait: one session, or all."""
-        for visitor in self._visitors:
-            if session is None or visitor.session == session:
-                visitor.aborted = True
-                visitor.knock()
+        """Abort held requests: of one session, or all."""
+        for held in self._held:
+            if session is None or held.session == session:
+                held.aborted = True
+                held.wake_up()
 
     def close(self, why: str) -> bool:
-        """Turn away those who wait, and everyone after, with `why`. False: it was closed already."""
+        """Fail held and later requests with `why`. False: it was closed already."""
         first = self._closed is None
         self._closed, self.shut = self._closed or why, True
         self._wake_all()
         return first
 
     def _wake_all(self) -> None:
-        for visitor in self._visitors:
-            visitor.knock()
+        for held in self._held:
+            held.wake_up()
 
     def waiting(self) -> tuple[tuple[str, float], ...]:
         """The session and the start of each wait, oldest first."""
-        return tuple((visitor.session, visitor.since) for visitor in self._visitors)
+        return tuple((held.session, held.since) for held in self._held)
 
 
 class WaitInterrupted(Exception):
@@ -141,7 +141,7 @@ class InFlightRequest(InterruptibleWait):
 
 
 class InFlightRequests(dict[InFlightRequest, None]):
-    """The requests on their way, oldest first. A dict, so that asking how many costs next to nothing."""
+    """The requests in flight, oldest first. A dict, so that asking how many costs next to nothing."""
 
     __slots__ = ("_idle",)
 
@@ -156,13 +156,13 @@ class InFlightRequests(dict[InFlightRequest, None]):
             self._idle.set()
 
     def end(self, reason: str, session: str | None = None) -> None:
-        """Interrupt the requests of one session, or all; whoever sent them decides what next."""
+        """Interrupt the requests of one session, or all; the caller decides what follows."""
         for flight in self:
             if session is None or flight.session == session:
                 flight.fire(reason)
 
     async def drain(self, timeout_s: float) -> bool:
-        """Wait until nothing is on its way; False when that takes longer."""
+        """Wait until nothing is in flight; False when that takes longer."""
         if self._idle is None:
             self._idle = asyncio.Event()
         try:

@@ -155,7 +155,7 @@ class OpenAIEngine:
         name: str = "openai",
         api_key: str | None = None,
     ) -> Self:
-        """Reach the endpoint and settle the model, or raise. `api_key` is the value, whoever read it from where."""
+        """Reach the endpoint and settle the model, or raise. `api_key` is the value itself."""
         from treadle.engine.http_client import HttpClient
 
         advice = {status: text.format(api_key_env=openai.api_key_env) for status, text in _ADVICE.items()}

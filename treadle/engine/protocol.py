@@ -127,7 +127,7 @@ class SupportsSleep(Protocol):
     """An engine that can give the memory of a shared device back. The next weights wake it, whatever the level."""
 
     async def sleep(self, level: int = 1) -> None:
-        """Free what can be had again: 1 keeps the weights somewhere, 2 does not. Nobody may be generating."""
+        """Free what can be had again: 1 keeps the weights somewhere, 2 does not. No request may be running."""
         ...
 
 
@@ -136,7 +136,7 @@ class SupportsForget(Protocol):
     """An engine that keeps something for a session's next turn."""
 
     def forget(self, session: str) -> None:
-        """The session is over. A hint: nobody waits for it, and unknown sessions do no harm."""
+        """The session is over. A hint: no call waits for it, and unknown sessions do no harm."""
         ...
 
 

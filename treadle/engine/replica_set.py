@@ -25,7 +25,7 @@ from treadle.errors import EngineFailure, MisuseError, nearest
 
 @dataclass(frozen=True, slots=True)
 class ReplicaSnapshot:
-    """One replica as a person wants to see it."""
+    """Status of one replica, for reports."""
 
     name: str
     in_flight: int
@@ -104,7 +104,7 @@ class ReplicaSet:
     def __init__(self, engines: Iterable[Engine], routing: RoutingOptions) -> None:
         self.ready: tuple[Replica, ...] = ()
         self.paused = False
-        """What replicas that come back are told to be."""
+        """Whether replicas that come back are paused."""
         self.next_probe = inf
         self._routing = routing
         self._replicas: dict[str, Replica] = {}
@@ -116,12 +116,12 @@ class ReplicaSet:
 
     @property
     def replicas(self) -> tuple[Replica, ...]:
-        """Everyone, those that leave included, in order of joining."""
+        """All replicas, those being removed included, in order of joining."""
         return tuple(self._replicas.values())
 
     @property
     def members(self) -> tuple[Replica, ...]:
-        """Everyone who stays."""
+        """All replicas that are not being removed."""
         return tuple(replica for replica in self._replicas.values() if not replica.leaving)
 
     def join(self, engine: Engine) -> Replica:
@@ -172,7 +172,7 @@ class ReplicaSet:
         self._refresh()
 
     def probe_due(self, now: float) -> None:
-        """Look again at the replicas whose backoff is over, without waiting for them."""
+        """Probe the replicas whose backoff is over, without waiting for them."""
         if self._crash is not None:
             raise self._crash
         for replica in self.members:
@@ -181,14 +181,14 @@ class ReplicaSet:
         self._refresh()
 
     async def probe(self) -> None:
-        """Look at every replica now, and return when each has answered or run out of time."""
+        """Probe every replica now, and return when each has answered or timed out."""
         probes = [self._start_probe(replica) for replica in self.members]
         if probes:
             await asyncio.wait(probes)
         self._raise_if_none()
 
     async def revive(self) -> None:
-        """Look at every replica now, and return when one is ready."""
+        """Probe every replica now, and return when one is ready."""
         probes = {self._start_probe(replica) for replica in self.members}
         while probes and not self.ready:
             _, probes = await asyncio.wait(probes, return_when=asyncio.FIRST_COMPLETED)

@@ -6,7 +6,7 @@ with; without any it is made again. On this machine and on a cluster alike.
 
     generate, update_weights   wait for the successor, if no other engine serves; else they fail, and go elsewhere
     tend                       one for each slot: waits for the process's end, without a deadline; then for the next one
-                               (its launch deadline) and for its weights, by the next push or from whoever restores them
+                               (its launch deadline) and for its weights, by the next push or by a restore
 
 Invariant: a successor serves nothing before it has the weights of the others. When the last slot is given up, `watch`
 raises the cause.
@@ -90,7 +90,7 @@ class ReplicaSupervisor:
         raise RunError(self._cause)
 
     async def close(self) -> None:
-        """Restart nobody from now on. The engines themselves are the router's."""
+        """Restart no replica from now on. The engines themselves are the router's."""
         for slot in self._slots:
             await slot.rest()
 
@@ -100,11 +100,11 @@ class ReplicaSupervisor:
             await slot.close()
 
     def serves_without(self, slot: "RestartingEngine") -> bool:
-        """Whether somebody else would serve a request now."""
+        """Whether another replica would serve a request now."""
         return any(other.serves for other in self._slots if other is not slot)
 
     def relieve(self, slot: "RestartingEngine") -> None:
-        """Somebody serves again: whoever waits at other slots need not wait there."""
+        """A replica serves again: requests that wait at other slots are released."""
         for other in self._slots:
             if other is not slot and not other.serves:
                 other.send_away()
@@ -275,7 +275,7 @@ class RestartingEngine:
         self._tending.cancel()
         await asyncio.wait({self._tending})
         if not self._tending.cancelled():
-            self._tending.exception()  # whoever waited has heard it
+            self._tending.exception()  # already raised to the waiting calls
 
     async def close(self) -> None:
         self._gate.close(f"{self.name} is closed")
@@ -286,14 +286,14 @@ class RestartingEngine:
                 await engine.close()
 
     def _refuse(self) -> None:
-        """Fail where waiting is no use: others serve meanwhile, or nobody comes any more."""
+        """Fail where waiting is no use: other replicas serve meanwhile, or no restart follows."""
         if self.lost:
             raise EngineFailure(f"{self.name} could not be started again: {self._cause}")
         if self._supervisor.serves_without(self):
             raise EngineFailure(f"{self.name} is being started again: {self._cause}")
 
     def _lose(self, engine: ProcessEngine) -> None:
-        """This one is gone, as whoever called it noticed, or its tending did."""
+        """The replica is gone, as a failed call or its supervision noticed."""
         if engine is self._engine or engine is self._successor:
             self._engine = self._successor = None
             self._arrived.clear()
@@ -309,7 +309,7 @@ class RestartingEngine:
             self._supervisor.relieve(self)
 
     async def _stay(self, first: ProcessEngine) -> None:
-        """Tend the slot; whatever goes wrong with that, nobody waits in vain."""
+        """Supervise the slot; whatever fails there, no request waits forever."""
         try:
             await self._tend(first)
         except Exception as error:

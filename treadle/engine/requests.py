@@ -27,7 +27,7 @@ MAX_LOGPROB = 1e-3
 def validate_request(
     request: Request, engine: str, *, room: int, vocab_size: int, max_stops: int | None = None
 ) -> None:
-    """Raise RequestRefused for what fits neither `room` tokens nor `vocab_size` words, or has too many stops."""
+    """Raise RequestRefused for more than `room` tokens, ids outside `vocab_size`, or too many stops."""
     ids, sampling = request.ids, request.sampling
     problem = None
     if not 0 < len(ids) < room:
@@ -211,7 +211,7 @@ def continuation_of(request: Request, part: Completion) -> Request:
 
 
 def join_completions(saved: Sequence[Completion], last: Completion, replica: str) -> Completion:
-    """The parts of an answer as one. Its text is left for whoever has the whole turn: a part may end in mid-letter."""
+    """The parts of an answer as one. Its text is left to the caller: a part may end in mid-letter."""
     if not saved:
         return last
     parts = (*saved, last)

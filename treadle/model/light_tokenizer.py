@@ -173,7 +173,7 @@ class LightTokenizer:
         return self.backend_tokenizer.decode(token_ids, skip_special_tokens=skip_special_tokens)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "LightTokenizer":
-        """Nobody changes it, so whoever wants a tokenizer of their own may have this one."""
+        """It is never changed, so a copy is the tokenizer itself."""
         return self
 
     def _choose_template(self, given: str | None, tools: bool) -> str:
@@ -233,7 +233,7 @@ class _Recipe:
 def load_light_tokenizer(directory: Path, *, trust_remote_code: bool = False) -> LightTokenizer | None:
     """The tokenizer in a directory; None where only transformers knows how to load it.
 
-    A ValueError means that tokenizer.json cannot be read by anyone.
+    A ValueError means that tokenizer.json cannot be read by any loader.
     """
     file = directory / "tokenizer.json"
     try:

@@ -193,12 +193,12 @@ def _try_out(config: "PreTrainedConfig", longest: int | None, prove: Callable[[P
 
 def _prove_policy(probe: Probe) -> Finding:
     module, kind = probe.prepared(), type(probe.module).__name__
-    everyone = range(len(probe.rows))
+    all_rows = range(len(probe.rows))
     with recomputing(module, True):
         logprobs = probe.differ(_pack(probe, module, (2,)), (2,))  # a short row first: nothing may remember longer ones
-        found = _pack(probe, module, everyone)
+        found = _pack(probe, module, all_rows)
         loss(found, probe.rows, probe.weights).backward()  # type: ignore[no-untyped-call]
-        logprobs, gradients = max(logprobs, probe.differ(found, everyone)), probe.differ_in_gradients(module)
+        logprobs, gradients = max(logprobs, probe.differ(found, all_rows)), probe.differ_in_gradients(module)
         for members in ((3, 0), (1,)):
             logprobs = max(logprobs, probe.differ(_pack(probe, module, members), members))
     problem = None
@@ -220,12 +220,12 @@ def _differ_fused(probe: Probe) -> float | None:
         return None
     for forward in fused:
         forward.parts.layer.forward = forward
-    everyone = range(len(probe.rows))
+    all_rows = range(len(probe.rows))
     with recomputing(module, True):
-        found = _pack(probe, module, everyone)
+        found = _pack(probe, module, all_rows)
         loss(found, probe.rows, probe.weights).backward()  # type: ignore[no-untyped-call]
     right = probe.differ_in_gradients(module) <= GRADIENT_TOLERANCE
-    return probe.differ(found, everyone) if right else torch.inf
+    return probe.differ(found, all_rows) if right else torch.inf
 
 
 def _pack(probe: Probe, module: "PreTrainedModel", members: Sequence[int]) -> list[Tensor]:

@@ -53,7 +53,7 @@ class BroadcastRank:
 
 
 class BroadcastGroup:
-    """Those who have met."""
+    """Broadcast group of the processes that signed in."""
 
     def __init__(self, group: Group, device: torch.device, wait: timedelta) -> None:
         self._group = group
@@ -72,7 +72,7 @@ class BroadcastGroup:
         try:
             yield circle
         finally:
-            del circle._group  # whoever still waits for this process learns that it has gone
+            del circle._group  # processes that still wait for this one see it leave
 
     def broadcast(self, memory: Tensor) -> None:
         """From the sender to all; return when it is done here."""
@@ -111,7 +111,7 @@ def own_address(seat: BroadcastRank, address: tuple[str, int]) -> str:
 
 
 def check_reachable(host: str, port: int, timeout_s: float) -> None:
-    """Refuse an address where nobody listens any more. torch would go on trying."""
+    """Refuse an address where no process listens any more. torch would keep retrying."""
     try:
         socket.create_connection((host, port), timeout=timeout_s).close()
     except OSError as error:
@@ -153,7 +153,7 @@ class CollectiveTransport:
         self._offers: dict[int, _BroadcastRounds] = {}
 
     def offer(self, version: int, tensors: CastTensors) -> WeightTransfer:
-        """A parcel of these tensors, to be opened by any number of processes that reach `host`."""
+        """A transfer of these tensors, to be opened by any number of processes that reach `host`."""
         patience = timedelta(seconds=self._timeout_s)
         key = token_hex(16)
         server = RendezvousServer(self._host, key, patience)
@@ -248,7 +248,7 @@ class _BroadcastRounds:
     ) -> None:
         self._server = server
         self._store = server.store
-        self._parcel = transfer
+        self._transfer = transfer
         self._tensors = tensors
         self._device = device
         self._missing = receivers
@@ -270,14 +270,14 @@ class _BroadcastRounds:
                 log.warning("a broadcast of weights to %d receivers broke: %s", len(numbers), error)
 
     def _admit(self) -> range:
-        """The numbers of those who signed in since the last round, when it is time for another."""
+        """The numbers of receivers that signed in since the last round, when it is time for another."""
         first = self._seated + 1
         while self._seated + 1 - first < max(1, self._missing):
             patience = _LONG if self._seated + 1 == first else timedelta(seconds=JOIN_S)
             try:
                 self._store.wait([f"{_SIGNED}/{self._seated + 1}"], patience)
             except RuntimeError:
-                break  # nobody else comes, for now
+                break  # no other receiver comes, for now
             if self._store.get(f"{_SIGNED}/{self._seated + 1}") == _END.encode():
                 self._ending = True
                 break
@@ -288,7 +288,7 @@ class _BroadcastRounds:
         size = len(numbers) + 1
         for rank, number in enumerate(numbers, 1):
             self._store.set(f"{_SEAT}/{number}", str(BroadcastRank(numbers.start, rank, size)))
-        transfer, mine = self._parcel, BroadcastRank(numbers.start, 0, size)
+        transfer, mine = self._transfer, BroadcastRank(numbers.start, 0, size)
         memory = bucket_memory(transfer, self._device)
         with (
             BroadcastGroup.enter((self._store, mine), transfer.address, self._device, transfer.stall_s) as circle,
@@ -301,8 +301,8 @@ class _BroadcastRounds:
                 circle.broadcast(memory[: bucket.num_bytes])
 
     def close(self) -> None:
-        """Let nobody else in, and wait for the round that runs. The thread's own store is busy waiting."""
-        host, port = self._parcel.address
-        store = join_store(host, port, self._parcel.key)
+        """Close sign-in, and wait for the round that runs. The thread's own store is busy waiting."""
+        host, port = self._transfer.address
+        store = join_store(host, port, self._transfer.key)
         store.set(f"{_SIGNED}/{store.add(_SIGNED, 1)}", _END)
         self._work.join()  # each of its waits ends: the first now, the others by their deadlines

@@ -25,7 +25,7 @@ IpcHandle = tuple[str, Callable[..., Tensor], tuple[Any, ...]]
 
 
 def make_handle(tensor: Tensor) -> IpcHandle:
-    """For one other process: torch counts who holds it."""
+    """For one other process: torch counts its holders."""
     from torch.multiprocessing.reductions import reduce_tensor
 
     rebuild, arguments = reduce_tensor(tensor)  # type: ignore[no-untyped-call]

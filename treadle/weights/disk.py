@@ -30,7 +30,7 @@ class DiskTransport:
         remove_leftovers(directory)
 
     def offer(self, version: int, tensors: CastTensors) -> WeightTransfer:
-        """Write everything; a parcel that reads it."""
+        """Write everything; returns a transfer that reads it."""
         folder = self._folder(version)
         transfer = DiskTransfer(tensors.specs(), self._bucket_bytes, folder)
         try:

@@ -97,7 +97,7 @@ class DeviceSlotRing:
         return cls(torch.empty(size * count, dtype=torch.uint8, device=device), size)
 
     def send(self, connection: socket.socket, reader: bytes) -> None:
-        if reader != self._reader:  # a handle is for one process: torch counts who holds it
+        if reader != self._reader:  # a handle is for one process: torch counts its holders
             self._reader, self._message = reader, pickle.dumps(make_handle(self._memory))
         connection.sendall(frame(self._message))
 
@@ -158,7 +158,7 @@ class SharedMemoryTransport:
         self._door: UnixServer | None = None
 
     def offer(self, version: int, tensors: CastTensors) -> WeightTransfer:
-        """A parcel of these tensors, to be opened by any number of processes of this machine."""
+        """A transfer of these tensors, to be opened by any number of processes of this machine."""
         self._door = self._door or UnixServer(self._serve, timeout_s=self._timeout_s)
         specs = tensors.specs()
         transfer = SharedMemoryTransfer(

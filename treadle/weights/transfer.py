@@ -172,7 +172,7 @@ class CastTensors(Mapping[str, Tensor]):
 
     def __init__(self, tensors: Mapping[str, Tensor], dtype: torch.dtype | None) -> None:
         self.sources = {name: tensor.detach() if tensor.requires_grad else tensor for name, tensor in tensors.items()}
-        """The tensors as they are, for whoever copies into the other format at once."""
+        """The tensors as they are, for readers that convert the dtype while copying."""
         self._dtype = dtype
 
     def specs(self) -> tuple[TensorSpec, ...]:

@@ -59,6 +59,6 @@ class TransportSpec:
         return SharedMemoryTransport(device=self.device, timeout_s=self.timeout_s, bucket_bytes=self.bucket_bytes)
 
     def clear(self) -> None:
-        """Remove what a sender that was killed has left. Nobody may be sending."""
+        """Remove what a sender that was killed has left. Not while one is sending."""
         if self.way == "disk":
             remove_leftovers(self.directory)

@@ -24,11 +24,11 @@ HEAD_BYTES = _SIZE.size
 _CREDENTIALS = struct.Struct("iII")
 """Process, user and group at the other end, as Linux tells them."""
 _NO_DESCRIPTOR_S = 0.05
-"""How long to wait where the process has no descriptor left for a guest."""
+"""How long to wait where the process has no descriptor left for a connection."""
 
 
 class UnixServer:
-    """Calls `serve` with each guest's connection, in a thread of its own; what it raises of OSError ends that guest."""
+    """Calls `serve` with each connection, in a thread of its own; an OSError ends that connection."""
 
     def __init__(self, serve: Callable[[socket.socket], None], *, timeout_s: float) -> None:
         self.address = f"\0treadle-{secrets.token_hex(8)}"
@@ -48,7 +48,9 @@ class UnixServer:
             except OSError:
                 time.sleep(0 if self._closed else _NO_DESCRIPTOR_S)
             else:
-                threading.Thread(target=self._meet, args=(connection,), name="door guest", daemon=True).start()
+                threading.Thread(
+                    target=self._meet, args=(connection,), name="unix server connection", daemon=True
+                ).start()
 
     def _meet(self, connection: socket.socket) -> None:
         connection.settimeout(self._timeout_s)
@@ -57,7 +59,7 @@ class UnixServer:
             self._serve(connection)
 
     def close(self) -> None:
-        """Let nobody else in. Guests who are inside are served to the end."""
+        """Accept no more connections. Open ones are served to the end."""
         self._closed = True
         self._listener.shutdown(socket.SHUT_RDWR)
         self._accepting.join()
