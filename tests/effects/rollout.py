@@ -74,7 +74,7 @@ class Twice(AgentLoopBase):
         self.doubt = doubt
 
     async def run(self, session: Session) -> None:
-        session.extra["apart"] = "treadle.rollout.process_main" in sys.orig_argv
+        session.extra["apart"] = "treadle.process" in sys.orig_argv
         await session.generate()
         await session.observe(self.doubt)
         await session.generate()

@@ -90,7 +90,7 @@ def test_rejection_has_two_bounds(level: str, lower: float | None) -> None:
 
 
 @pytest.mark.parametrize("level", ["token", "sequence"])
-def test_measures_tell_how_far_apart_the_policies_are(level: str) -> None:
+def test_metrics_show_how_far_apart_the_policies_are(level: str) -> None:
     sequences = make(2)
     found = read_metrics(run(sequences, RolloutCorrectionConfig(rollout_is=level, rollout_is_threshold=1.2)).metrics)
     logs = [(sequence.old - sequence.rollout)[sequence.mask] for sequence in sequences if sequence.mask.any()]
@@ -157,7 +157,7 @@ def test_rejected_samples_are_worth_nothing() -> None:
 
 
 @pytest.mark.parametrize("level", ["token", "sequence"])
-def test_measures_of_micro_batches_join_to_those_of_the_batch(level: str) -> None:
+def test_metrics_of_micro_batches_merge_to_those_of_the_batch(level: str) -> None:
     sequences = make(4)
     chosen = RolloutCorrectionConfig(rollout_is=level, rollout_rs="geometric", rollout_rs_threshold=1.1)
     parts = [run(part, chosen).metrics for part in (sequences[:1], sequences[1:4], sequences[4:])]

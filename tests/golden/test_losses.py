@@ -236,7 +236,7 @@ def test_a_loss_and_its_gradient_equal_the_formula(name: str, mode: str) -> None
 
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("name", LOSSES)
-def test_any_split_of_a_mini_batch_gives_the_same_loss_gradient_and_measures(name: str, mode: str) -> None:
+def test_any_split_of_a_mini_batch_gives_the_same_loss_gradient_and_metrics(name: str, mode: str) -> None:
     sequences = make(2)
     actor = config(name, mode, use_kl_loss=True, kl_loss_coef=0.3, entropy_coeff=0.1)
     correction = RolloutCorrectionConfig(rollout_is="sequence", rollout_rs="token", rollout_rs_threshold=1.9)
@@ -270,7 +270,7 @@ def test_kl_and_entropy_are_added_to_the_loss(estimator: str, mode: str) -> None
     assert gradient(batch.entropy_T).sum() == pytest.approx(-0.25 * weights)
 
 
-def test_measures_say_how_far_the_policy_moved_and_how_much_was_clipped() -> None:
+def test_metrics_say_how_far_the_policy_moved_and_how_much_was_clipped() -> None:
     sequences = make(4)
     measured = read_metrics(share(sequences, denominator(sequences), config("vanilla", "token-mean"))[0].metrics)
     log = np.concatenate([(sequence.now - sequence.old)[sequence.mask] for sequence in sequences])

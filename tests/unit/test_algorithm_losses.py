@@ -159,7 +159,7 @@ def test_single_precision_losses_have_single_precision_gradients() -> None:
     assert made.logprobs_T.grad is not None and made.logprobs_T.grad.dtype is torch.float32
 
 
-def test_measures_join_before_they_divide() -> None:
+def test_metrics_merge_before_they_divide() -> None:
     one, two = torch.tensor([True]), torch.tensor([True, True])
     parts = [
         {"mean": MeanMetric.of(torch.tensor([3.0]), one), "peak": MaxMetric.of(torch.tensor([3.0]), one)},

@@ -1,4 +1,4 @@
-"""Every key is read by some code: a key that nothing reads is a promise nobody keeps.
+"""Every key is read by some code: a key that nothing reads is a promise not kept.
 
 A read is `<owner>.<key>`, where the owner is a variable or attribute named like the section (`rollout.n`,
 `self._limits.stall_report_s`), a variable that was assigned from one (`turns = rollout.multi_turn`) or annotated with

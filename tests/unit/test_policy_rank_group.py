@@ -127,7 +127,7 @@ def test_one_device_needs_ranks_only_for_what_fsdp_alone_does() -> None:
         assert needs_ranks(1, ActorConfig(), FSDPCriticConfig(fsdp_config=FSDPConfig(**{key: True})))
 
 
-def test_a_team_of_one_changes_nothing() -> None:
+def test_a_group_of_one_rank_changes_nothing() -> None:
     values = torch.arange(3.0)
     metrics = {"loss": SumMetric(torch.tensor(1.0))}
     assert (
@@ -141,7 +141,7 @@ def test_a_team_of_one_changes_nothing() -> None:
     "measure",
     [SumMetric(torch.tensor(2.0)), MeanMetric(torch.tensor(1.0), torch.tensor(4)), MaxMetric(torch.tensor(3.0))],
 )
-def test_measures_travel_as_they_are(measure: Any) -> None:
+def test_metrics_are_sent_as_they_are(measure: Any) -> None:
     assert _to_cpu(measure) == measure
 
 

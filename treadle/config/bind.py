@@ -279,7 +279,7 @@ class _Resolver:
         return text
 
     def _taken(self, name: str) -> Leaf:
-        """What a reference stands for, counted; the first one too many is told, and nothing is taken after it."""
+        """What a reference stands for, counted; the first one too many is a mistake, and the rest are not resolved."""
         target = self._target(name)
         told = self._expanded > MAX_EXPANDED
         self._expanded += _size(target.value)

@@ -134,14 +134,14 @@ def _in_reading_order(mistakes: Iterable[Mistake], layers: Sequence[Layer]) -> l
 
 
 def _source(origin: Origin) -> tuple[str, int]:
-    """The file and line, or the word, that gave a value."""
+    """The file and line, or the command-line override, of a value."""
     name, _, line = origin.place.rpartition(":")
     return (name, int(line)) if origin.source is Source.FILE else (origin.place, 0)
 
 
 class _Builder:
     """Checks values and builds sections from the inside out. A value with a mistake is unknown, so that the rules
-    can still be asked about the others."""
+    can still check the others."""
 
     def __init__(
         self, overrode: Mapping[KeyPath, tuple[Leaf, ...]], mistakes: list[Mistake], missing: list[Mistake]

@@ -38,7 +38,7 @@ class Placement:
 
 
 class FreeGPUs:
-    """What is left of the machines."""
+    """Free GPUs of the machines."""
 
     def __init__(self, machines: Sequence[Machine]) -> None:
         self.machines = machines
@@ -90,7 +90,7 @@ class RewardPlacement:
 
 @dataclass(frozen=True, slots=True)
 class GPURequest:
-    """What one model wants."""
+    """GPU request of one reward model."""
 
     name: str
     key: str
@@ -102,7 +102,7 @@ class GPURequest:
 
 
 def reward_gpu_requests(config: Config) -> Iterator[GPURequest]:
-    """The GPUs that the reward models of a config want."""
+    """The GPU requests of a config's reward models."""
     reward = config.reward
     for name, classifier in reward.classifiers.items():
         if classifier.placement != "endpoint" and classifier.device.startswith("cuda"):

@@ -127,7 +127,7 @@ def _role_requests(config: Config) -> Iterator[_RoleRequest]:
 
 
 def asked_machines(config: Config) -> list[Machine]:
-    """Machines that hold what a config asks for by its own numbers, whether or not there are such machines."""
+    """Machines as large as a config needs, whether or not there are such machines."""
     asked = [want.gpus for want in _role_requests(config) for _ in range(want.nodes)]
     rewards = list(reward_gpu_requests(config))
     if rewards:
@@ -136,7 +136,7 @@ def asked_machines(config: Config) -> list[Machine]:
 
 
 def _place(config: Config, room: FreeGPUs) -> tuple[Placement, ...]:
-    """Give each node a machine, the largest nodes first."""
+    """Assign a machine to each node, the largest nodes first."""
     placed: dict[str, list[Placement]] = {want.role: [] for want in _role_requests(config)}
     mistakes: list[Mistake] = []
     for want in sorted(_role_requests(config), key=lambda want: -want.gpus):

@@ -233,7 +233,7 @@ def fields_of(cls: type[Section]) -> Mapping[str, Key]:
 
 
 def types_of(cls: type[Section]) -> Mapping[str, Any]:
-    """The annotation of each key, resolved when first asked for."""
+    """The annotation of each key, resolved on first use."""
     if "_types" not in vars(cls):
         hints = get_type_hints(cls)
         cls._types = {name: hints[name] for name in cls._keys}

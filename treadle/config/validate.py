@@ -94,7 +94,7 @@ class CheckedValue:
 
 
 def check_value(value: Any, hint: Any, bounds: Bounds = UNBOUNDED) -> CheckedValue:
-    """Does `value` fit the annotation `hint`? Lists become tuples, and whole numbers become floats where asked."""
+    """Check `value` against the annotation `hint`. Lists become tuples, and whole numbers floats where it is float."""
     origin, arguments = get_origin(hint), get_args(hint)
     if hint is Any:
         return CheckedValue(freeze(value))
@@ -176,7 +176,7 @@ def one_line(text: str) -> str:
 
 
 def choices(hint: Any, bounds: Bounds = UNBOUNDED) -> list[str]:
-    """The words a key takes, where it takes only some."""
+    """The values a key takes, where it takes only some."""
     if get_origin(hint) is Literal:
         return [str(choice) for choice in get_args(hint)]
     return [*(bounds.names or ()), *(word for part in get_args(hint) for word in choices(part))]
