@@ -66,7 +66,7 @@ class ClassifierConfig(Section):
         "process", "where it computes: a process of its own, a thread of this one, or a server"
     )
     device: str = key("cpu", "cpu, cuda (the plan chooses which) or cuda:N, for a process or a thread")
-    dtype: Literal["auto", "float32", "bfloat16", "float16"] = key("auto", "number format of its weights")
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = key("auto", "dtype of its weights")
     max_length: int = key(4096, "tokens one text may have", ge=1)
     overlong: Literal["error", "truncate_left", "truncate_right", "truncate_middle"] = key(
         "error", "what happens to a longer text: no score, or a cut"
@@ -89,7 +89,7 @@ class JudgeEngineConfig(Section):
     replicas: int = key(1, "engines that share the questions, where they use no GPU", ge=1)
     n_gpus: int = key(0, "GPUs it computes on: its own where the plan has some, else shared; 0 for CPU", ge=0)
     tensor_model_parallel_size: int = key(1, "GPUs that one engine is split over", ge=1)
-    dtype: Literal["auto", "float32", "bfloat16", "float16"] = key("auto", "number format of the engine's weights")
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = key("auto", "dtype of the engine's weights")
     gpu_memory_utilization: float = key(0.3, "fraction of a GPU's memory for weights and KV cache", gt=0, le=1)
     max_model_len: int = key(8192, "tokens of a question and its answer", ge=2)
     max_num_seqs: int = key(64, "questions one engine answers at once", ge=1)

@@ -213,7 +213,7 @@ class RolloutConfig(Section):
     limits: LimitsConfig = key(LimitsConfig(), "deadlines")
     failures: FailureConfig = key(FailureConfig(), "retries and failure budgets")
 
-    dtype: Literal["auto", "float32", "bfloat16", "float16"] = key("auto", "number format of the engine's weights")
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = key("auto", "dtype of the engine's weights")
     gpu_memory_utilization: float = key(0.5, "fraction of a GPU's memory for weights and KV cache", gt=0, le=1)
     max_model_len: int | None = key(None, "longest sequence; null for prompt_length + response_length", ge=1)
     max_num_seqs: int = key(256, "sequences one engine decodes at once", ge=1)

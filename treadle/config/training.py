@@ -94,8 +94,8 @@ class ActorConfig(Section):
     kl_loss_coef: float = key(0.001, "weight of that divergence", ge=0)
     kl_loss_type: KLLossType = key("k3+", "its estimator; with a plus, that value and the gradient of k2")
     grad_clip: float = key(1.0, "gradient norm above which gradients are scaled down", gt=0)
-    model_dtype: Dtype = key("fp32", "number format of the trained parameters")
-    dtype: Dtype = key("bf16", "number format of the computation")
+    model_dtype: Dtype = key("fp32", "dtype of the trained parameters")
+    dtype: Dtype = key("bf16", "dtype of the computation")
     optim: OptimConfig = key(OptimConfig(), "optimizer")
 
 
@@ -109,7 +109,7 @@ class RefConfig(Section):
     """The reference policy: the model as it was before training, or one that follows the policy."""
 
     log_prob_max_token_len_per_gpu: int = key(16384, "tokens packed into one forward pass", ge=1)
-    dtype: Dtype = key("bf16", "number format of the computation")
+    dtype: Dtype = key("bf16", "dtype of the computation")
     sync_freq: int = key(-1, "mix the policy's weights in every this many steps; -1 for never", ge=-1)
     sync_mix: float = key(0.6, "the policy's part of that mix", gt=0, le=1)
 
@@ -134,8 +134,8 @@ class CriticConfig(Section):
     cliprange_value: float = key(0.5, "how far a value may move in one step before it is clipped", gt=0)
     loss_agg_mode: Aggregation = key("token-mean", "how token losses become one number")
     grad_clip: float = key(1.0, "gradient norm above which gradients are scaled down", gt=0)
-    model_dtype: Dtype = key("fp32", "number format of the trained parameters")
-    dtype: Dtype = key("bf16", "number format of the computation")
+    model_dtype: Dtype = key("fp32", "dtype of the trained parameters")
+    dtype: Dtype = key("bf16", "dtype of the computation")
     optim: OptimConfig = key(OptimConfig(lr=1.0e-5), "optimizer")
 
 

@@ -56,7 +56,7 @@ _DECAY = (
     "After warm-up the learning rate is constant, linear, a cosine or wsd:"
     " use lr_scheduler_type, min_lr_ratio, num_cycles and wsd_decay_ratio."
 )
-_PRECISION = "Optimizer state has the number format of the parameters (model_dtype)."
+_PRECISION = "Optimizer state has the dtype of the parameters (model_dtype)."
 
 
 def sharding(old: str, section: str, name: str, model_dtype: Rule) -> Rules:
@@ -72,7 +72,7 @@ def sharding(old: str, section: str, name: str, model_dtype: Rule) -> Rules:
                 "dtype": to(f"{section}.dtype", convert=dtype),
                 "mixed_precision.param_dtype": to(f"{section}.dtype", convert=dtype),
                 "mixed_precision.reduce_dtype": none("Gradients are reduced in fp32: leave it out."),
-                "mixed_precision.buffer_dtype": none("Buffers keep the number format of the model: leave it out."),
+                "mixed_precision.buffer_dtype": none("Buffers keep the dtype of the model: leave it out."),
                 "strategy": to(f"{section}._target_", convert=section_class(name)),
                 "wrap_policy.min_num_params": fixed(0, note="each transformer layer is one shard"),
                 "wrap_policy.**": none("Each transformer layer is one shard: leave it out."),
@@ -358,7 +358,7 @@ ACTOR_RULES: Rules = (
             "qat.**": none(QUANTIZED),
         },
     )
-    | sharding(f"{REF}.fsdp_config", "ref", "Ref", none("The reference policy has one number format: give ref.dtype."))
+    | sharding(f"{REF}.fsdp_config", "ref", "Ref", none("The reference policy has one dtype: give ref.dtype."))
     | backends(REF)
     | under(REF, _MEMORY_OF_ENTROPY)
     | under(

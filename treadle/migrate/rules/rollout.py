@@ -125,10 +125,8 @@ _ENGINE: Rules = {
     "standalone_gpu_memory_utilization": fixed(
         None, note="rollout.gpu_memory_utilization counts", otherwise="Give rollout.gpu_memory_utilization instead."
     ),
-    "quantization": fixed(None, note="weights keep their number format", otherwise="Weights are not quantized."),
-    "quantization_config_file": fixed(
-        None, note="weights keep their number format", otherwise="Weights are not quantized."
-    ),
+    "quantization": fixed(None, note="weights keep their dtype", otherwise="Weights are not quantized."),
+    "quantization_config_file": fixed(None, note="weights keep their dtype", otherwise="Weights are not quantized."),
     "mtp.**": none("There is no multi-token prediction."),
     "qat.**": none(QUANTIZED),
     "disaggregation.enabled": fixed(False, note="prefill and decode share an engine", otherwise=VLLM),
