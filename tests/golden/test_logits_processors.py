@@ -73,7 +73,7 @@ def test_presence_and_frequency_count_the_answer_alone() -> None:
     prompt, answer = [1, 2, 2], [2, 3, 3, 3]
     penalties = Penalties(ROWS, WORDS, torch.device("cpu"))
     penalties.start(0, prompt, answer, (1.0, 0.7, 0.2, 1.0))
-    penalties.note(torch.full((1,), 5), torch.ones(1, dtype=torch.bool))
+    penalties.count(torch.full((1,), 5), torch.ones(1, dtype=torch.bool))
     expected = logits()[0].tolist()
     for token in {*answer, 5}:
         expected[token] -= 0.2 * [*answer, 5].count(token) + 0.7
