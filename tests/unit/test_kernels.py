@@ -165,7 +165,7 @@ def test_one_kernel_draws_and_takes_in_what_plain_sampling_does(filtered: bool, 
         logits = (2 * torch.randn(count, words, generator=generator)).to(DEVICE)
         lowered = plain.penalties.apply(logits) if penalized else None
         active = plain.active.clone()
-        sampled = sample(logits, plain.controls(count), filtered=filtered, penalized=lowered)
+        sampled = sample(logits, plain.sampling_metadata(count), filtered=filtered, penalized=lowered)
         ended = plain.advance(count, sampled)
         sample_rows(logits, fused, report, filtered=filtered, penalized=lowered)
         for name in ("active", "last_id", "length", "left", "count", "draw"):
