@@ -8,9 +8,6 @@ INSTALLED := $(VENV)/.installed-$(shell (echo $(CURDIR); python3 --version; cat 
 CLUSTER ?= .venv-cluster
 CLUSTER_INSTALLED := $(CLUSTER)/.installed-$(shell (echo $(CURDIR); python3 --version; cat pyproject.toml constraints.txt constraints-cluster.txt) | sha256sum | head -c 16)
 
-CLUSTER_TESTS := tests/contract/test_vllm_engine.py tests/contract/test_weight_engines.py \
-	$(wildcard tests/integration/test_*vllm*.py tests/contract/test_ray_*.py tests/integration/test_ray_*.py)
-
 .PHONY: check test test-cluster demo format bench clean
 
 check: $(INSTALLED)  ## format, lint, types, import ranks and unit tests: about a minute
@@ -22,9 +19,9 @@ check: $(INSTALLED)  ## format, lint, types, import ranks and unit tests: about 
 test: check  ## everything above, then contract, integration and attack tests with real processes
 	$(BIN)/pytest tests/contract tests/integration tests/attacks -n auto
 
-# A file's tests share one vLLM server or one Ray cluster, and stay together; files run side by side.
 test-cluster: $(CLUSTER_INSTALLED)  ## what needs vLLM and Ray, both real, in an environment of their own
-	OMP_NUM_THREADS=1 $(CLUSTER)/bin/pytest -n 2 --dist loadfile $(CLUSTER_TESTS)
+	$(CLUSTER)/bin/pytest tests/contract/test_vllm_engine.py tests/contract/test_weight_engines.py tests/integration/test_*vllm*.py
+	OMP_NUM_THREADS=1 $(CLUSTER)/bin/pytest tests/contract/test_ray_*.py tests/integration/test_ray_*.py
 
 demo: $(INSTALLED)  ## an agent that learns to use a calculator: two minutes on two cores
 	$(BIN)/treadle train calculator

@@ -11,7 +11,7 @@ from treadle.cli.train import _print_comparison
 from treadle.cluster.training import TrainingResult
 from treadle.observe import summarize
 from treadle.observe.progress import ProgressView, ReplicaStatus
-from treadle.observe.rich_output import render, render_summary
+from treadle.observe.rich_output import render_progress, render_summary
 from treadle.terminal import cell, make_console, printable, say
 from treadle.trainer.validation import Validation
 from treadle.types import Outcome, Score, StopReason, Trajectory
@@ -60,7 +60,7 @@ def test_tables_read_no_markup_and_no_escapes() -> None:
     stream = StringIO()
     make_console(stream).print(render_summary(summarize([finished("task\x1b[2J", 1.0)])))
     replica = ReplicaStatus("native\x1b]0;x\x07[/y]", "dead[/z]")
-    make_console(stream).print(render(ProgressView(1, 2, 0, "1 done [/a]\x1b[2J", (replica,))))
+    make_console(stream).print(render_progress(ProgressView(1, 2, 0, "1 done [/a]\x1b[2J", (replica,))))
     make_console(stream).print(cell("[bold]\x1b[31m"), "[/plain]")
     shown = stream.getvalue()
     assert "\x1b" not in shown and "\x07" not in shown
