@@ -18,7 +18,7 @@ Captured = tuple[tuple[str, bytes], ...]
 """Names and pickled values."""
 
 _PYTHONS = frozenset({"decimal_context"})
-"""Variables of Python's own C code, which nobody expects to travel."""
+"""Variables of Python's own C code, which are not expected to travel."""
 
 _NAMES: dict[ContextVar[Any], str | None] = {}
 _TOLD: set[ContextVar[Any]] = set()

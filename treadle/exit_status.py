@@ -33,7 +33,7 @@ class MemoryCgroup:
         self._explained = self.count_kills()
 
     def memory_limit(self) -> tuple[int, str]:
-        """Bytes of main memory this process may use, and whose limit that is. 0: nobody says."""
+        """Bytes of main memory this process may use, and whose limit that is. 0: unknown."""
         machine = self._machine_bytes()
         limits = [int(text) for limit, _ in self._groups() if (text := _read(limit).strip()).isdigit()]
         least = min(limits, default=0)

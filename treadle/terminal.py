@@ -29,7 +29,7 @@ def printable(text: object) -> str:
 
 
 def say(text: object = "", *, file: TextIO | None = None, end: str = "\n") -> None:
-    """Print text, whoever wrote it, at once. To standard output, where no stream is given."""
+    """Print text of any origin at once. To standard output, where no stream is given."""
     print(printable(text), file=sys.stdout if file is None else file, end=end, flush=True)
 
 

@@ -329,7 +329,7 @@ class Trajectory:
     extra: Mapping[str, Any] = NOTHING
     """What the loop wants to be known about this trajectory."""
     provenance: Provenance = Provenance()
-    """Empty where nobody said what it was made from; such a trajectory is never reused."""
+    """Empty where it is unknown what it was made from; such a trajectory is never reused."""
 
     @property
     def num_sampled(self) -> int:

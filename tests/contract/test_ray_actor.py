@@ -44,7 +44,7 @@ def test_a_process_without_the_key_is_turned_away_and_the_right_one_admitted():
 def test_a_listener_nobody_comes_to_says_so_and_closes():
     async def main() -> None:
         listener = Listener("127.0.0.1")
-        with pytest.raises(DeadlineError, match=r"nobody came to 127[.]0[.]0[.]1"):
+        with pytest.raises(DeadlineError, match=r"no process connected to 127[.]0[.]0[.]1"):
             await listener.accept(0.05)
         with pytest.raises(ConnectionRefusedError):
             await connect(listener.address)

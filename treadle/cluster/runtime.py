@@ -32,7 +32,7 @@ class Networks:
 
     step: StepParts
     watch: Callable[[], Awaitable[None]] | None = None
-    """Raises when a rank dies, also while nobody calls it; None where there are no ranks."""
+    """Raises when a rank dies, also between two calls; None where there are no ranks."""
 
     def close(self) -> None:
         for network in (self.step.critic, self.step.reference, self.step.policy):

@@ -13,6 +13,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from treadle.aio import first_error
 from treadle.checkpoint.store import Checkpoints
 from treadle.cluster import local
 from treadle.cluster.machine import missing_packages
@@ -29,7 +30,6 @@ from treadle.journal import Journal, logging_to, set_aside
 from treadle.model.tokenizer import resolve_model_path
 from treadle.observe.trackers import Trackers
 from treadle.rollout import AgentLoopManager, RolloutParts
-from treadle.rollout.dispatch import first_error
 from treadle.rollout.provenance import RunInputs
 from treadle.rollout.startup_checks import survey_prompts
 from treadle.trainer.parts import RunInterrupted, RunView, TrainerParts, Validator, train_in_thread

@@ -21,9 +21,9 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import takewhile
 
+from treadle.engine.protocol import TokenGenerator
 from treadle.errors import Boundary, RunError
 from treadle.journal import Journal
-from treadle.rollout.protocol import TokenGenerator
 from treadle.types import Completion, Outcome, RecordedCompletion, Request, Trajectory
 
 INTERVAL_S = 5.0

@@ -13,8 +13,7 @@ from collections.abc import AsyncIterator, Callable, Container, Iterator, Sequen
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 
-from treadle.aio import BoundedBuffer, run_concurrently, task_results
-from treadle.aio import first_error as first_error
+from treadle.aio import BoundedBuffer, first_error, run_concurrently, task_results
 from treadle.config import FailureConfig, RolloutConfig
 from treadle.engine.in_flight import InFlightRequest, InFlightRequests, PauseGate, WaitInterrupted
 from treadle.errors import Boundary, BudgetSpent, DeadlineError, MisuseError, RewardFailure

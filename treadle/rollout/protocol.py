@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from treadle.config import RolloutConfig
-from treadle.engine.protocol import TokenGenerator as TokenGenerator
+from treadle.engine.protocol import TokenGenerator
 from treadle.errors import EnvironmentFailure
 from treadle.observe import Wait
 from treadle.rollout.tools.thread_pool import DaemonThreadPool

@@ -25,6 +25,7 @@ from treadle.aio import GIVE_UP_S
 from treadle.config import ModelConfig, RolloutConfig
 from treadle.context_vars import Captured, capture, restore
 from treadle.engine.in_flight import WaitInterrupted
+from treadle.engine.protocol import TokenGenerator
 from treadle.errors import (
     EngineFailure,
     EnvironmentFailure,
@@ -43,7 +44,7 @@ from treadle.process.main import ParentConnection
 from treadle.process.rpc import RpcPeer
 from treadle.process.supervisor import RestartPolicy, Supervisor
 from treadle.rollout.environment import may_block
-from treadle.rollout.protocol import Dropped, Job, TokenGenerator
+from treadle.rollout.protocol import Dropped, Job
 from treadle.rollout.tools.function import FunctionTool, ToolMode, load_tools
 from treadle.rollout.worker import STAGE_FAILURES, AgentLoopWorker
 from treadle.types import (

@@ -17,7 +17,7 @@ from treadle.aio import BoundedBuffer, first_error
 from treadle.config import ModelConfig, RewardConfig, RolloutConfig
 from treadle.config.training import OnWeightUpdate
 from treadle.data.renderer import Renderer
-from treadle.engine.protocol import Engine, Gpu, WeightUpdate
+from treadle.engine.protocol import Engine, Gpu, TokenGenerator, WeightUpdate
 from treadle.engine.requests import AnswerCheck
 from treadle.engine.router import Router
 from treadle.journal import Journal
@@ -34,7 +34,6 @@ from treadle.rollout.protocol import (
     ManagedWorker,
     ReplicaMonitor,
     RolloutObserver,
-    TokenGenerator,
 )
 from treadle.rollout.provenance import RunInputs
 from treadle.rollout.remote_worker import RemoteAgentWorker, num_processes

@@ -14,11 +14,12 @@ from zlib import crc32
 from treadle.aio import GIVE_UP_S, abandon, cancel_and_wait, describe_error, error_location, run_shielded, task_location
 from treadle.config import ModelConfig, RolloutConfig
 from treadle.data.renderer import Renderer, truncate
+from treadle.engine.protocol import TokenGenerator
 from treadle.errors import EngineFailure, EnvironmentFailure, Failure, LoopFailure, PromptFailure, ToolFailure
 from treadle.observe import Wait
 from treadle.rollout.agent_loop import AgentLoopBase, LoopFactory
 from treadle.rollout.parsers import parser
-from treadle.rollout.protocol import Dropped, Job, Services, TokenGenerator
+from treadle.rollout.protocol import Dropped, Job, Services
 from treadle.rollout.session import Session
 from treadle.rollout.tools import Toolbox
 from treadle.rollout.trajectory_builder import SessionRecord, SessionState

@@ -86,7 +86,7 @@ class Listener:
                         return end
                     end.close()
         except TimeoutError as error:
-            raise DeadlineError(f"nobody came to {self.address} within {timeout_s:g} s") from error
+            raise DeadlineError(f"no process connected to {self.address} within {timeout_s:g} s") from error
         finally:
             self._listener.close()
 

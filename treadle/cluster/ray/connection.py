@@ -103,7 +103,7 @@ def _head_first(node: Mapping[str, Any]) -> tuple[bool, str]:
 
 
 def _knock(cluster: ClusterConfig) -> None:
-    """Refuse an address where nobody listens, soon and by name. Words such as `auto` are left to Ray."""
+    """Refuse an address where nothing listens, soon and by name. Words such as `auto` are left to Ray."""
     address, origin = cluster.address or "", cluster.origin("address")
     if address.startswith("ray://"):
         problem, fix = "Ray's client cannot place actors for us", "run this command on a node of the cluster, with auto"

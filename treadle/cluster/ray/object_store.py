@@ -41,7 +41,7 @@ def _pack(tensor: "Tensor") -> Packed:
 
 
 class StoredTensors(Mapping[str, Any]):
-    """Weights by name, in a process that reads them from the store. Nobody writes to them."""
+    """Weights by name, in a process that reads them from the store. Nothing writes to them."""
 
     def __init__(self, packed: Mapping[str, Packed]) -> None:
         self._packed = packed

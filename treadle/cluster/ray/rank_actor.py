@@ -17,7 +17,7 @@ import ray
 from treadle.cluster.ray.actor import ActorEnvironment, Address, Listener
 
 LINGER_S = 5.0
-"""How long a call that nobody waits for may go on."""
+"""How long a call may go on after its caller has given up."""
 
 
 class RankActor:

@@ -3,7 +3,7 @@
 Owns the actors and how a call reaches them: it is written to Ray's store once, and every rank reads it there. What a
 rank is, and what is made of its errors, is `policy`'s.
 Waits: `start` for every rank, until a deadline; calls return futures, and `RankGroup` has the deadline. One thread for
-each rank waits for its end, so that a death is known also while nobody calls.
+each rank waits for its end, so that a death is known also between two calls.
 """
 
 import os
@@ -129,7 +129,7 @@ def _addresses(actors: Sequence[Any], places: Sequence[Place], timeout_s: float)
 
 
 def _rank_specs(places: Sequence[Place], store: RendezvousStore, timeout_s: float) -> list[RankSpec]:
-    """Each process sees its own GPU and no other, under the number 0. Cores are shared out, unless somebody has."""
+    """Each process sees its own GPU only, under the number 0. Cores are shared out, unless OMP_NUM_THREADS is set."""
     cores = num_cores()
     free = "OMP_NUM_THREADS" not in os.environ
     return [

@@ -22,6 +22,7 @@ from typing import Any
 import ray
 from ray.exceptions import RayActorError, RayError
 
+from treadle.aio import first_error
 from treadle.cluster.ray.actor import THREADS, VISIBLE
 from treadle.cluster.ray.launcher import RayLauncher, RayProcess, explain, own_error
 from treadle.cluster.ray.object_store import InStore, Packed, StoredTensors, pack
@@ -37,7 +38,6 @@ from treadle.engine.requests import SAVE_S
 from treadle.errors import EngineFailure, TreadleError
 from treadle.process.rpc import Handler
 from treadle.process.supervisor import DEFAULT_POLICY, Recovery, RestartFailed, RestartPolicy, print_recovery
-from treadle.rollout.dispatch import first_error
 from treadle.rollout.engines import start_engine
 
 

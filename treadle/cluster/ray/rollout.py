@@ -1,6 +1,6 @@
-"""What a rollout on a Ray cluster is supplied with: replicas and who looks after them, agent workers, a scorer.
+"""Rollout on a Ray cluster: replicas and their supervisor, agent workers, a scorer.
 
-Owns who sits where. Imports no torch, so that a rollout which stands alone starts without it.
+Owns which part goes to which slot of the plan. Imports no torch: a rollout that stands alone starts without it.
 """
 
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
@@ -14,9 +14,9 @@ from treadle.cluster.ray.replicas import RayReplicas
 from treadle.cluster.ray.scorer import RemoteScorer, ScorerSetup
 from treadle.config import Config, make_plan
 from treadle.config.placement import reward_gpu_requests
+from treadle.engine.protocol import TokenGenerator
 from treadle.process.supervisor import Recovery, print_recovery
 from treadle.reward.context import RewardContext
-from treadle.rollout.protocol import TokenGenerator
 from treadle.rollout.remote_worker import RemoteAgentWorker
 from treadle.rollout.service import RolloutParts
 

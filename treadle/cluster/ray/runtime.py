@@ -67,7 +67,7 @@ def _spec(config: TrainConfig, tasks: TaskSource, num_ranks: int) -> NetworksSpe
 
 
 _SPARE_TIMEOUT_S = 10.0
-"""How long Ray may take to give GPUs that nobody seems to use."""
+"""How long Ray may take to give GPUs that seem to be free."""
 
 
 @asynccontextmanager

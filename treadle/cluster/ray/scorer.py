@@ -16,7 +16,7 @@ from treadle.cluster.ray.placement import ActorSlot
 from treadle.config import ModelConfig, RewardConfig
 from treadle.config.rollout import LimitsConfig
 from treadle.data.renderer import Renderer
-from treadle.engine.protocol import Gpu
+from treadle.engine.protocol import Gpu, TokenGenerator
 from treadle.errors import Failure, RewardFailure
 from treadle.process.channel import ChannelClosed, ChannelCodec
 from treadle.process.codec import RecordCodec
@@ -26,7 +26,6 @@ from treadle.process.supervisor import RestartPolicy, Supervisor
 from treadle.reward.context import RewardContext
 from treadle.reward.scorer import Scorer
 from treadle.rollout.engines import start_engines
-from treadle.rollout.protocol import TokenGenerator
 from treadle.rollout.remote_worker import UpstreamEngine
 from treadle.types import NOTHING, Request, Score, Task, Trajectory
 

@@ -1,4 +1,4 @@
-"""Somebody who reads out a sum: one term after another, each on top of what the agent says it has so far."""
+"""Environment that reads out a sum: one term after another, each on top of what the agent says it has so far."""
 
 from collections.abc import Sequence
 

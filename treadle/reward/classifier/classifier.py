@@ -248,7 +248,7 @@ class ClassifierEndpoint:
 
     @classmethod
     def create(cls, classifier: ClassifierConfig, api_key: str | None, retries: int) -> "ClassifierEndpoint":
-        """A server that nobody has asked anything yet. `api_key` is the value, whoever read it from where."""
+        """A server that was not called yet. `api_key` is the value itself."""
         from treadle.engine.http_client import HttpClient  # httpx is slow to import
 
         endpoint = classifier.endpoint

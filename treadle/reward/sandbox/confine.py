@@ -194,7 +194,7 @@ def _landlock(libc: ctypes.CDLL) -> list[str]:
 
 
 def _drop_capabilities(libc: ctypes.CDLL) -> None:
-    """Root without capabilities is a user like any other. Who has none keeps none."""
+    """Root without capabilities is a user like any other. A process that has none keeps none."""
     header, none = struct.pack("=Ii", 0x20080522, 0), bytes(24)
     libc.capset(header, none)
 
