@@ -35,14 +35,14 @@ READER = """
 import pickle, sys, time
 import torch
 torch.set_num_threads(1)
-from treadle.model.checksum import Tally
+from treadle.model.checksum import RunningChecksum
 print("up", flush=True)
 for line in sys.stdin:
     parcel = pickle.loads(bytes.fromhex(line))
-    tally = Tally()
+    running = RunningChecksum()
     try:
         for number, (name, tensor) in enumerate(parcel.items()):
-            tally.add(name, tensor)
+            running.add(name, tensor)
             if number == 0:
                 print("first", flush=True)
             if "stuck" in sys.argv:

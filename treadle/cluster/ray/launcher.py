@@ -28,6 +28,12 @@ _VERDICT_S = 2.0
 """How long Ray may take to say why an actor is gone, once its socket has closed."""
 
 
+def _actor_class(spec: ProcessSpec) -> type[ProcessActor]:
+    """The actor of a `serve` function, under the name that `ps` and Ray's tools show: EngineActor, ScorerActor."""
+    kind = spec.serve.rpartition("serve_")[2].title()
+    return type(f"{kind}Actor", (ProcessActor,), {})
+
+
 class RayLauncher:
     """A `Launcher` for one slot of the cluster."""
 
@@ -39,7 +45,7 @@ class RayLauncher:
     ) -> "RayProcess":
         """An actor that serves, or an error within the deadline."""
         slot = self._slot
-        actor: Any = ray.remote(ProcessActor).options(**slot.options()).remote(ActorEnvironment.here(slot.gpus))
+        actor: Any = ray.remote(_actor_class(spec)).options(**slot.options()).remote(ActorEnvironment.here(slot.gpus))
         try:
             async with asyncio.timeout(spec.start_timeout_s):
                 address: Address = await actor.address.remote()
