@@ -50,7 +50,7 @@ for line in sys.stdin:
     except Exception as error:
         print("failed", type(error).__name__, str(error).replace("\\n", " "), flush=True)
     else:
-        print("whole", tally.word(), flush=True)
+        print("whole", running.word(), flush=True)
 """
 
 Make = Callable[[Path, int, float], Transport]

@@ -119,12 +119,12 @@ def test_a_disk_that_is_really_full_ends_the_journal_and_spares_what_was_flushed
         run_dir = disk / "run"
         journal = Journal.open(run_dir, max_mb=1024)
         flushed = 0
-        with pytest.raises(RunError, match=r"full.*Lost: .*Trajectory"):
+        with pytest.raises(RunError, match=r"no space left.*Lost: .*Trajectory"):
             while True:
                 journal.add(make("task", flushed))
                 journal.flush_blocking()
                 flushed += 1
-        with pytest.raises(RunError, match="full"):
+        with pytest.raises(RunError, match="no space left"):
             journal.close_blocking()
         assert flushed > 10
         with JournalReader.open(run_dir) as reader:

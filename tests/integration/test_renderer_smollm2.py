@@ -43,14 +43,16 @@ def smollm2(tmp_path_factory: pytest.TempPathFactory) -> str:
 def test_incremental_and_full_rendering_agree_everywhere(smollm2: str, template: str | None) -> None:
     renderer = Renderer.create(ModelConfig(path=smollm2, custom_chat_template=template))
     assert {check.verdict for check in renderer.proof.checks} == {BoundaryVerdict.AGREES}
-    assert all(check.fast for check in renderer.proof.checks)
+    slow = [check.boundary for check in renderer.proof.checks if not check.fast]
+    assert all("special tokens as text" in boundary for boundary in slow)
 
 
 @pytest.mark.parametrize("role", ["user", "tool"])
 def test_observations_are_what_the_tokenizer_makes_of_the_template(smollm2: str, role: str) -> None:
+    """Where no text spells a special token, which the tokenizer would take for one, and the renderer does not."""
     renderer = Renderer.create(ModelConfig(path=smollm2, custom_chat_template=HERMES))
     tokenizer = AutoTokenizer.from_pretrained(smollm2, local_files_only=True)
-    for text in HOSTILE:
+    for text in (text for text in HOSTILE if not any(token in text for token in tokenizer.all_special_tokens)):
         new = {"role": role, "content": text}
         conversation = [{"role": "user", "content": "Hi."}, {"role": "assistant", "content": "Hello."}, new]
         full = tokenizer.apply_chat_template(
