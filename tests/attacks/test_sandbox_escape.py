@@ -414,7 +414,7 @@ def test_the_driver_is_hidden_where_no_fence_keeps_a_sandboxed_function_from_loo
 import asyncio, dataclasses
 from treadle.reward.sandbox import confine, process
 from treadle.reward.scorer import Scorer
-from tests.attacks.test_reward_sandbox import make_config
+from tests.attacks.test_sandbox_escape import make_config
 read = process.read_report
 process.read_report = lambda data: dataclasses.replace(read(data), missing={missing!r})
 

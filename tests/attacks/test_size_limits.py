@@ -26,16 +26,20 @@ def limit(monkeypatch):
 
 def texts(level: int) -> str:
     """Text that holds the level before it twice."""
-    return f"${{rollout.engine_kwargs.k{level - 1}}}" * 2 if level else "x" * 10
+    return f"${{rollout.openai.extra_body.k{level - 1}}}" * 2 if level else "x" * 10
 
 
 def lists(level: int) -> str:
-    return f"['${{rollout.engine_kwargs.k{level - 1}}}', '${{rollout.engine_kwargs.k{level - 1}}}']" if level else "[1]"
+    return (
+        f"['${{rollout.openai.extra_body.k{level - 1}}}', '${{rollout.openai.extra_body.k{level - 1}}}']"
+        if level
+        else "[1]"
+    )
 
 
 @pytest.mark.parametrize("write", [texts, lists])
 def test_references_that_double_each_other_are_one_mistake_and_little_memory(write):
-    words = [f"rollout.engine_kwargs.k{level}={write(level)}" for level in range(LEVELS)]
+    words = [f"rollout.openai.extra_body.k{level}={write(level)}" for level in range(LEVELS)]
     tracemalloc.start()
     try:
         with pytest.raises(ConfigError) as caught:
@@ -44,14 +48,14 @@ def test_references_that_double_each_other_are_one_mistake_and_little_memory(wri
     finally:
         tracemalloc.stop()
     (mistake,) = [item for item in caught.value.mistakes if "1,000,000 characters" in item.problem]
-    assert mistake.key.startswith("rollout.engine_kwargs.k")
+    assert mistake.key.startswith("rollout.openai.extra_body.k")
     assert most < 200e6
 
 
 def test_many_references_to_one_value_are_fine():
-    words = [f"rollout.engine_kwargs.k{number}=${{model.path}}" for number in range(1000)]
+    words = [f"rollout.openai.extra_body.k{number}=${{model.path}}" for number in range(1000)]
     config = rollout_config(*words)
-    assert config.rollout.engine_kwargs["k999"] == "somewhere"
+    assert config.rollout.openai.extra_body["k999"] == "somewhere"
 
 
 def answer_to(endpoint: FakeEndpoint) -> None:
