@@ -3,7 +3,7 @@
     python bench/architectures.py [family ...] [--out docs/models.md]
 
 Each family's own default config, and the configs of `tests/small_models.py` for features that defaults leave out, go
-through the proof that `treadle` runs before it loads a model. Prints one line for each: the largest difference of a
+through the parity that `treadle` runs before it loads a model. Prints one line for each: the largest difference of a
 logprob in the policy, of a gradient, through fused layers and in the embedded engine, and the verdict. With `--out` the
 table is written into a page, between its two marks. A family takes a second or two on a free core.
 """
@@ -17,7 +17,7 @@ from transformers import PreTrainedConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from tests.small_models import CONFIGS, make_config
-from treadle.engine.native.proof import ModelProof, prove
+from treadle.engine.native.parity import ModelParity, check_parity
 
 MARKS = ("<!-- families -->", "<!-- end of families -->")
 HEAD = "| family | policy, nats | gradients | fused, nats | engine, nats | verdict |\n|---|---|---|---|---|---|"
@@ -56,14 +56,14 @@ def describe(name: str) -> str | None:
         return None
     if getattr(config, "text_config", None) is not None:
         return None
-    found = prove(config)
+    found = check_parity(config)
     policy, engine = found.policy, found.engine
     differences = (policy.logprobs, policy.gradients, policy.fused, None if engine is None else engine.logprobs)
     cells = ["" if value is None else f"{value:.0e}" for value in differences]
     return f"| {name} | {' | '.join(cells)} | {verdict(found)} |"
 
 
-def verdict(found: ModelProof) -> str:
+def verdict(found: ModelParity) -> str:
     if found.policy.problem is not None:
         return f"refused: {found.policy.problem}".replace("|", "/")
     if found.problem is not None:

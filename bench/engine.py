@@ -2,21 +2,25 @@
 
     python bench/engine.py --model DIR --device cuda --concurrent 256 512 1024 [--engine vllm] [--peer FILE]
 
-Four kinds of work: `even` samples every request to its last token; `short` asks for few tokens, so that admission
+Five kinds of work: `even` samples every request to its last token; `short` asks for few tokens, so that admission
 counts; `mixed` has twice as many requests as rows, with lengths, temperatures, top-p, top-k and stop tokens of all
 kinds, and eight samples of each prompt; `long` has lengths up to `--tokens` and a quarter of it in the mean: with
-little `--memory` it shows how many run at once, and how often sequences have to wait in the middle. The limit printed
-beside `even` counts the bytes that one decode step must read (weights once, keys and values once) at a copy bandwidth
-measured in the same run. A peer file has a JSON line for each figure, {"peer": NAME, "concurrent": N, "tokens_per_s":
-X}, from the same machine: ratios to it are printed.
+little `--memory` it shows how many run at once, and how often sequences have to wait in the middle; `turns` is sessions
+of several turns, `--given` new tokens and `--sampled` ones each, in step or, with `--tool LOW HIGH`, with tools that
+take so many seconds between two turns: seconds for all of them, and what the prefix cache had to evict. The limit
+printed beside `even` counts the bytes that one decode step must read (weights once, keys and values once) at a copy
+bandwidth measured in the same run. A peer file has a JSON line for each figure, {"peer": NAME, "concurrent": N,
+"tokens_per_s": X}, from the same machine: ratios to it are printed.
 """
 
 import argparse
 import asyncio
 import json
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
+from random import Random
 
 import torch
 
@@ -25,7 +29,7 @@ from treadle.data.renderer import Renderer
 from treadle.engine.native.engine import NativeEngine
 from treadle.engine.protocol import Engine, SupportsForget
 from treadle.engine.vllm.engine import VLLMEngine
-from treadle.model.load import load_causal_model
+from treadle.model.load import load_causal_model, load_model_config
 from treadle.types import Completion, Request, SamplingParams
 
 PROMPT = "What is {} + 25? Explain step by step."
@@ -71,6 +75,50 @@ def long(renderer: Renderer, count: int, tokens: int, run: int) -> list[Request]
         part = (at * 0.6180339887) % 1.0
         made.append(Request(f"{run}/{at // 8}", at % 8, ids, SamplingParams(1 + int(tokens * part**3), seed=run)))
     return made
+
+
+async def talk(engine: Engine, uid: str, given: Sequence[tuple[int, ...]], options: argparse.Namespace) -> int:
+    """One session: what it is given before each turn. How often it was preempted."""
+    random, sampling = Random(uid), SamplingParams(options.sampled)
+    request, preemptions = Request(uid, 0, (), sampling), 0
+    for turn, new in enumerate(given):
+        request = replace(request, ids=request.ids + new)
+        completion = await engine.generate(request)
+        sampled = request.position + len(completion.ids)
+        request = replace(request, ids=request.ids + completion.ids, position=sampled)
+        preemptions += completion.preemptions
+        if turn + 1 < len(given):
+            await asyncio.sleep(random.uniform(*options.tool))
+    if isinstance(engine, SupportsForget):
+        engine.forget(request.session)
+    return preemptions
+
+
+async def bench_turns(model: ModelConfig, count: int, options: argparse.Namespace) -> str:
+    """The best of some runs with this many sessions, after one that warms up."""
+    vocab = load_model_config(model).vocab_size
+    length = options.turns * (options.given + options.sampled)
+    rollout = RolloutConfig(
+        max_num_seqs=min(count, options.rows),
+        prompt_length=options.given,
+        response_length=length - options.given,
+        max_num_batched_tokens=16384,
+        gpu_memory_utilization=options.memory,
+    )
+    engine = await ENGINES[options.engine].create(rollout, model, device=options.device)
+    best, preemptions = float("inf"), 0
+    try:
+        for run in range(options.repeats + 1):
+            draws = torch.randint(vocab, (count, options.turns, options.given)).tolist()
+            sessions = [[tuple(turn) for turn in turns] for turns in draws]
+            began = time.perf_counter()
+            talks = (talk(engine, f"{run}/{at}", given, options) for at, given in enumerate(sessions))
+            preemptions += sum(await asyncio.gather(*talks))
+            best = min(best, time.perf_counter() - began if run else float("inf"))
+        counters = await engine.cache_counters() if isinstance(engine, NativeEngine) else None
+    finally:
+        await engine.close()
+    return f"{best:8.2f} s, {1000 * best / count:6.2f} ms a session, {preemptions} preemptions, {counters}"
 
 
 WORK: dict[str, Work] = {"even": even, "short": short, "mixed": mixed, "long": long}
@@ -157,11 +205,16 @@ def main() -> None:
     parser.add_argument("--engine", default="native", choices=ENGINES)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--concurrent", type=int, nargs="+", default=[64, 256])
-    parser.add_argument("--work", nargs="+", choices=WORK, default=["even"])
+    parser.add_argument("--work", nargs="+", choices=[*WORK, "turns"], default=["even"])
     parser.add_argument("--tokens", type=int, default=256)
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--memory", type=float, default=0.5, help="rollout.gpu_memory_utilization")
     parser.add_argument("--eager", action="store_true", help="without CUDA graphs")
+    parser.add_argument("--turns", type=int, default=4)
+    parser.add_argument("--given", type=int, default=500, help="new tokens of a turn")
+    parser.add_argument("--sampled", type=int, default=64, help="sampled tokens of a turn")
+    parser.add_argument("--tool", type=float, nargs=2, default=(0.0, 0.0), metavar="S", help="seconds between turns")
+    parser.add_argument("--rows", type=int, default=256, help="rollout.max_num_seqs of sessions with turns")
     parser.add_argument("--peer", type=Path, help="figures of other engines, from the same machine")
     options = parser.parse_args()
     model, peers = ModelConfig(path=options.model), read_peers(options.peer)
@@ -169,6 +222,9 @@ def main() -> None:
     print(f"{options.model} on {options.device}, {options.tokens} tokens each; copies move {bandwidth / 1e9:,.0f} GB/s")
     for kind in options.work:
         for count in options.concurrent:
+            if kind == "turns":
+                print(f"turns  {count:6} sessions: {asyncio.run(bench_turns(model, count, options))}", flush=True)
+                continue
             rate, preemptions = asyncio.run(bench(model, kind, count, options))
             line = f"{kind:6} {count:6} at once: {rate:12,.0f} tokens/s"
             line += f", {preemptions} preemptions" if preemptions else ""

@@ -16,7 +16,7 @@ from pathlib import Path
 from statistics import fmean, pstdev
 
 from tests.rollouts import engine, rollout, save_model
-from treadle.algorithm.advantage import AdvantageInputs
+from treadle.algorithm.advantage_inputs import AdvantageInputs
 from treadle.algorithm.estimators import compute_advantages
 from treadle.config import AlgorithmConfig, FailureConfig
 from treadle.errors import ToolFailure
@@ -74,12 +74,12 @@ def measure(rate: float, num_tasks: int, n: int, seed: int, model_dir: Path) -> 
     parts = RolloutParts(engines=[engine(answer)])
     with AgentLoopManager.create_blocking(rollout=config, model=save_model(model_dir), parts=parts) as manager:
         batch = manager.generate_sequences_blocking(tasks)
-    groups = [_scored(group) for group in batch.groups if len(group.survivors) > 1]
+    groups = [_scored(group) for group in batch.groups if len(group.survivors) > 1]  # those that failed are in them
     return _statistics(groups, 1 - sum(len(group.survivors) for group in batch.groups) / (num_tasks * n))
 
 
 def _scored(group: Group) -> Group:
-    return Group(group.task, tuple(_score(trajectory) for trajectory in group.survivors))
+    return Group(group.task, tuple(_score(one) if one.outcome.ok else one for one in group.trajectories))
 
 
 def _score(trajectory: Trajectory) -> Trajectory:

@@ -33,6 +33,7 @@ from treadle.data.renderer import Renderer
 from treadle.engine.protocol import Engine
 from treadle.engine.router import Router
 from treadle.engine.scripted import ScriptedEngine
+from treadle.rollout.completion_log import CompletionLog
 from treadle.rollout.dispatch import Dispatcher, RolloutRequest
 from treadle.rollout.worker import AgentLoopWorker
 from treadle.types import Completion, Request, SamplingParams, Trajectory
@@ -85,7 +86,9 @@ async def measure(
     async with AsyncExitStack() as started:
         router = Router(engines, limits=rollout.limits, failures=rollout.failures, rng=random.Random(0))
         started.push_async_callback(router.close)
-        dispatcher = Dispatcher(rollout, await workers(router, started), None, forget=router.forget)
+        dispatcher = Dispatcher(
+            rollout, await workers(router, started), None, completion_log=CompletionLog(router, None)
+        )
         order = RolloutRequest(
             SamplingParams(rollout.response_length, stop_token_ids=Renderer.create(model).stop_token_ids), 1
         )
@@ -184,7 +187,8 @@ class Bench:
             engines = await made_replicas.start()
 
             async def remote(router: Router, started: AsyncExitStack) -> Sequence[Any]:
-                supervisor = await made_replicas.supervisor.attend(router, lambda kind, fields: None)
+                supervisor = made_replicas.supervisor
+                supervisor.connect(router)
                 started.push_async_callback(supervisor.close)
                 if not workers:
                     return await self._here(router, started)

@@ -24,6 +24,7 @@ from pathlib import Path
 
 from treadle.algorithm.kl import KLControl
 from treadle.config import TrainConfig, loads
+from treadle.data.task_feed import TaskFeed
 from treadle.data.tasks import TaskSource
 from treadle.engine.protocol import WeightUpdate
 from treadle.journal import Journal, JournalReader
@@ -33,15 +34,14 @@ from treadle.rollout.service import RolloutParts
 from treadle.simulate.assumptions import Assumptions
 from treadle.simulate.forecast import Forecast, ScheduleSetup
 from treadle.simulate.report import draw_table
-from treadle.simulate.simulation import MeasuredSteps, simulate
-from treadle.simulate.stand_ins import CountingPolicy, NoCheckpoints, NoHistory
+from treadle.simulate.simulation import MeasuredSteps, TimedLearner, simulate
+from treadle.simulate.stand_ins import CountingPolicy, NoCheckpoints, NoHistory, NoSender
 from treadle.simulate.workload import AssumedWorkload, MeanSession, PlannedTurn, SessionPlan
-from treadle.trainer.parts import TrainerParts
 from treadle.trainer.schedules import SCHEDULES
 from treadle.trainer.step import StepParts, StepReport
 from treadle.trainer.trainer import Trainer
 from treadle.types import Group, Request, Task, Trajectory
-from treadle.weights.sync import PushReport
+from treadle.weights.sync import WeightSync
 
 REASONING = """
 model: {path: unused}
@@ -190,8 +190,8 @@ class RealRun:
 
     def __init__(self, mode: str, folder: Path) -> None:
         self._config = _config(REAL, f"trainer.mode={mode}")
-        lag = {"sync": 0, "one_step_off": 1, "fully_async": self._config.trainer.max_staleness}[mode]
-        self._window = MeasuredSteps.of(REAL_STEPS, lag)
+        max_staleness = {"sync": 0, "one_step_off": 1, "fully_async": self._config.trainer.max_staleness}[mode]
+        self._window = MeasuredSteps.of(REAL_STEPS, max_staleness)
         total = MeasuredSteps.of(
             REAL_STEPS, self._config.trainer.max_staleness
         ).total  # so that one run meets every task
@@ -209,37 +209,32 @@ class RealRun:
                 rollout=config.rollout, model=config.model, parts=RolloutParts(journal=journal)
             )
             async with manager:
-
-                async def push(version: int) -> PushReport:
-                    await asyncio.sleep(REAL_PUSH_S)
-                    update = WeightUpdate(version, str(version), {})
-                    checksum = await manager.update_weights(update, running=config.trainer.on_weight_update)
-                    return PushReport(version, checksum, 0, 0.0, 0.0)
-
-                parts = TrainerParts(
-                    step=StepParts(policy, config.actor, config.algorithm, config.trainer, policy, policy),
+                weights = WeightSync.of(config, _Sender())
+                networks = StepParts(policy, config.actor, config.algorithm, config.trainer, policy, policy)
+                trainer = Trainer(
+                    config,
+                    learner=TimedLearner(self.train, networks, weights.lock),
                     rollout=manager,
-                    push=push,
-                    tasks=TaskSource(self._tasks, shuffle=False, seed=0),
-                    validation_tasks=(),
+                    weights=weights,
+                    tasks=TaskFeed(TaskSource(self._tasks, shuffle=False, seed=0)),
                     checkpoints=NoCheckpoints(),
                     journal=journal,
                     trackers=Trackers({}),
                     view=self,
-                    lineage=NoHistory(),
-                    train=self._train,
+                    history=NoHistory(),
                 )
-                await SCHEDULES[config.trainer.mode](Trainer(config, parts))
+                await SCHEDULES[config.trainer.mode](trainer)
         first, last = self._marks[self._window.first - 1], self._marks[self._window.last - 1]
         return (last - first) / (self._window.last - self._window.first)
 
-    async def _train(
-        self, groups: Sequence[Group], step: int, control: KLControl | None, baselines: Sequence[float] | None
-    ) -> StepReport:
+    async def train(self, groups: Sequence[Group], control: KLControl | None) -> StepReport:
+        """Sleep as long as the tokens take."""
         plans = [_timed_plan(item) for group in groups for item in group.survivors]
         await asyncio.sleep(sum(plan.sampled_tokens + plan.prompt_tokens for plan in plans) / REAL_TRAIN_RATE)
         self._policy.version += 1
         return StepReport(self._policy.version, {}, control or KLControl.start(self._config.algorithm.kl_ctrl))
+
+    def begin(self, total_steps: int) -> None: ...
 
     def watch(self, phase: object) -> None: ...
 
@@ -249,6 +244,14 @@ class RealRun:
 
     def on_step(self, step: int, metrics: Mapping[str, float]) -> None:
         self._marks.append(time.perf_counter())
+
+
+class _Sender(NoSender):
+    """Takes the time of a push."""
+
+    async def publish(self, version: int) -> WeightUpdate:
+        await asyncio.sleep(REAL_PUSH_S)
+        return await super().publish(version)
 
 
 class Remembered:

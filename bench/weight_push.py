@@ -84,7 +84,7 @@ def push_by(transport: Transport, tensors: Mapping[str, Tensor], connection: Con
     """One push through a transport, to the receiver at the other end of `connection`."""
 
     def push(version: int) -> None:
-        connection.send(transport.offer(version, CastTensors(tensors, None)))
+        connection.send(transport.publish(version, CastTensors(tensors, None)))
         assert connection.recv() == "done"
         transport.retire(version)
 
@@ -108,7 +108,7 @@ def measure_store(tensors: Mapping[str, Tensor], device: str, repeats: int) -> T
     import ray
 
     from treadle.cluster.ray.object_store import pack
-    from treadle.cluster.ray.weight_sender import StoredParcel
+    from treadle.cluster.ray.weight_sender import StoredWeights
 
     size = sum(tensor.nbytes for tensor in tensors.values())
     room = 3 * size + (80 << 20)
@@ -116,7 +116,7 @@ def measure_store(tensors: Mapping[str, Tensor], device: str, repeats: int) -> T
     reader = ray.remote(StoreReader).options(num_gpus=0).remote(device)
 
     def push(version: int) -> None:
-        ray.get(reader.read.remote(StoredParcel(tensor_specs(tensors), ray.put(pack(tensors)))))
+        ray.get(reader.read.remote(StoredWeights(tensor_specs(tensors), ray.put(pack(tensors)))))
 
     try:
         return measure(push, tensors, repeats)

@@ -23,6 +23,7 @@ from random import Random
 from typing import Any
 from zlib import crc32
 
+from tests.proc_tree import children, descendants, is_alive
 from treadle.errors import RunError
 from treadle.inspect.audit import audit
 from treadle.journal import JournalReader
@@ -66,6 +67,12 @@ RANKS = (
 LIMIT_S = 300.0
 """For a start to make steps, and for one that ends to be gone."""
 
+FOREVER = float("inf")
+
+
+class OutOfTime(Exception):
+    """The budget of the caller is spent: what was being waited for is of no interest any more."""
+
 
 def tiny_run(steps: int) -> tuple[str, ...]:
     """Words for a run of a few small steps and nothing else."""
@@ -105,6 +112,10 @@ class Part(StrEnum):
     WORKER = "agent worker"
     REWARD = "reward worker"
     RANK = "rank"
+    PROGRAM = "agent program"
+    MCP = "MCP server"
+    CLASSIFIER = "classifier"
+    BOX = "box"
 
 
 class Fault(StrEnum):
@@ -118,13 +129,22 @@ class Fault(StrEnum):
     VANISHED = "vanished directory"
 
 
-_MARKS: Mapping[Part, str] = {
-    Part.ENGINE: "native-0",
-    Part.VALIDATION: "validation-0",
-    Part.WORKER: "agent worker",
-    Part.REWARD: "reward worker",
-    Part.RANK: "policy rank",
+_MARKS: Mapping[Part, tuple[str, ...]] = {
+    Part.ENGINE: ("native-0",),
+    Part.VALIDATION: ("validation-0",),
+    Part.WORKER: ("agent worker",),
+    Part.REWARD: ("reward worker",),
+    Part.RANK: ("policy rank",),
+    Part.CLASSIFIER: (" classifier ",),
 }
+"""Words in the command line of what a driver starts."""
+
+_NESTED_MARKS: Mapping[Part, tuple[str, ...]] = {
+    Part.PROGRAM: ("chaos_agent.py",),
+    Part.MCP: ("chaos_mcp.py",),
+    Part.BOX: ("landlock_init", "bwrap", "source, done, scope"),
+}
+"""The same of what an agent worker starts, and of all that is below."""
 
 
 @dataclass(slots=True)
@@ -150,20 +170,23 @@ class Cycle:
 class Start:
     """A running command."""
 
-    def __init__(self, run_dir: Path, *words: str) -> None:
+    def __init__(self, run_dir: Path, *words: str, command: str = "train", until: float = FOREVER) -> None:
+        """`until`: by the clock, when nothing is waited for any longer."""
         run_dir.mkdir(parents=True, exist_ok=True)
-        self.run_dir = run_dir
+        self.run_dir, self._until = run_dir, until
         self._before = count_steps(run_dir)
-        self._log = (run_dir / "stderr.log").open("wb")
-        command = [sys.executable, "-m", "treadle", "train", "calculator", f"logging.run_dir={run_dir}", *words]
+        self._listed: set[int] = set()
+        """The processes of the run, when they were last looked at."""
+        (run_dir / "stderr.log").unlink(missing_ok=True)
+        self._log = (run_dir / "stderr.log").open("ab")
         self.process = subprocess.Popen(
-            command,
+            [sys.executable, "-m", "treadle", command, "calculator", f"logging.run_dir={run_dir}", *words],
             cwd=ROOT,
             env=_environment(),
             stdout=subprocess.DEVNULL,
             stderr=self._log,
             start_new_session=True,
-            preexec_fn=_hear_signals,
+            preexec_fn=hear_signals,
         )
         self.began = time.monotonic()
 
@@ -183,10 +206,20 @@ class Start:
         """The processes of the run, by what they are."""
         found: dict[Part, list[int]] = {Part.DRIVER: [self.process.pid]}
         for pid, words in children(self.process.pid):
-            for part, mark in _MARKS.items():
-                if mark in words:
-                    found.setdefault(part, []).append(pid)
+            for part in _marked(words, _MARKS):
+                found.setdefault(part, []).append(pid)
+                if part is Part.WORKER:
+                    for below, said in descendants(pid):
+                        for nested in _marked(said, _NESTED_MARKS):
+                            found.setdefault(nested, []).append(below)
+        if len(found) > 1:
+            self._listed = {pid for pids in found.values() for pid in pids}
         return found
+
+    def has(self, part: Part, count: int) -> bool:
+        """Whether it has that part and so many processes, or all that it will have."""
+        parts = self.parts()
+        return part in parts and (sum(map(len, parts.values())) >= count or self.steps >= 1)
 
     def wait_for(self, what: str, reached: Callable[[], bool], limit_s: float = LIMIT_S) -> bool:
         """Wait until something is so; False where the run ended first."""
@@ -195,6 +228,8 @@ class Start:
             if reached():
                 return True
             assert time.monotonic() < deadline, f"{what} took more than {limit_s:g} s; it said: {self.said()}"
+            if time.time() > self._until:
+                raise OutOfTime(what)
             time.sleep(0.1)
         return False
 
@@ -204,16 +239,20 @@ class Start:
         return self.end()
 
     def kill(self) -> None:
+        self.parts()
         self.process.kill()
+        self.process.wait(LIMIT_S)
         self.end()
 
     def end(self) -> int:
         """Wait for the end; nothing may be left of the run. Its status."""
-        children = [pid for pids in self.parts().values() for pid in pids]
-        status = self.process.wait(LIMIT_S)
+        before = self._listed  # a driver that was killed no longer knows its children
+        self.parts()
+        self.wait_for("its end", lambda: False)
+        status = self.process.wait()
         self._log.close()
         deadline = time.monotonic() + 60
-        while left := [pid for pid in children if _is_alive(pid)]:
+        while left := [pid for pid in before | self._listed if is_alive(pid)]:
             assert time.monotonic() < deadline, f"processes {left} outlive the run"
             time.sleep(0.05)
         return status
@@ -226,9 +265,9 @@ class Start:
 class ChaosRun:
     """One run directory under attack."""
 
-    def __init__(self, run_dir: Path, words: tuple[str, ...] = WORDS) -> None:
+    def __init__(self, run_dir: Path, words: tuple[str, ...] = WORDS, until: float = FOREVER) -> None:
         self.run_dir, self.cycles = run_dir, list[Cycle]()
-        self._words = words
+        self._words, self._until = words, until
         self._start: Start | None = None
         self._problems: tuple[str, ...] = ()
 
@@ -242,10 +281,12 @@ class ChaosRun:
     def cycle(self, rng: Random, part: Part, fault: Fault, *, early: bool = False) -> Cycle:
         """One attack on a part, at a random moment. `early`: where the run must be started for it, while it starts."""
         start = self._running(rng, part, early=early)
+        start.wait_for(f"the {part}", lambda: part in start.parts())  # those that check a config come and go
         pids = start.parts().get(part, [])
         cycle = Cycle(part, fault, time.monotonic() - start.began, start.steps)
         self.cycles.append(cycle)
         if fault is Fault.FULL_DISK:
+            os.truncate(self.run_dir / "stderr.log", 0)  # the limit is for every file: leave room to say why it ended
             limits = resource.prlimit(start.process.pid, resource.RLIMIT_FSIZE)
             resource.prlimit(start.process.pid, resource.RLIMIT_FSIZE, (4096, limits[1]))  # no file grows beyond that
         elif fault is Fault.VANISHED:
@@ -276,11 +317,10 @@ class ChaosRun:
             if self._start.wait_for(f"the {part}", lambda: part in self._start.parts()):
                 return self._start
             self._end_late(self._start)
-        start = self._start = Start(self.run_dir, *self._words)
+        start = self._start = Start(self.run_dir, *self._words, until=self._until)
         if early:
             count = rng.randrange(1, 9) if part is Part.DRIVER else 1
-            started = lambda: part in start.parts() and sum(map(len, start.parts().values())) >= count  # noqa: E731
-            assert start.wait_for(f"the {part} and {count} processes", started), start.said()
+            assert start.wait_for(f"the {part} and {count} processes", lambda: start.has(part, count)), start.said()
             time.sleep(rng.uniform(0.0, 1.0))
             return start
         assert start.wait_for("a step", lambda: start.steps >= 1), start.said()
@@ -323,7 +363,7 @@ class ChaosRun:
             enough = self._start.steps + steps
             if not self._start.wait_for(f"{steps} steps", lambda: self._start.steps >= enough):
                 self._end_late(self._start)
-        start = self._start = self._start or Start(self.run_dir, *self._words)
+        start = self._start = self._start or Start(self.run_dir, *self._words, until=self._until)
         assert start.wait_for(f"{steps} steps", lambda: start.steps >= steps), start.said()
         if self.cycles and self.cycles[-1].status is not None and self.cycles[-1].recovery_s is None:
             self.cycles[-1].recovery_s = time.monotonic() - start.began
@@ -334,9 +374,9 @@ class ChaosRun:
         return status
 
 
-def command(*words: str | Path) -> "subprocess.CompletedProcess[str]":
+def command(*words: str | Path, until: float = FOREVER) -> "subprocess.CompletedProcess[str]":
     """Any other command, to its end."""
-    return _finish("-m", "treadle", *map(str, words))
+    return _finish("-m", "treadle", *map(str, words), until=until)
 
 
 def run_python(program: str, *arguments: str) -> "subprocess.CompletedProcess[str]":
@@ -344,20 +384,28 @@ def run_python(program: str, *arguments: str) -> "subprocess.CompletedProcess[st
     return _finish("-c", program, *arguments)
 
 
-def _finish(*words: str) -> "subprocess.CompletedProcess[str]":
-    line = [sys.executable, *words]
-    return subprocess.run(line, cwd=ROOT, env=_environment(), capture_output=True, text=True, timeout=3600, check=False)
+def _finish(*words: str, until: float = FOREVER) -> "subprocess.CompletedProcess[str]":
+    line, limit_s = [sys.executable, *words], min(3600.0, max(1.0, until - time.time()))
+    try:
+        return subprocess.run(
+            line, cwd=ROOT, env=_environment(), capture_output=True, text=True, timeout=limit_s, check=False
+        )
+    except subprocess.TimeoutExpired as late:
+        if time.time() < until:
+            raise
+        raise OutOfTime(" ".join(words)) from late
 
 
-def _hear_signals() -> None:
-    """As in a terminal: what a shell starts in the background ignores Ctrl-C, and its children do, too."""
+def hear_signals() -> None:
+    """As in a terminal: shells let background jobs ignore Ctrl-C, and nohup lets them ignore SIGHUP."""
     for number in (signal.SIGINT, signal.SIGHUP):
         signal.signal(number, signal.SIG_DFL)
 
 
 def _environment() -> dict[str, str]:
     """One thread for each process: sums of floats come out alike wherever they are computed."""
-    return {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    places = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
+    return {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(places)}
 
 
 def count_steps(run_dir: Path) -> int:
@@ -369,21 +417,5 @@ def count_steps(run_dir: Path) -> int:
         return 0  # there is no journal yet, or it is being made
 
 
-def children(pid: int) -> Iterator[tuple[int, str]]:
-    """The processes that a process started, and their command lines."""
-    for tasks in Path(f"/proc/{pid}/task").glob("*/children"):
-        for child in _read(tasks).split():
-            yield int(child), _read(Path(f"/proc/{child}/cmdline")).replace("\0", " ")
-
-
-def _is_alive(pid: int) -> bool:
-    """Whether a process runs; one that waits to be collected does not."""
-    status = _read(Path(f"/proc/{pid}/stat"))
-    return bool(status) and status.rpartition(")")[2].split()[0] != "Z"
-
-
-def _read(path: Path) -> str:
-    try:
-        return path.read_text(errors="replace")
-    except OSError:
-        return ""  # the process has gone
+def _marked(words: str, marks: Mapping[Part, tuple[str, ...]]) -> Iterator[Part]:
+    return (part for part, found in marks.items() if any(mark in words for mark in found))

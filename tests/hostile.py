@@ -9,23 +9,29 @@ import itertools
 import signal
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from importlib import import_module
 from random import Random
 from types import FrameType
 
 from treadle.config.rollout import ModelConfig
 from treadle.data.renderer import Renderer
 from treadle.errors import ToolFailure
+from treadle.inspect.detectors import look_at_group
+from treadle.inspect.run_records import RecordedTrajectory, RolloutPurpose
+from treadle.inspect.transcript import describe_trajectory
+from treadle.journal.records import Headline
 from treadle.model.tokenizer import load_tokenizer
 from treadle.observe.rich_output import render_summary
 from treadle.observe.summary import summarize
-from treadle.reward.builtin import exact_match, format, math, number_match, reasoning_gym
+from treadle.reward.builtin import by_source, exact_match, format, math, number_match, reasoning_gym
 from treadle.reward.builtin.exact_match import read_tag
+from treadle.reward.result import ScoreFailure
 from treadle.rollout.parsers import MAX_CALLS, PARSERS, parser
 from treadle.terminal import cell, make_console, printable, say
-from treadle.types import Outcome, Score, StopReason, Task, Trajectory
+from treadle.types import Outcome, Provenance, Score, StopReason, Task, Timing, Trajectory
 
 CPU_LIMIT_S = 10.0
 """What `reward.cpu_time_s` is for in a run: a text that takes longer is ended there, and counted here."""
@@ -45,6 +51,7 @@ PIECES = (
         "[bold",
         ":smile:",
         "####",
+        "9" * 5000,
         " 1,234.5",
         "-7",
         "<answer>",
@@ -73,6 +80,7 @@ PIECES = (
         "*",
         "x",
     ),
+    *("e^{", "\\pi^{", "\\exp(", "\\sin(", "(x+y+z)^{12}", "(a+b)^{99}", "\\sum_{n=1}^{\\infty}", "\\int_0^1"),
     *("a", "the ", "漢字", "🙂", "\u200b", "\ufeff", "\U000f0000", "\ufffd", " ", "  ", "é"),
 )
 
@@ -81,12 +89,20 @@ def generate(rng: Random) -> str:
     """One output: most are short, a few are floods of one or two pieces."""
     if rng.random() < 0.02:
         flood = "".join(rng.choices(PIECES, k=rng.randint(1, 2)))
-        return flood * rng.randint(50, 2000)
-    text = "".join(rng.choices(PIECES, k=rng.randint(1, 24)))
+        return _opening(rng) + flood * rng.randint(50, 2000)
+    text = _opening(rng) + "".join(rng.choices(PIECES, k=rng.randint(1, 24)))
     if rng.random() < 0.3:
         at = rng.randrange(len(text) + 1)
         text = text[:at] + "".join(chr(rng.randrange(0x110000)) for _ in range(rng.randint(1, 4))) + text[at:]
     return text
+
+
+def _opening(rng: Random) -> str:
+    """Often the start of a call, so that what follows is read as its arguments, or as its name."""
+    if rng.random() < 0.5:
+        return ""
+    marker = parser(rng.choice(tuple(PARSERS))).marker
+    return marker + rng.choice(('{"name": "f", "arguments": {"a": ', '{"name": " ", "arguments": {}}', "\n", "f{"))
 
 
 @dataclass
@@ -132,8 +148,11 @@ def check_parsers(text: str) -> None:
 def check_rewards(text: str) -> None:
     assert exact_match.score(text, "42", tag="answer") in (0.0, 1.0)
     assert number_match.score(text, "42") in (0.0, 1.0)
-    assert format.score(text, r"(?s)<answer>.*</answer>") in (0.0, 1.0)
+    with suppress(ScoreFailure):  # past its deadline
+        assert format.score(text, r"(?s)<answer>.*</answer>") in (0.0, 1.0)
     read_tag(text, "answer")
+    for source in ("openai/gsm8k", "lighteval/MATH", "math_dapo", "searchR1_nq"):
+        assert by_source.score(text, "42", source) in (-1.0, 0.0, 1.0), source
 
 
 def check_terminal(text: str) -> None:
@@ -146,21 +165,66 @@ def check_terminal(text: str) -> None:
     shown.encode()
 
 
-def check_show(text: str) -> None:
+def check_show(*texts: str) -> None:
     """What the console shows of a run: lines, and the table of a rollout with foreign names, causes and sources."""
-    said = io.StringIO()
-    say(text, file=said)
-    outcomes = (Outcome.ended(StopReason.STOP), Outcome.failed(ToolFailure(text)))
-    score = Score(1.0, {text[:40]: 1.0})
-    made = [
-        Trajectory(text[:200], at, (), outcome, score if outcome.ok else None, data_source=text[:200])
-        for at, outcome in enumerate(outcomes)
-    ]
+    said, made = io.StringIO(), list[Trajectory]()
+    for text in texts:
+        say(text, file=said)
+        score, uid = Score(1.0, {text[:40]: 1.0}), text[:200]
+        made.append(Trajectory(uid, 0, (), Outcome.ended(StopReason.STOP), score, data_source=uid))
+        made.append(Trajectory(uid, 1, (), Outcome.failed(ToolFailure(text)), None, data_source=uid))
     shown = io.StringIO()
     make_console(shown).print(render_summary(summarize(made)))
     for stream in (said, shown):
         stream.getvalue().encode()
         assert not [letter for letter in stream.getvalue() if letter != "\n" and letter != "\t" and ord(letter) < 0x20]
+
+
+def record(text: str) -> RecordedTrajectory:
+    """A rewarded trajectory as a journal has it, with the text wherever a model, a tool or a row may put one."""
+    messages = (
+        {"role": "user", "content": text},
+        {"role": "assistant", "content": text, "tool_calls": [{"function": {"name": text[:80], "arguments": text}}]},
+        {"role": "tool", "content": text, "name": text[:80], "tool_call_id": text[:80]},
+        {"role": "assistant", "content": text},
+    )
+    ended, score, timing = Outcome.ended(StopReason.STOP), Score(1.0, {text[:40]: 1.0}), Timing()
+    uid, counts = text[:200], (1, 2, 3, 4, 4)
+    trajectory = Trajectory(uid, 0, (), ended, score, messages=messages, data_source=uid)
+    headline = Headline(
+        *(1, 1, 0.0, uid, 0, 0, ended, score, timing, uid, *counts, True), provenance=Provenance(), is_intact=True
+    )
+    return RecordedTrajectory(RolloutPurpose.TRAINING, 1, headline, trajectory, text[:100])
+
+
+def check_transcript(text: str) -> None:
+    """What `treadle show` prints of a trajectory, and what findings say about it."""
+    recorded, said = record(text), io.StringIO()
+    say(describe_trajectory(recorded), file=said)
+    for finding in look_at_group([recorded], [None]).findings:
+        say(f"{finding.kind} {finding.detail} {finding.excerpt}", file=said)
+    said.getvalue().encode()
+    assert not [letter for letter in said.getvalue() if letter not in "\n\t" and ord(letter) < 0x20]
+
+
+def make_show_check(at_once: int = 20) -> Callable[[str], None]:
+    """Texts share a table, since a table costs more than its rows; where one breaks it, each is tried alone."""
+    texts: list[str] = []
+
+    def check(text: str) -> None:
+        texts.append(text)
+        if len(texts) < at_once:
+            return
+        together = [*texts]
+        texts.clear()
+        try:
+            check_show(*together)
+        except Exception:
+            for alone in together:
+                check_show(alone)
+            raise
+
+    return check
 
 
 def make_math_check() -> Callable[[str], None]:
@@ -217,6 +281,28 @@ def make_renderer_check(model: str = "treadle/tiny-calculator") -> Callable[[str
     return check
 
 
+def make_templates_check() -> Callable[[str], None]:
+    """The same of prompts, with the tokenizers and templates of other families, one after the other."""
+    from tests.unit.test_renderer import ENDS, renderer_of, tokenizer_of
+
+    def count(family: str, text: str) -> int:
+        ids = renderer_of(family).prompt([{"role": "user", "content": text}])
+        return sum(at in control[family] for at in ids)
+
+    control = {
+        family: {at for at, token in tokenizer_of(family).added_tokens_decoder.items() if token.special}
+        for family in ENDS
+    }
+    quiet = {family: count(family, "a") for family in ENDS}
+    families = itertools.cycle(ENDS)
+
+    def check(text: str) -> None:
+        family = next(families)
+        assert count(family, text) == quiet[family], family
+
+    return check
+
+
 def _render(renderer: Renderer, text: str) -> list[tuple[int, ...]]:
     result = {"role": "tool", "content": text, "name": "f"}
     return [renderer.observation([result]), renderer.prompt([{"role": "user", "content": text}])]
@@ -227,7 +313,7 @@ class _TooSlow(BaseException):
 
 
 @contextmanager
-def _limited() -> Iterator[None]:
+def limited() -> Iterator[None]:
     def end(number: int, frame: FrameType | None) -> None:
         raise _TooSlow
 
@@ -243,27 +329,47 @@ def _limited() -> Iterator[None]:
 TARGETS: dict[str, Callable[[], Callable[[str], None]]] = {
     "parsers": lambda: check_parsers,
     "renderer": make_renderer_check,
+    "templates": make_templates_check,
     "rewards": lambda: check_rewards,
     "math": make_math_check,
     "reasoning_gym": make_gym_check,
     "terminal": lambda: check_terminal,
-    "show": lambda: check_show,
+    "show": make_show_check,
+    "transcript": lambda: check_transcript,
 }
 """What makes each check, in the process that uses it."""
 
 
-def attack(count: int, seed: int, targets: tuple[str, ...] = tuple(TARGETS)) -> Report:
-    """Put so many texts through every target."""
+PACKAGES = {"math": "math_verify", "reasoning_gym": "reasoning_gym", "templates": "pytest"}
+"""What a target needs that treadle does not."""
+
+
+def missing_targets(targets: Iterable[str]) -> dict[str, str]:
+    """Targets that cannot be had here, with the reason."""
+    missing: dict[str, str] = {}
+    for name in targets:
+        try:
+            if name in PACKAGES:
+                import_module(PACKAGES[name])
+        except ImportError as error:
+            missing[name] = f"{PACKAGES[name]} cannot be imported: {error}"
+    return missing
+
+
+def attack(count: int, seed: int, targets: tuple[str, ...] = tuple(TARGETS), until: float = float("inf")) -> Report:
+    """Put so many texts through every target; fewer where `until`, by the clock, comes first."""
     checks = {name: TARGETS[name]() for name in targets}
     rng, report = Random(seed), Report()
     for _ in range(count):
+        if time.time() > until:
+            break
         text = generate(rng)
         report.texts += 1
         report.characters += len(text)
         for name, check in checks.items():
             began = time.process_time()
             try:
-                with _limited():
+                with limited():
                     check(text)
             except _TooSlow:
                 report.ended[name] += 1

@@ -2,13 +2,16 @@
 
 import asyncio
 import os
+import re
+import signal
+import subprocess
 import sys
 import time
 from typing import Any
 
 from treadle.errors import EngineFailure
-from treadle.process.main import BlockingParent, ParentConnection
-from treadle.process.rpc import RpcReply, RpcRequest
+from treadle.process.child_main import BlockingParent, ParentConnection
+from treadle.process.rpc import RpcError, RpcReply, RpcRequest
 
 
 async def serve_echo(parent: ParentConnection, setup: Any) -> None:
@@ -19,6 +22,8 @@ async def serve_echo(parent: ParentConnection, setup: Any) -> None:
             await asyncio.sleep(600)
         if body == "fail":
             raise EngineFailure("as it was told")
+        if body == "hold":
+            re.match(r"(a+)+$", "a" * 60 + "b")  # in C, and never lets go of the interpreter
         if body == "crash":
             print("the last thing it said", file=sys.stderr, flush=True)
             os._exit(3)
@@ -43,3 +48,33 @@ def serve_blocking(parent: BlockingParent, setup: Any) -> None:
         for _ in range(2 if setup == "twice" else 1):
             parent.channel.send(RpcReply(message.number, message.body))
         time.sleep(0)
+
+
+async def serve_closed(parent: ParentConnection, setup: Any) -> None:
+    """Lives on behind a channel that it has closed, as code that closes every descriptor does."""
+    if setup == "started":
+        parent.started()
+        await asyncio.sleep(0.1)
+    parent.close()
+    await asyncio.sleep(600)
+
+
+def serve_closed_blocking(parent: BlockingParent, setup: Any) -> None:
+    parent.channel.close()
+    time.sleep(600)
+
+
+async def serve_odd_error(parent: ParentConnection, setup: Any) -> None:
+    """Replies with an error that is none of treadle's."""
+    parent.started()
+    message = await parent._channel.receive()
+    parent._channel.send(RpcReply(message.number, error=RpcError("ConfigError", "odd", mistakes=(("a", "b"),))))
+    await asyncio.sleep(600)
+
+
+async def serve_leaver(parent: ParentConnection, setup: Any) -> None:
+    """Starts a process in a session of its own, tells its number, and is killed with SIGKILL."""
+    child = subprocess.Popen(["sleep", "600"], start_new_session=True)  # noqa: ASYNC220
+    parent.started(child.pid)
+    await asyncio.sleep(0.1)
+    os.kill(os.getpid(), signal.SIGKILL)

@@ -4,7 +4,7 @@ import asyncio
 import os
 import random
 import time
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from pathlib import Path
 from typing import Any
@@ -102,6 +102,11 @@ class Fleet:
         assert isinstance(replica, RayReplica)
         return replica
 
+    def has_saved(self, name: str) -> bool:
+        """Whether every request that is open at a replica has handed some of its tokens over, and there are such."""
+        (engine,) = [engine for engine in self.engines if engine.name == name]
+        return bool(engine._requests.open) and all(request.saved for request in engine._requests.open)
+
     async def recovered(self, count: int = 1, timeout_s: float = 60.0) -> None:
         """Wait for reports; they come from the supervisor's own tasks."""
         async with asyncio.timeout(timeout_s):
@@ -136,9 +141,17 @@ async def fleet(
         engines = await replicas.start()
         router = Router(engines, limits=rollout.limits, failures=rollout.failures, rng=random.Random(0))
         started.push_async_callback(router.close)
-        supervisor = await replicas.supervisor.attend(router, lambda kind, fields: None)
+        supervisor = replicas.supervisor
+        supervisor.connect(router)
         started.push_async_callback(supervisor.close)
         yield Fleet(router, engines, supervisor, recoveries, news, reservation, replicas.slots)
+
+
+async def until(reached: Callable[[], bool], timeout_s: float = 60.0) -> None:
+    """Wait until something is so."""
+    async with asyncio.timeout(timeout_s):
+        while not reached():  # noqa: ASYNC110  other processes set no event
+            await asyncio.sleep(0.01)
 
 
 def alive(pid: int) -> bool:

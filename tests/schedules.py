@@ -1,30 +1,33 @@
 """A training run around fakes that keep time on the loop's own clock: for tests of schedules, flow and books."""
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 
 import torch
 
 from tests.rollouts import task
+from treadle.checkpoint.links import CheckpointScore
 from treadle.checkpoint.store import Progress
 from treadle.config import TrainConfig, loads
+from treadle.config.rollout import OnWeightUpdate
+from treadle.data.task_feed import load_feed
 from treadle.data.tasks import TaskSource
+from treadle.engine.protocol import WeightUpdate
 from treadle.journal import Journal
 from treadle.model.checksum import checksum
 from treadle.observe.trackers import Trackers
 from treadle.rollout.completion_log import NOTHING_RECOVERED, RecoveredTask
 from treadle.rollout.service import RolloutKind
-from treadle.trainer.parts import RunInterrupted, TrainerParts, Validator, never
-from treadle.trainer.resume import RunHistory
+from treadle.trainer.resume import RunHistory, settings_digest
 from treadle.trainer.schedules import SCHEDULES
-from treadle.trainer.step import StepParts, train_step
-from treadle.trainer.terms import settings_digest
+from treadle.trainer.state import RunInterrupted
+from treadle.trainer.step import Learner, StepParts, train_step
 from treadle.trainer.trainer import Trainer
 from treadle.types import Batch, Group, Outcome, Row, Score, StopReason, Trajectory
-from treadle.weights.sync import PushReport
+from treadle.weights.sync import WeightSync
 
 BASE = """
 model: {path: unused}
@@ -64,11 +67,25 @@ class Policy:
         return {"weight": self.weight}
 
 
+class Sender:
+    """Sends the checksum of a policy, and none of its weights."""
+
+    def __init__(self, policy: Policy) -> None:
+        self._policy = policy
+
+    async def publish(self, version: int) -> WeightUpdate:
+        return WeightUpdate(version, checksum(self._policy.tensors()), {})
+
+    async def retire(self, version: int) -> None: ...
+
+
 class Rollout:
     """Scores by sample number, except for tasks in `dull`, whose samples all score the same.
 
     A group takes `delay(uid)` seconds; its first token has the version at its beginning, its second that at its end.
     """
+
+    name = "rollout"
 
     def __init__(self, dull: Sequence[str] = (), delay: Callable[[str], float] = lambda uid: 0.0) -> None:
         self.dull = dull
@@ -82,6 +99,7 @@ class Rollout:
         self.kept = 0
         self.slept = 0
         self.dies: Exception | None = None
+        self.on_push: Callable[[int], None] = lambda version: None
 
     async def generate_sequences(self, tasks, *, kind=RolloutKind.TRAINING, seed=None) -> Batch:
         self.asked += [(kind, item.uid) for item in tasks]
@@ -108,6 +126,11 @@ class Rollout:
             if self.journal is not None and trajectory.sample not in finished:
                 self.journal.add(trajectory)
         return replace(group, trajectories=tuple(finished.get(done.sample, done) for done in group.trajectories))
+
+    async def update_weights(self, update: WeightUpdate, *, running: OnWeightUpdate = "continue") -> str:
+        self.version = update.version
+        self.on_push(update.version)
+        return update.checksum
 
     async def watch(self) -> None:
         if self.dies is None:
@@ -139,6 +162,10 @@ class Checkpoints:
         self.progress = progress
         self.save_freq = save_freq
         self.saved: list[tuple[int, dict]] = []
+        self.scores: dict[int, CheckpointScore] = {}
+
+    def score(self, step, score):
+        self.scores[step] = score
 
     def restore(self, policy, critic, reference=None):
         if self.progress is not None:
@@ -153,6 +180,8 @@ class Checkpoints:
 
 
 class View:
+    def begin(self, total_steps): ...
+
     def watch(self, phase): ...
 
     def resume(self, step): ...
@@ -177,7 +206,7 @@ class Trial:
         train_s: float = 0.0,
         on_push: Callable[[Trainer, int], None] = lambda run, version: None,
         trackers: Trackers | None = None,
-        needs_push: Callable[[], Awaitable[None]] = never,
+        needs_push: Callable[[], Awaitable[None]] | None = None,
     ) -> None:
         config = loads(BASE, "test", words)
         assert isinstance(config, TrainConfig)
@@ -197,51 +226,55 @@ class Trial:
         self._trackers = trackers or Trackers({})
         self.run: Trainer
 
-    async def run_to_end(self) -> "Trial":
+    @contextmanager
+    def assembled(self) -> Iterator[Trainer]:
+        """The trainer of this run, which has not started."""
         source = TaskSource([task(f"t{at}") for at in range(self._num_tasks)], shuffle=False, seed=0)
         config = self.config
         with Journal.open(self.directory, max_mb=10) as journal:
             self.rollout.journal = journal
-            validating = self._validation_rollout
-            lineage = RunHistory.read(self.directory, settings=settings_digest(config))
-            parts = TrainerParts(
-                step=StepParts(self.policy, config.actor, config.algorithm, config.trainer),
+            self.rollout.on_push = lambda version: self._on_push(self.run, version)
+            history = RunHistory.read(self.directory, settings=settings_digest(config))
+            weights = WeightSync.of(config, Sender(self.policy))
+            if self._weights_wanted is not None:
+                weights.lock.requested = self._weights_wanted  # type: ignore[method-assign]
+            self.run = Trainer(
+                config,
+                learner=TrialLearner(self, weights),
                 rollout=self.rollout,
-                push=partial(self._push, self.rollout),
-                tasks=source,
-                validation_tasks=self._validation,
+                weights=weights,
+                tasks=load_feed(source, config.data),
                 checkpoints=self.checkpoints,
                 journal=journal,
                 trackers=self._trackers,
                 view=View(),
-                lineage=lineage,
-                train=self._train,
-                validator=None if validating is None else Validator(validating, partial(self._push, validating)),
-                needs_push=self._weights_wanted,
+                history=history,
+                validation_tasks=self._validation,
+                validation_rollout=self._validation_rollout,
             )
-            self.run = Trainer(config, parts)
             try:
-                await SCHEDULES[config.trainer.mode](self.run)
-                await self.run.record_rest()
-            except RunInterrupted:
-                await self.run.save_interrupted()
-                raise
+                yield self.run
             finally:
-                lineage.close()
+                history.close()
+
+    async def run_to_end(self) -> "Trial":
+        with self.assembled() as trainer:
+            try:
+                await SCHEDULES[self.config.trainer.mode](trainer)
+                await trainer.record_rest()
+            except RunInterrupted:
+                await trainer.save_interrupted()
+                raise
         return self
 
-    async def _train(self, groups, step, control, baselines):
+    def networks(self) -> StepParts:
         config = self.config
+        return StepParts(self.policy, config.actor, config.algorithm, config.trainer)
+
+    async def train(self, groups, **arguments):
         self.trained.append((self.policy.version, tuple(groups)))
         await asyncio.sleep(self._train_s)
-        parts = StepParts(self.policy, config.actor, config.algorithm, config.trainer)
-        return train_step(parts, groups, step=step, control=control, baselines=baselines)
-
-    async def _push(self, rollout: Rollout, version: int) -> PushReport:
-        rollout.version = version
-        if rollout is self.rollout:
-            self._on_push(self.run, version)
-        return PushReport(version, checksum(self.policy.tensors()), 0, 0.0, 0.0)
+        return train_step(self.networks(), groups, **arguments)
 
     @property
     def batches(self) -> list[list[str]]:
@@ -258,3 +291,14 @@ class Trial:
             for row in item.rows
             for at in row.versions
         ]
+
+
+class TrialLearner(Learner):
+    """Trains on the event loop, in the time that a trial gives it."""
+
+    def __init__(self, trial: Trial, weights: WeightSync) -> None:
+        super().__init__(trial.networks(), weights.lock)
+        self._trial = trial
+
+    async def train(self, groups, **arguments):
+        return await self._trial.train(groups, **arguments)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from tests.policies import CPU, make_groups
-from treadle.algorithm.advantage import rows_of
+from treadle.algorithm.advantage_inputs import rows_of
 from treadle.config.rollout import ModelConfig
 from treadle.config.training import (
     FSDPActorConfig,
@@ -25,9 +25,9 @@ from treadle.policy.local_ranks import LocalRanks
 from treadle.policy.policy import Sampling, SinglePolicy
 from treadle.policy.protocol import Metrics, TrainBatch, group_and_trajectory_ids
 from treadle.policy.rank import FSDPRank, NetworksSpec
+from treadle.policy.rank_calls import ShardedPolicy
 from treadle.policy.rank_group import RankGroup
 from treadle.policy.reference import SingleReference
-from treadle.policy.sharded import ShardedPolicy
 from treadle.types import NOTHING, Group
 
 EPOCHS = {"ppo_epochs": 2, "ppo_mini_batch_size": 2}

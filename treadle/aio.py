@@ -9,6 +9,7 @@ that an error message shows.
     run_concurrently results of coroutines run together; `first_error` unwraps the error of a task group
     within           a deadline; raises `Expired`, so that a TimeoutError of the work itself stays one
     BoundedBuffer    `put` waits while it is full, `take` waits while it is empty and not closed
+    run_to_end       a coroutine from plain code, also inside a running loop
     LoopThread       an event loop in a thread; `run` is awaited from another loop, `run_blocking` is called from
                      plain code; the caller's context variables arrive in both
 
@@ -23,8 +24,9 @@ import sysconfig
 import threading
 from collections import deque
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
+from contextvars import copy_context
 from functools import cache
 from pathlib import Path
 from traceback import FrameSummary, extract_tb
@@ -231,34 +233,57 @@ async def within(timeout_s: float, work: Awaitable[T]) -> T:
 
 
 class BoundedBuffer(Generic[T]):
-    """First-in first-out buffer: `put` waits while it is full, `take` while it is empty and not closed."""
+    """First-in first-out buffer: `put` waits while it is full, `take` while it is empty and not closed.
+
+    A `take` wakes as many waiting `put`s as it made room for, and a `put` one `take`: the work is linear in the items,
+    however many wait.
+    """
 
     def __init__(self, most: int) -> None:
         self._most = most
         self._items: deque[T] = deque()
-        self._changed = asyncio.Condition()
+        lock = asyncio.Lock()
+        self._has_room, self._has_items = asyncio.Condition(lock), asyncio.Condition(lock)
         self._closed = False
 
     async def put(self, item: T) -> None:
-        async with self._changed:
-            await self._changed.wait_for(lambda: len(self._items) < self._most)
+        async with self._has_room:
+            await _wait_for(self._has_room, lambda: len(self._items) < self._most)
             self._items.append(item)
-            self._changed.notify_all()
+            self._has_items.notify()
 
     async def close(self) -> None:
         """Nothing more will be put."""
-        async with self._changed:
+        async with self._has_items:
             self._closed = True
-            self._changed.notify_all()
+            self._has_items.notify_all()
 
     async def take(self) -> list[T]:
         """Everything there is, at least one item; an empty list once the buffer is closed and empty."""
-        async with self._changed:
-            await self._changed.wait_for(lambda: self._items or self._closed)
+        async with self._has_items:
+            await _wait_for(self._has_items, lambda: self._items or self._closed)
             taken = list(self._items)
             self._items.clear()
-            self._changed.notify_all()
+            self._has_room.notify(len(taken))
             return taken
+
+
+async def _wait_for(condition: asyncio.Condition, is_so: Callable[[], object]) -> None:
+    try:
+        await condition.wait_for(is_so)
+    except asyncio.CancelledError:
+        condition.notify()  # it may have been woken just now, in the place of another
+        raise
+
+
+def run_to_end(work: Coroutine[Any, Any, T]) -> T:
+    """Run `work` from plain code, also where this thread has a running loop: then on a loop of another thread."""
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return asyncio.run(work)
+    with ThreadPoolExecutor(1, thread_name_prefix="treadle-work") as pool:
+        return pool.submit(copy_context().run, asyncio.run, work).result()
 
 
 class LoopThread:

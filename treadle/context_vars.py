@@ -17,8 +17,8 @@ log = logging.getLogger(__name__)
 Captured = tuple[tuple[str, bytes], ...]
 """Names and pickled values."""
 
-_PYTHONS = frozenset({"decimal_context"})
-"""Variables of Python's own C code, which are not expected to travel."""
+_OTHERS = frozenset({"decimal_context", "parent_header", "shell_parent", "shell_parent_ident"})
+"""Variables of Python's own C code and of notebook kernels, which are not expected to travel."""
 
 _NAMES: dict[ContextVar[Any], str | None] = {}
 _TOLD: set[ContextVar[Any]] = set()
@@ -74,6 +74,6 @@ def _importable(name: str, module: Any) -> str | None:
 
 
 def _tell(variable: ContextVar[Any], problem: str) -> None:
-    if variable not in _TOLD and variable.name not in _PYTHONS:
+    if variable not in _TOLD and variable.name not in _OTHERS:
         _TOLD.add(variable)
         log.warning("context variable %r does not reach worker processes: it %s", variable.name, problem)

@@ -3,6 +3,8 @@
     TreadleError
     ├── ConfigError            a bad config is an exit: every mistake in one report, status 2     (also a ValueError)
     ├── MisuseError            the API was called in a way that cannot work                       (also a RuntimeError)
+    ├── SandboxFailure         a box did not start, died or did not answer: the boundary that used it takes it over
+    ├── RowFull                messages leave no room for a token in a row: the agent loop decides what becomes of it
     ├── Failure                a bad trajectory is data: it belongs to exactly one boundary
     │   ├── PromptFailure        the task could not be rendered, or is too long
     │   ├── EngineFailure        an engine did not answer, or died
@@ -15,6 +17,7 @@
     └── RunError               a run cannot go on: it ends with this cause and a non-zero status
         ├── NotFiniteError       a training step's numbers are not finite: its batch may be to blame
         ├── BudgetSpent          more trajectories failed than `rollout.failures` allows
+        ├── EnginesLost          no engine of a rollout can go on with what was asked of it
         └── DeadlineError        a wait took longer than its deadline; the message says what was waited for
 
 Anything else that escapes is a bug, and crashes as one.
@@ -69,6 +72,19 @@ class ConfigError(TreadleError, ValueError):
 
 class MisuseError(TreadleError, RuntimeError):
     """A call that cannot work where it was made; the message names the call that does."""
+
+
+class RowFull(TreadleError):
+    """Messages that leave no room for a token: `num_tokens` with what is before them, `max_tokens` fit."""
+
+    def __init__(self, num_tokens: int, max_tokens: int) -> None:
+        super().__init__(f"{num_tokens} tokens; a row holds {max_tokens}")
+        self.num_tokens = num_tokens
+        self.max_tokens = max_tokens
+
+
+class SandboxFailure(TreadleError):
+    """A box's infrastructure broke: no exit status of a command, which is a result."""
 
 
 class Boundary(StrEnum):
@@ -138,6 +154,10 @@ class NotFiniteError(RunError):
 
 class BudgetSpent(RunError):
     """More trajectories failed than the failure budget allows."""
+
+
+class EnginesLost(RunError):
+    """Every engine of a rollout has died, and none can go on with what was asked of it."""
 
 
 class DeadlineError(RunError):

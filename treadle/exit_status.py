@@ -57,6 +57,8 @@ class MemoryCgroup:
             limit, whose = self.memory_limit()
             limited = f"limit {limit / GB:.1f} GB" if whose == "the container" else f"{whose} has {limit / GB:.1f} GB"
             return f"killed by the kernel for memory ({limited})"
+        if status == -signal.SIGILL:
+            return "killed by SIGILL (on a virtual CPU, try ONEDNN_MAX_CPU_ISA=AVX512_CORE_FP16)"
         return f"killed by {_signal_name(-status)}"
 
     def _take_kill(self) -> bool:

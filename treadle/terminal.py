@@ -38,6 +38,18 @@ def warn(text: object) -> None:
     say(text, file=sys.stderr)
 
 
+def in_notebook() -> bool:
+    """Whether output goes to a notebook: it shows HTML, can replace what it showed, and marks standard error in red."""
+    package = sys.modules.get("IPython")
+    shell = package.get_ipython() if package is not None else None
+    return hasattr(shell, "kernel")
+
+
+def note(text: object) -> None:
+    """Print text that goes with a run and is not its result: to standard error, in a notebook to standard output."""
+    say(text, file=sys.stdout if in_notebook() else sys.stderr)
+
+
 def cell(text: object, style: str = "") -> "Text":
     """Text for a table of rich."""
     from rich.text import Text

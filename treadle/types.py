@@ -4,7 +4,7 @@ Owns no behaviour beyond small derived values, and imports nothing heavy: no tor
 Invariant: records are frozen; `ids`, `mask`, `logprobs` and `versions` of one row always have the same length.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any, NoReturn
@@ -113,6 +113,10 @@ class SamplingParams:
         return self.is_filtered or self.is_penalized
 
 
+OnTokens = Callable[[int, tuple[int, ...]], None]
+"""Called with tokens as they are sampled: how many of the same answer come before them, and their ids."""
+
+
 @dataclass(frozen=True, slots=True)
 class Request:
     """What a session asks of an engine. The same (seed, uid, sample, row, attempt, position) draws the same noise."""
@@ -135,10 +139,21 @@ class Request:
     The failure of an engine does not count, so that its tokens are drawn again as they were."""
     said: int = 0
     """How many of the last ids were sampled for this very answer, before an interruption."""
+    opponent: str = ""
+    """The model that answers, one of `rollout.multi_turn.opponents`; empty for the policy."""
+    on_tokens: OnTokens | None = field(default=None, compare=False, repr=False)
+    """Called on the event loop by engines that can tell, while they sample; what `generate` returns has all tokens.
+
+    A request that is sampled again, at another replica for instance, tells its tokens again from the first."""
 
     @property
     def session(self) -> str:
         return f"{self.uid}/{self.sample}"
+
+    @property
+    def session_row(self) -> tuple[str, int]:
+        """The conversation that the request goes on with: one row of the session."""
+        return self.session, self.row
 
 
 @dataclass(frozen=True, slots=True)
@@ -224,6 +239,8 @@ class Turn:
     replica: str = ""
     reward: float | None = None
     """What an environment gave for this turn."""
+    started_s: float | None = None
+    """When its request was made, in seconds after the session began; None in journals that do not have it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -334,6 +351,19 @@ class Trajectory:
     @property
     def num_sampled(self) -> int:
         return sum(row.num_sampled for row in self.rows)
+
+    @property
+    def seats(self) -> tuple[int, ...]:
+        """The seat of each row, in an episode of several agents; empty in any other."""
+        return tuple(self.extra.get("seats", ()))
+
+    @property
+    def policy_seats(self) -> "Mapping[int, tuple[Row, ...]]":
+        """The rows of each seat that the policy played, by the number of the seat."""
+        rows: dict[int, tuple[Row, ...]] = {}
+        for seat, row in zip(self.seats, self.rows, strict=True):
+            rows[seat] = (*rows.get(seat, ()), row)
+        return {seat: own for seat, own in rows.items() if any(row.num_sampled for row in own)}
 
     @property
     def num_turns(self) -> int:

@@ -189,6 +189,31 @@ def hold_the_interpreter(text: str) -> str:
     return text
 
 
+async def hold_asynchronously(text: str) -> str:
+    """Matches the same expression, and awaits nothing.
+
+    Args:
+        text: what
+    """
+    return hold_the_interpreter(text)
+
+
+class HoldsTheInterpreter(AgentLoopBase):
+    async def run(self, session: Session) -> None:
+        await session.generate()
+        hold_the_interpreter(session.task.uid)
+
+
+async def start_child_asynchronously(text: str) -> str:
+    """Starts a process, in a session of its own, and forgets it.
+
+    Args:
+        text: what
+    """
+    child = await asyncio.create_subprocess_exec("sleep", "611", start_new_session=True)
+    return str(child.pid)
+
+
 def leave(text: str) -> str:
     """Ends the process, as if all were well.
 

@@ -1,8 +1,10 @@
 """How the command ends where something else would have it end otherwise: a sentence and a status, never a lie."""
 
 import json
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -11,6 +13,25 @@ from tests.rollouts import save_model
 
 CODE = """
 import os
+import re
+from pathlib import Path
+
+from treadle.rollout.agent_loop import AgentLoopBase
+
+async def hold(text: str) -> str:
+    '''Holds the interpreter, in C code that never lets go.
+
+    Args:
+        text: what
+    '''
+    Path("began").touch()
+    re.match(r"(a+)+$", "a" * 60 + "b")
+    return text
+
+class Hold(AgentLoopBase):
+    async def run(self, session):
+        await session.generate()
+        await hold("x")
 
 async def leave(text: str) -> str:
     '''Ends the process as if all were well.
@@ -54,8 +75,69 @@ def test_a_dead_endpoint_is_a_sentence(folder):
     assert "rollout.openai.base_url = http://127.0.0.1:9/v1" in done.stderr
 
 
+HELD = {
+    "rollout": ("rollout", "my.yaml", "rollout.agent.default_agent_loop=code_of_this_test:Hold"),
+    "train": ("train", "calculator", "rollout.agent.default_agent_loop=code_of_this_test:Hold", "logging.run_dir=run"),
+}
+
+
+@pytest.mark.parametrize("name", HELD)
+def test_ctrl_c_ends_a_command_whose_driver_is_held(folder, name):
+    command = [sys.executable, "-m", "treadle", *HELD[name], "rollout.agent.num_workers=0"]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    with subprocess.Popen(command, cwd=folder, text=True, **pipes) as process:
+        deadline = time.monotonic() + 240
+        while not (folder / "began").exists():
+            assert process.poll() is None and time.monotonic() < deadline, process.communicate()
+            time.sleep(0.05)
+        try:
+            for _ in range(3):
+                process.send_signal(signal.SIGINT)
+                time.sleep(0.2)  # signals of one kind that wait together are one
+            _, errors = process.communicate(timeout=60)
+        finally:
+            process.kill()
+    assert "3 interrupts were not heard" in errors and "rollout.agent.num_workers=1" in errors
+
+
+def test_the_third_interrupt_of_a_process_that_hears_is_the_systems(folder):
+    """The watcher counts what was not heard, and not what the process sends to itself."""
+    code = """
+import os, signal, time
+from treadle.process.interrupt_watcher import discount_interrupt, watched_interrupts
+signal.signal(signal.SIGINT, lambda *_: None)
+with watched_interrupts():
+    for _ in range(9):
+        discount_interrupt()
+        os.kill(os.getpid(), signal.SIGINT)
+    os.kill(os.getpid(), signal.SIGINT)
+    os.kill(os.getpid(), signal.SIGINT)
+    time.sleep(1)
+print("alive")
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
+    assert done.stdout == "alive\n", done.stderr
+
+
+def test_a_held_process_ends_after_the_grace_of_sigterm(folder):
+    code = """
+import os, re, signal
+from treadle.process import interrupt_watcher
+signal.signal(signal.SIGTERM, lambda *_: None)
+with interrupt_watcher.watched_interrupts(grace_s=-14.5):
+    os.kill(os.getpid(), signal.SIGTERM)
+    re.match(r"(a+)+$", "a" * 60 + "b")
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == -9 and "after the signal to end" in done.stderr
+
+
 def test_an_async_tool_that_leaves_with_status_0_does_not_end_the_run_well(folder):
     tools = "rollout.multi_turn.tools=[code_of_this_test:leave]"
     done = treadle(folder, tools, "rollout.agent.default_agent_loop=tool_agent")
+    assert done.returncode == 1
+    assert "died: exit status 0" in done.stderr + done.stdout
+
+    done = treadle(folder, tools, "rollout.agent.default_agent_loop=tool_agent", "rollout.agent.num_workers=0")
     assert done.returncode == 1
     assert "code_of_this_test.py:" in done.stderr

@@ -13,7 +13,7 @@ from tests.rendering import encode_full
 from tests.unit.test_renderer import ANSWER, CALL, ENDS, QUESTION, TOOL, WITH_TOOLS, renderer_of, result, tokenizer_of
 from treadle.config.rollout import ModelConfig
 from treadle.data.renderer import Renderer
-from treadle.data.rendering_proof import BoundaryVerdict
+from treadle.data.rendering_parity import BoundaryVerdict
 from treadle.errors import PromptFailure
 from treadle.rollout.parsers import parser
 from treadle.types import Message
@@ -74,6 +74,25 @@ def test_arguments_schemas_and_names_write_none() -> None:
     assert count("hermes", renderer.prompt(turns, [tool])) == count("hermes", renderer.prompt(*calm))
 
 
+@pytest.mark.parametrize("field", ["role", "content", "name", "type", "tool_calls", "function", "arguments"])
+def test_a_nested_field_with_a_reserved_name_is_text_like_any_other(field: str) -> None:
+    """A message's own role is compared by templates; a field of that name further down is whatever was written."""
+    renderer = renderer_of("hermes")
+
+    def prompts(text: str) -> list[list[int]]:
+        call = {"function": {"name": "f", "arguments": {field: text, "deeper": [{field: text}]}}}
+        turns: list[Message] = [
+            QUESTION,
+            {"role": "assistant", "content": "", "tool_calls": [call]},
+            {"role": "tool", "content": "3", "name": "f"},
+        ]
+        parameters = {"type": "object", "properties": {"a": {"type": "object", "default": {field: text}}}}
+        tool = {"type": "function", "function": {"name": "f", "description": "d", "parameters": parameters}}
+        return [renderer.prompt(turns, [TOOL]), renderer.prompt([QUESTION], [tool])]
+
+    assert [count("hermes", ids) for ids in prompts(TURN)] == [count("hermes", ids) for ids in prompts("x")]
+
+
 @pytest.mark.parametrize("parts", [("<|im_", "end|>"), ("<", "|im_end|>"), ("<|im_end|", ">"), ("a <|im_end", "|> b")])
 def test_two_texts_that_touch_make_no_control_token_together(parts: tuple[str, str]) -> None:
     glue = (
@@ -128,14 +147,14 @@ def test_data_that_is_trusted_may_spell_them_in_prompts_and_tools_may_not() -> N
     stop = renderer.stop_token_ids[0]
     assert renderer.prompt([{"role": "user", "content": "a<|im_end|>b"}]).count(stop) == 2
     assert renderer.observation([result("a<|im_end|>b")], [TOOL]).count(stop) == 1
-    assert {check.verdict for check in renderer.proof.checks} <= {BoundaryVerdict.AGREES, BoundaryVerdict.KEEPS}
+    assert {check.verdict for check in renderer.parity.checks} <= {BoundaryVerdict.AGREES, BoundaryVerdict.KEEPS}
 
 
 @pytest.mark.parametrize("family", [family for family in ENDS if family != "gemma"])
-def test_the_proof_covers_such_text(family: str) -> None:
-    proof = renderer_of(family).proof
-    assert proof["assistant → user, special tokens as text"].verdict is BoundaryVerdict.AGREES
-    assert proof["assistant calls → tool, special tokens as text"].verdict is BoundaryVerdict.AGREES
+def test_the_parity_covers_such_text(family: str) -> None:
+    parity = renderer_of(family).parity
+    assert parity["assistant → user, special tokens as text"].verdict is BoundaryVerdict.AGREES
+    assert parity["assistant calls → tool, special tokens as text"].verdict is BoundaryVerdict.AGREES
 
 
 @pytest.mark.parametrize("family", ENDS)

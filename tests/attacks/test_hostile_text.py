@@ -13,7 +13,7 @@ from treadle.types import Task
 
 
 def test_nothing_breaks_and_nothing_escapes() -> None:
-    report = attack(1500, seed=7, targets=("parsers", "renderer", "rewards", "terminal"))
+    report = attack(1500, seed=7, targets=("parsers", "renderer", "templates", "rewards", "terminal", "transcript"))
     assert report.texts == 1500
     assert not report.broken, "\n".join(report.broken[:5])
 

@@ -4,6 +4,7 @@ import asyncio
 import shutil
 import sqlite3
 import stat
+from contextlib import closing, suppress
 from pathlib import Path
 
 import pytest
@@ -13,9 +14,11 @@ from treadle.checkpoint.store import Progress
 from treadle.config import loads
 from treadle.errors import RunError
 from treadle.inspect.audit import audit
+from treadle.inspect.findings import scan_run
 from treadle.inspect.replay import replay
+from treadle.inspect.timeline import write_timeline
 from treadle.journal import DamagedRecord, Journal, JournalReader, RunStatus, read_starts
-from treadle.trainer.resume import RunHistory
+from treadle.trainer.resume import ConfigChange, RunHistory, check_changes, record_config
 from treadle.trainer.step import StepParts
 from treadle.types import Completion, Outcome, RecordedCompletion, Row, Score, StopReason, Trajectory
 
@@ -94,6 +97,44 @@ def test_audit_and_replay_refuse_what_was_changed_after_it_was_trained(tmp_path,
         list(replay(parts, tmp_path))
 
 
+def test_a_flipped_bit_in_an_event_of_any_kind_is_a_sentence_and_not_a_traceback(tmp_path):
+    whole = tmp_path / "whole"
+    asyncio.run(Trial(whole, Rollout()).run_to_end())
+    config, items = loads(BASE), {"actor.optim.lr": "1"}
+    with Journal.open(whole, max_mb=16) as journal:
+        record_config(journal, items, [ConfigChange("actor.optim.lr", "2", "1")])
+        journal.add_event("set_aside", step=1, uids=["t0"], reason="a loss that is no number")
+        journal.add_event("checkpoint", step=3, version=3, position=2, open=[])
+    with JournalReader.open(whole) as reader:
+        kinds = {event.kind for event in reader.iter_events()}
+    assert {"resume", "step", "spans", "admit", "inputs", "set_aside", "checkpoint"} <= kinds
+
+    def read_history(run_dir: Path) -> None:
+        history = RunHistory.read(run_dir)
+        with closing(history):
+            history.refuse_lost_checkpoints()
+
+    parts = StepParts(Policy(), config.actor, config.algorithm, config.trainer)
+    readers = (
+        read_history,
+        lambda run_dir: check_changes(run_dir, config, items, allow=False),
+        write_timeline,
+        scan_run,
+        lambda run_dir: list(replay(parts, run_dir)),
+    )
+    for kind in sorted(kinds):
+        spoiled = tmp_path / kind
+        shutil.copytree(whole, spoiled)
+        spoil(spoiled, f"UPDATE events SET fields = fields || ' ' WHERE kind = '{kind}'")
+        assert any("not as it was written" in problem for problem in audit(spoiled).problems), kind
+        for read in readers:
+            with suppress(RunError):
+                read(spoiled)
+    for kind, read in (("set_aside", readers[0]), ("resume", readers[0]), ("inputs", readers[1])):
+        with pytest.raises(DamagedRecord, match=rf"\({kind}\).*not as it was written.*--fresh"):
+            read(tmp_path / kind)
+
+
 def test_a_task_that_was_changed_is_not_replayed(tmp_path):
     asyncio.run(Trial(tmp_path, Rollout()).run_to_end())
     spoil(tmp_path, "UPDATE tasks SET task = replace(task, 'Task', 'Tusk')")
@@ -139,6 +180,25 @@ def test_lost_checkpoints_are_refused_where_the_journal_knows_of_one(tmp_path):
         asyncio.run(Trial(tmp_path, Rollout(), checkpoints=Checkpoints()).run_to_end())
     afresh = asyncio.run(Trial(tmp_path, Rollout(), "checkpoint.resume_mode=disable").run_to_end())
     assert len(afresh.batches) == 3
+
+
+def test_damaged_checkpoints_beside_a_deleted_journal_are_refused_too(tmp_path):
+    damaged = tmp_path / "checkpoints" / "0003-step-3"
+    damaged.mkdir(parents=True)
+    with pytest.raises(RunError, match=r"1 damaged, such as 0003-step-3.*--fresh"):
+        asyncio.run(Trial(tmp_path, Rollout(), checkpoints=Checkpoints()).run_to_end())
+
+
+def test_a_checkpoint_that_the_journal_knows_nothing_of_is_gone_on_from_with_a_warning(tmp_path, caplog):
+    saved = Checkpoints(save_freq=1)
+    asyncio.run(Trial(tmp_path / "one", Rollout(), checkpoints=saved).run_to_end())
+    step, state = saved.saved[0]
+    again = Checkpoints(Progress(step, 1, state), save_freq=1)
+    asyncio.run(Trial(tmp_path / "one", Rollout(), checkpoints=again).run_to_end())
+    assert "its journal begins anew" not in caplog.text
+    again = Checkpoints(Progress(step, 1, state), save_freq=1)
+    asyncio.run(Trial(tmp_path / "deleted", Rollout(), checkpoints=again).run_to_end())
+    assert "goes on after step 1, but its journal begins anew" in caplog.text
 
 
 def test_a_run_that_died_before_its_first_checkpoint_begins_again(tmp_path):

@@ -31,10 +31,10 @@ from treadle.process.codec import RecordCodec
 from treadle.process.rpc import RpcReply
 from treadle.reward.result import Fault, ScoreFailure
 from treadle.reward.sandbox import run_python
-from treadle.reward.sandbox.confine import load_libc
 from treadle.reward.sandbox.process import WorkerProcess, worker_environment
 from treadle.reward.sandbox.protocol import FunctionReply
 from treadle.reward.scorer import Scorer
+from treadle.sandbox.confine import load_libc
 from treadle.types import Outcome, Score, StopReason, Task, Trajectory
 
 HERE = __name__
@@ -90,6 +90,7 @@ def open_sockets(extra: dict[str, Any]) -> float:
         *(lambda pair=pair: socket.socket(*pair) for pair in kinds),  # type: ignore[misc]
         lambda: socket.create_connection(("127.0.0.1", extra["port"]), 1),
         lambda: socket.create_server(("127.0.0.1", 0)),
+        lambda: [end.close() for end in socket.socketpair(type=socket.SOCK_DGRAM)],  # to any local socket, by address
     )
 
 
@@ -290,6 +291,14 @@ def change_later_scores(extra: dict[str, Any]) -> float:
     return 1.0
 
 
+def fork_many(extra: dict[str, Any]) -> float:
+    for _ in range(400):
+        if os.fork() == 0:
+            time.sleep(600)
+    time.sleep(600)
+    return 1.0
+
+
 def undo_the_timer(extra: dict[str, Any]) -> float:
     signal.setitimer(signal.ITIMER_PROF, 0)
     signal.signal(signal.SIGPROF, signal.SIG_IGN)
@@ -383,8 +392,8 @@ def test_others_of_the_same_user_can_be_looked_into_where_there_is_no_fence(surr
 def test_the_namespace_alone_keeps_the_driver_closed() -> None:
     program = """
 import os, sys
-from treadle.reward.sandbox import confine
-driver, missing = os.getppid(), confine.leave_network()
+from treadle.sandbox import confine
+driver, missing = os.getppid(), confine.enter_empty_network()
 if missing:
     sys.exit(missing)
 for name in ("environ", "mem", "maps"):
@@ -412,7 +421,8 @@ def test_the_driver_is_hidden_where_no_fence_keeps_a_sandboxed_function_from_loo
     done = chaos.run_python(
         f"""
 import asyncio, dataclasses
-from treadle.reward.sandbox import confine, process
+from treadle.reward.sandbox import process
+from treadle.sandbox import confine
 from treadle.reward.scorer import Scorer
 from tests.attacks.test_sandbox_escape import make_config
 read = process.read_report
@@ -455,6 +465,12 @@ def test_a_hostile_score_changes_no_other(how: str, fault: Fault | None) -> None
     assert honest == [1.0, 2.0, 3.0]
     if fault is not None:
         assert isinstance(got, ScoreFailure) and got.fault is fault, got
+
+
+def test_a_score_has_a_limit_of_processes() -> None:
+    got, honest = asyncio.run(attack(make_config(cpu_time_s=60.0, memory_mb=16_384), make_task("fork_many")))
+    assert isinstance(got, ScoreFailure) and "started more than 128 processes" in str(got), got
+    assert honest == [1.0, 2.0, 3.0]
 
 
 @pytest.mark.parametrize(

@@ -11,8 +11,23 @@ from tests.fake_endpoint import FakeEndpoint, Reply
 from tests.letters import ask, encode
 from treadle.config.rollout import FailureConfig, OpenAIConfig, RolloutConfig
 from treadle.engine import http_client as endpoint_module
-from treadle.engine.openai import OpenAIEngine
+from treadle.engine.openai_client import OpenAIEngine
 from treadle.errors import ConfigError, EngineFailure
+from treadle.rollout.tools import mcp_tools
+
+
+def test_an_mcp_result_that_is_too_large_is_named_and_not_kept(monkeypatch):
+    types = pytest.importorskip("mcp.types")
+    monkeypatch.setattr(mcp_tools, "MAX_RESULT_CHARS", 1000)
+    small = types.CallToolResult(content=[types.TextContent(type="text", text="x" * 1000)])
+    assert mcp_tools._result(small).text == "x" * 1000
+    large = types.CallToolResult(content=[types.TextContent(type="text", text="x" * 1001)])
+    hidden = types.CallToolResult(content=[], structured_content={"a": "x" * 1001})
+    for answer in (large, hidden):
+        result = mcp_tools._result(answer)
+        assert len(result.text) < 100 and "characters; at most 1,000 are read" in result.text
+        assert result.status == "error" and not result.extra
+
 
 LEVELS = 40
 LIMIT = 1 << 20

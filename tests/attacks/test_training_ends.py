@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.chaos import hear_signals
 from treadle.cluster.signals import StopSignals
 from treadle.inspect.audit import audit
 from treadle.journal import Journal, JournalReader, RunStatus, read_starts
@@ -33,7 +34,7 @@ def command(run_dir: Path, *words: str) -> list[str]:
 
 def start(run_dir: Path, *words: str) -> subprocess.Popen[str]:
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-    return subprocess.Popen(command(run_dir, *words), text=True, **pipes)
+    return subprocess.Popen(command(run_dir, *words), text=True, preexec_fn=hear_signals, **pipes)
 
 
 def train(run_dir: Path, *words: str) -> subprocess.CompletedProcess[str]:
@@ -63,7 +64,7 @@ def test_a_signal_saves_says_so_and_a_changed_config_is_named_before_it_goes_on(
     assert "interrupted and saved" in output and "SIGTERM: stopping" in errors
     assert json.loads((run_dir / "run.json").read_text())["status"] == "interrupted"
     assert json.loads((run_dir / "run.json").read_text())["cause"] == "SIGTERM"
-    (saved,) = (run_dir / "checkpoints").iterdir()
+    (saved,) = (run_dir / "checkpoints").glob("[0-9]*")
     done = int(saved.name.partition("-step-")[2])
     assert done >= 2
     told = (run_dir / "run.log").read_text()
@@ -93,7 +94,7 @@ def test_a_signal_saves_says_so_and_a_changed_config_is_named_before_it_goes_on(
 
     again = train(run_dir, "actor.optim.lr=0.5", f"trainer.total_training_steps={done + 1}")
     assert "nothing was trained: the run was done already" in again.stdout
-    steps = [path.name.partition("-step-")[2] for path in (run_dir / "checkpoints").iterdir()]
+    steps = [path.name.partition("-step-")[2] for path in (run_dir / "checkpoints").glob("[0-9]*")]
     assert sorted(steps, key=int) == [str(done), str(done + 1)]
 
     rolled_out = [sys.executable, "-m", "treadle", "rollout", "calculator", f"logging.run_dir={run_dir}"]
@@ -134,6 +135,7 @@ def test_a_step_that_outlasts_the_grace_ends_the_process_and_run_json_says_inter
 
         def leave(status: int) -> None:
             left.append(status)
+            assert read_starts(tmp_path)[0].ended_at is not None, "the last records are written before the process ends"
             over.set()
 
         with Journal.open(tmp_path, max_mb=16) as journal, StopSignals(0.05, leave) as signals:

@@ -16,8 +16,8 @@ from treadle.config import AgentLoopConfig, FailureConfig
 from treadle.errors import ConfigError, LoopFailure, Mistake, RequestRefused
 from treadle.observe import Wait
 from treadle.process import codec
-from treadle.process.codec import Garbage
-from treadle.process.main import read_started, write_not_started
+from treadle.process.child_main import read_started, write_not_started
+from treadle.process.codec import DecodeError
 from treadle.process.rpc import RpcCancel, RpcError, RpcNotify, RpcReply, RpcRequest
 from treadle.rollout.protocol import Dropped
 from treadle.rollout.remote_worker import WORKER_CODEC, WaitReport
@@ -137,7 +137,7 @@ def test_failures_and_mistakes_arrive_as_what_they_are():
 
 def test_a_worker_raises_no_other_errors_than_failures():
     for kind in ("RunError", "ConfigError", "KeyboardInterrupt"):
-        with pytest.raises(Garbage, match=f"a reply with a {kind}"):
+        with pytest.raises(DecodeError, match=f"a reply with a {kind}"):
             decode(encode(RpcReply(1, error=RpcError(kind, "end of the run"))))
 
 
@@ -159,16 +159,21 @@ def test_no_bytes_are_anything_but_a_message_or_garbage():
                 break
         try:
             decode(bytes(frame))
-        except Garbage:
+        except DecodeError:
             refused += 1
     assert refused > 1000
 
 
 @pytest.mark.parametrize(
-    "text", [b"[" * 200_000, b'["RpcCancel",' + b"9" * 5000 + b",null,null]", b"[" + b"[]," * 3_000_000 + b"0]"]
+    ("text", "says"),
+    [
+        (b"[" * 200_000, "RecursionError"),
+        (b'["RpcCancel",' + b"9" * 5000 + b",null,null]", "4300 digits"),
+        (b"[" + b"[]," * 3_000_000 + b"0]", "values; at most 4,000,000 travel"),
+    ],
 )
-def test_json_that_would_take_all_memory_or_stack_is_garbage(text):
-    with pytest.raises(Garbage):
+def test_json_that_would_take_all_memory_or_stack_is_garbage(text, says):
+    with pytest.raises(DecodeError, match=says):
         decode(struct.pack("!I", len(text)) + text)
 
 

@@ -2,6 +2,8 @@
 
 import asyncio
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -12,6 +14,7 @@ from treadle.config import AgentLoopConfig, FailureConfig, LimitsConfig
 from treadle.rollout.manager import AgentLoopManager
 from treadle.rollout.remote_worker import num_processes
 from treadle.rollout.service import RolloutParts
+from treadle.rollout.tools.mcp_tools import GUARD
 from treadle.types import Batch
 
 HOSTILE = "tests.attacks.hostile"
@@ -53,16 +56,23 @@ def outcomes(batch: Batch):
 @pytest.mark.parametrize(
     ("fields", "processes"),
     [
-        ({"tools": ("tests.rollouts:add",)}, 0),
-        ({"tools": ("tests.attacks.dies_at_start:nothing",)}, 0),
+        ({}, 0),
+        ({"tools": ("treadle.recipes.calculator.tools:calculate",)}, 0),
+        ({"tools": ("tests.rollouts:add",)}, 1),
+        ({"tools": ("tests.attacks.dies_at_start:nothing",)}, 1),
         ({"tools": (f"{HOSTILE}:whose",)}, 1),
         ({"environment": f"{HOSTILE}:HostileEnvironment"}, 1),
-        ({"environment": f"{HOSTILE}:HostileAsyncEnvironment"}, 0),
+        ({"environment": f"{HOSTILE}:HostileAsyncEnvironment"}, 1),
+        ({"default_agent_loop": f"{HOSTILE}:HostileLoop"}, 1),
+        ({"loops": {"mine": AgentLoopConfig(path=f"{HOSTILE}:HostileLoop")}}, 1),
+        ({"loops": {"mine": AgentLoopConfig(path="tool_agent")}}, 0),
+        ({"allow_imports_from_data": True}, 1),
+        ({"format": "tests.rollouts:add"}, 1),
         ({"tools": (f"{HOSTILE}:whose",), "num_workers": 0}, 0),
         ({"num_workers": 3}, 3),
     ],
 )
-def test_what_is_plain_python_runs_in_a_process_of_its_own_unless_told_otherwise(fields, processes):
+def test_code_of_the_user_runs_in_a_process_of_its_own_unless_told_otherwise(fields, processes):
     assert num_processes(rollout(**{"num_workers": None, **fields})) == processes
 
 
@@ -73,6 +83,26 @@ def test_a_tool_that_holds_the_interpreter_costs_its_own_trajectory_alone(model)
     assert found["task1"].boundary == "tool"
     assert "held agent worker 0 up" in found["task1"].detail
     assert "hostile.py:" in found["task1"].detail
+
+
+def test_an_async_tool_that_holds_the_interpreter_does_not_hold_the_driver(model):
+    config = with_tool("hold_asynchronously", tool_timeout_s=1.0, max_concurrent_sessions=1)
+    found = outcomes(run(config, model, call("hold_asynchronously")))
+    assert found["task1"].boundary == "tool" and found["task0"].ok and found["task2"].ok
+
+
+def test_a_loop_that_holds_the_interpreter_has_the_deadline_of_its_session(model):
+    limits = LimitsConfig(session_timeout_s=2.0)
+    config = rollout(
+        default_agent_loop=f"{HOSTILE}:HoldsTheInterpreter",
+        num_workers=None,
+        max_concurrent_sessions=1,
+        failures=ONCE,
+        limits=limits,
+    )
+    found = outcomes(run(config, model, say("x")))
+    assert found["task1"].boundary == "loop" and "hostile.py:" in found["task1"].detail
+    assert found["task0"].ok and found["task2"].ok
 
 
 def test_a_tool_that_leaves_with_status_0_is_a_failure(model):
@@ -86,6 +116,20 @@ def test_what_a_tool_started_ends_with_the_run(model):
     (trajectory,) = run(with_tool("start_child"), model, call("start_child"), count=1).trajectories
     child = int(trajectory.messages[2]["content"])
     assert not Path(f"/proc/{child}").exists()
+
+
+def test_what_an_async_tool_started_ends_with_the_run(model):
+    (trajectory,) = run(
+        with_tool("start_child_asynchronously"), model, call("start_child_asynchronously"), count=1
+    ).trajectories
+    assert not Path(f"/proc/{int(trajectory.messages[2]['content'])}").exists()
+
+
+def test_what_an_mcp_server_started_in_a_session_of_its_own_ends_with_it():
+    program = "import subprocess; print(subprocess.Popen(['sleep', '611'], start_new_session=True).pid, flush=True)"
+    command = [sys.executable, str(GUARD), sys.executable, "-c", program]
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, timeout=60, start_new_session=True, check=False)
+    assert not Path(f"/proc/{int(done.stdout)}").exists()
 
 
 def test_context_variables_of_the_caller_arrive_in_worker_processes(model):
@@ -123,7 +167,7 @@ def test_closing_does_not_wait_for_a_worker_that_does_not_listen(model):
     """What Ctrl-C does: the call is cancelled, and the manager closes."""
 
     async def main() -> None:
-        config = with_tool("hold_the_interpreter", tool_timeout_s=600.0, limits=LimitsConfig(close_timeout_s=300.0))
+        config = with_tool("hold_the_interpreter", tool_timeout_s=6000.0, limits=LimitsConfig(close_timeout_s=3000.0))
         brought = RolloutParts(engines=[engine(call("hold_the_interpreter"))])
         async with await AgentLoopManager.create(rollout=config, model=model, parts=brought) as made:
             work = asyncio.ensure_future(made.generate_sequences(tasks(2)))
@@ -131,4 +175,4 @@ def test_closing_does_not_wait_for_a_worker_that_does_not_listen(model):
             work.cancel()
             await asyncio.wait({work})
 
-    asyncio.run(asyncio.wait_for(main(), 200))
+    asyncio.run(asyncio.wait_for(main(), 1000))

@@ -22,7 +22,7 @@ from tests.fake_endpoint import FakeEndpoint
 from tests.letters import STOP, ask, decode, encode, go_on
 from treadle.config.rollout import FailureConfig, LimitsConfig, OpenAIConfig, RolloutConfig, ScriptedConfig
 from treadle.engine.native.engine import NativeEngine
-from treadle.engine.openai import OpenAIEngine
+from treadle.engine.openai_client import OpenAIEngine
 from treadle.engine.protocol import Engine, WeightUpdate
 from treadle.engine.remote import RemoteEngine
 from treadle.engine.replica_supervisor import ReplicaSupervisor
@@ -421,6 +421,26 @@ def test_a_stop_string_is_found_across_an_interruption(stage: Stage) -> None:
         end = whole.text.index(request.sampling.stop[0])
         rest = await engine.generate(go_on(request, whole.ids[: end + 1]))
         assert rest.ids == whole.ids[end + 1 : end + 3] and rest.stop is StopReason.STOP
+
+    stage.play(body)
+
+
+def test_tokens_are_told_while_they_are_sampled_where_an_engine_can(stage: Stage) -> None:
+    async def body(engine: Engine) -> None:
+        told: list[tuple[int, tuple[int, ...]]] = []
+        request = replace(short(), on_tokens=lambda start, ids: told.append((start, ids)))
+        whole = await engine.generate(request)
+        assert whole.ids == (await engine.generate(short())).ids, "it changes nothing about the answer"
+        assert [start for start, _ in told] == [sum(len(ids) for _, ids in told[:at]) for at in range(len(told))]
+        early = tuple(token for _, ids in told for token in ids)
+        assert whole.ids[: len(early)] == early
+        assert len(told) > 3 if stage.has_model else not told
+        if stage.has_model:
+            told.clear()
+            rest = await engine.generate(go_on(request, whole.ids[:3]))
+            assert told[0][0] == 3 and rest.ids[: len(told[0][1])] == told[0][1], (
+                "counted from the answer's first token"
+            )
 
     stage.play(body)
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from tests.policies import CPU, make_groups, save_tiny_model
-from treadle.algorithm.advantage import rows_of
+from treadle.algorithm.advantage_inputs import rows_of
 from treadle.config.rollout import ModelConfig
 from treadle.config.training import (
     FSDPActorConfig,
@@ -32,9 +32,9 @@ from treadle.policy.local_ranks import LocalRanks
 from treadle.policy.policy import Sampling, SinglePolicy
 from treadle.policy.protocol import Critic, Policy, Reference, TrainBatch, group_and_trajectory_ids
 from treadle.policy.rank import FSDPRank, NetworksSpec
+from treadle.policy.rank_calls import ShardedCritic, ShardedPolicy, ShardedReference
 from treadle.policy.rank_group import RankGroup
 from treadle.policy.reference import SingleReference
-from treadle.policy.sharded import ShardedCritic, ShardedPolicy, ShardedReference
 from treadle.types import Row
 
 
@@ -165,6 +165,17 @@ def test_gradient_norms_are_those_of_the_model_by_its_logits(networks: Networks,
     found_T = networks.policy.gradient_norms(batch.rows)
     assert found_T.device == CPU
     torch.testing.assert_close(found_T.double(), torch.cat(expected), atol=1e-4, rtol=1e-4)
+
+
+def test_annotations_are_of_each_sampled_token_before_it_trained(networks: Networks) -> None:
+    batch = make_batch(annotate=True)
+    before_T = networks.policy.logprobs(batch.rows)
+    networks.policy.train(batch)
+    notes = networks.policy.annotations()
+    assert notes is not None and notes.shape == (5, int(mask_of(batch).sum()))
+    torch.testing.assert_close(notes[0], before_T[mask_of(batch)], atol=1e-4, rtol=1e-4)
+    networks.policy.train(make_batch())
+    assert networks.policy.annotations() is None
 
 
 def test_rows_without_sampled_tokens_have_no_logprobs(networks: Networks) -> None:

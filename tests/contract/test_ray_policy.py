@@ -15,8 +15,8 @@ from treadle.cluster.ray.placement import ActorSlot
 from treadle.cluster.ray.ranks import RemoteRanks
 from treadle.cluster.ray.single_rank import SingleRank, SingleRankSpec
 from treadle.policy.rank import FSDPRank, NetworksSpec
+from treadle.policy.rank_calls import ShardedCritic, ShardedPolicy, ShardedReference
 from treadle.policy.rank_group import RankGroup
-from treadle.policy.sharded import ShardedCritic, ShardedPolicy, ShardedReference
 
 
 @pytest.fixture(scope="module")

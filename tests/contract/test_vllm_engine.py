@@ -163,6 +163,23 @@ def test_filters_and_penalties_give_what_the_embedded_engine_gives(stage: Stage,
     stage.play(body)
 
 
+def test_a_stop_string_ends_an_answer_where_the_embedded_engine_ends_it(stage: Stage) -> None:
+    async def body(engine: Engine) -> None:
+        native = await NativeEngine.create(ROLLOUT, letters_model(), decode=decode)
+        try:
+            request = ask(uid="a", max_tokens=16)
+            whole = await native.generate(request)
+            stop = decode(whole.ids)[4:6]
+            request = replace(request, sampling=replace(request.sampling, stop=(stop, "never said")))
+            expected, found = await native.generate(request), await engine.generate(request)
+            assert found.ids == expected.ids and found.text == expected.text and found.stop is StopReason.STOP
+            assert len(found.ids) < len(whole.ids) and decode(found.ids).endswith(stop) and stop not in found.text
+        finally:
+            await native.close()
+
+    stage.play(body)
+
+
 def test_new_weights_show_in_what_is_sampled(stage: Stage) -> None:
     module = letters_model()
     with torch.no_grad():
@@ -489,7 +506,7 @@ def test_wrong_arguments_are_named_all_at_once(directory: Path) -> None:
 
 def test_a_server_that_cannot_start_says_why_in_its_own_words(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"model_type": "llama", "architectures": ["LlamaForCausalLM"]}')
-    with pytest.raises(EngineFailure, match=r"(?s)vllm-0 died while it started: exit status 1.*its last words:.*Error"):
+    with pytest.raises(EngineFailure, match=r"(?s)vllm-0 died while it started: exit status 1.*its last lines:.*Error"):
         asyncio.run(VLLMEngine.create(RolloutConfig(name="vllm", limits=LIMITS), ModelConfig(path=str(tmp_path))))
 
 
@@ -538,9 +555,9 @@ def test_a_killed_server_fails_its_requests_at_once_and_leaves_nobody(loop: Loop
     long = Request("t", 0, (5, 6), SamplingParams(500))
 
     async def body() -> None:
+        os.kill(group, signal.SIGSTOP)  # a request that is sent now cannot be answered
         running = asyncio.ensure_future(calculator.generate(long))
-        await asyncio.ensure_future(calculator.generate(Request("behind", 0, (5, 6), SamplingParams(1))))
-        os.kill(group, signal.SIGSTOP)  # it has begun, and cannot end
+        await asyncio.wait({running}, timeout=0.5)
         os.kill(group, signal.SIGKILL)
         async with asyncio.timeout(10):
             with pytest.raises(EngineFailure, match="vllm-1 died: killed by SIGKILL"):

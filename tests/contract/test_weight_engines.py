@@ -81,10 +81,10 @@ class Damaging:
     def __init__(self, transport: Transport) -> None:
         self._transport = transport
 
-    def offer(self, version: int, tensors: CastTensors) -> Any:
+    def publish(self, version: int, tensors: CastTensors) -> Any:
         damaged = {name: tensor.clone() for name, tensor in tensors.items()}
         list(damaged.values())[-1].view(-1)[7] += 1
-        return self._transport.offer(version, CastTensors(damaged, None))
+        return self._transport.publish(version, CastTensors(damaged, None))
 
     def retire(self, version: int) -> None:
         self._transport.retire(version)

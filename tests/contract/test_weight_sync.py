@@ -277,7 +277,7 @@ def test_a_broadcast_reaches_other_machines(policy: SinglePolicy, readers: tuple
 
 def test_a_file_that_was_cut_off_is_named(policy: SinglePolicy, tmp_path: Path) -> None:
     transport = DiskTransport(tmp_path, bucket_bytes=BUCKET)
-    transfer = transport.offer(1, CastTensors(dict(policy.tensors()), None))
+    transfer = transport.publish(1, CastTensors(dict(policy.tensors()), None))
     file = tmp_path / "weights-1" / "bucket-00001.safetensors"
     file.write_bytes(file.read_bytes()[:-5])
     with pytest.raises(EngineFailure, match=rf"weights on disk, {file}"):
@@ -285,7 +285,7 @@ def test_a_file_that_was_cut_off_is_named(policy: SinglePolicy, tmp_path: Path) 
 
 
 def test_what_a_killed_sender_left_on_disk_goes_with_the_next_one(policy: SinglePolicy, tmp_path: Path) -> None:
-    DiskTransport(tmp_path).offer(1, CastTensors(dict(policy.tensors()), None))
+    DiskTransport(tmp_path).publish(1, CastTensors(dict(policy.tensors()), None))
     DiskTransport(tmp_path)
     assert not list(tmp_path.iterdir())
 

@@ -12,9 +12,11 @@ from tests.effects.cases import Case, cases, config_cases, training
 from tests.effects.models import tiny_model
 from treadle.checkpoint.store import Checkpoints
 from treadle.config.root import DataConfig, LoggingConfig
+from treadle.data.task_feed import load_feed
 from treadle.data.tasks import TaskSource, load_training_tasks, load_validation_tasks
 from treadle.errors import ConfigError
 from treadle.observe.trackers import Trackers
+from treadle.types import Group, Outcome, Score, StopReason, Task, Trajectory
 
 HERE = __name__
 BASE = """
@@ -48,6 +50,37 @@ def tasks(directory: Path, **keys: Any) -> list[Any]:
             return [str(error)]
     drawn = [item for source in sources for item in source.take(2 * len(source))]
     return [(item.messages, item.ground_truth, item.data_source, item.n) for item in drawn]
+
+
+class Backwards:
+    """A sampler of one's own: the last tasks first."""
+
+    def __init__(self, tasks: Any, skip: int = 0) -> None:
+        self._uids = [task.uid for task in reversed(tasks)][skip:]
+
+    def next(self, count: int) -> list[str]:
+        return [self._uids[at % len(self._uids)] for at in range(count)]
+
+    def tell(self, results: Any) -> None: ...
+
+    def state(self) -> None: ...
+
+    def load_state(self, state: None) -> None: ...
+
+
+def curriculum(directory: Path, **keys: Any) -> list[str]:
+    """The tasks of 16 batches that a sampler chooses, where the policy solves more of one than of the one before."""
+    data = training(BASE, keys).data
+    source = TaskSource([Task(str(at), ()) for at in range(6)], shuffle=False, seed=0)
+    feed, chosen, ended = load_feed(source, data), [], Outcome.ended(StopReason.STOP)
+    for drawn in (drawn for _ in range(16) for drawn in feed.draw(2)):
+        solved = int(drawn.task.uid.partition("@")[0])
+        samples = [Trajectory("", at, (), ended, Score(float(at < solved))) for at in range(5)]
+        chosen.append(drawn.task.uid)
+        feed.end(drawn.position, Group(drawn.task, tuple(samples)))
+        feed.tell()
+        feed.leave(drawn.position)
+    return chosen
 
 
 def tracked(directory: Path, **keys: Any) -> Any:
@@ -100,18 +133,30 @@ def kept(directory: Path, **keys: Any) -> Any:
 
 
 EVERY = {"checkpoint.save_freq": 1}
+BAND, HARD = {"data.sampler": "success_band"}, {"data.sampler": "hard_replay"}
 EFFECTS: dict[str, Case] = {
     **cases(
         "data",
         tasks,
         *(("train_files", ("rows.jsonl",), ("other.jsonl",)), ("val_files", ("rows.jsonl",), ("other.jsonl",))),
         *(("train_max_samples", -1, 2), ("val_max_samples", -1, 2), ("prompt_key", "prompt", "question")),
+        *(("system_prompt", None, "Be brief."), ("prompt_template", None, "{{ question }}?")),
+        ("train_weights", (1.0, 1.0), (3.0, 1.0), {"train_files": ("rows.jsonl", "other.jsonl"), "shuffle": False}),
         *(("answer_key", "answer", "truth"), ("reward_fn_key", "data_source", "set")),
         *(("shuffle", True, False), ("seed", 1, 2), ("max_n", 1024, 2)),
         (
             *("source_kwargs", {"count_up": {"most": 2}}, {"count_up": {"most": 3}}),
             {"train_files": (f"{HERE}:count_up",)},
         ),
+    ),
+    **config_cases(
+        "data",
+        curriculum,
+        ("sampler", None, "success_band"),
+        ("sampler_kwargs", {"skip": 0}, {"skip": 1}, {"data.sampler": f"{HERE}:Backwards"}),
+        *((f"success_band.{name}", one, other, BAND) for name, one, other in (("low", 0.1, 0.5), ("high", 0.9, 0.5))),
+        *(("success_band.explore", 0.1, 0.5, BAND), ("hard_replay.share", 0.25, 0.5, HARD)),
+        ("hard_replay.below", 0.1, 0.9, HARD),
     ),
     **cases(
         "logging",

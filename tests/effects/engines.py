@@ -1,7 +1,9 @@
 """What keys change in engines: tokens and forwards of the native one, arguments of vLLM, requests to an endpoint."""
 
 import asyncio
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from threading import current_thread
 from typing import Any
 
 from tests.effects.cases import NAME, Case, config_cases, configured
@@ -14,13 +16,14 @@ from tests.unit.test_native_scheduler import Watched
 from treadle.config import Config, Machine, RolloutConfig, make_plan
 from treadle.config.rollout import FailureConfig
 from treadle.engine.native.engine import NativeEngine
+from treadle.engine.protocol import WeightUpdate
 from treadle.engine.vllm.arguments import engine_arguments
 from treadle.errors import TreadleError
 from treadle.rollout.engines import start_engines
 from treadle.types import Request, SamplingParams
 
 BASE = """
-model: {path: unused, prove: false}
+model: {path: unused, parity_check: false}
 rollout: {prompt_length: 32, response_length: 32, max_num_seqs: 8}
 """
 
@@ -56,6 +59,42 @@ def computed(directory: Path, **keys: Any) -> Any:
     return [(piece.start, len(piece.ids)) for piece in stand.prefilled], stand.rows
 
 
+class _Arriving(Mapping[str, Any]):
+    """Weights on their way: it notes which thread waits for them."""
+
+    def __init__(self, tensors: dict[str, Any]) -> None:
+        self._tensors, self.readers = tensors, set[str]()
+
+    def __getitem__(self, name: str) -> Any:
+        self.readers.add(current_thread().name)
+        return self._tensors[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._tensors)
+
+    def __len__(self) -> int:
+        return len(self._tensors)
+
+
+def updated(directory: Path, **keys: Any) -> Any:
+    """Whether the thread that samples also waits for new weights, while there is something to sample."""
+    config = configured(BASE, {**keys, "model.path": str(tiny_model())})
+
+    async def main() -> bool:
+        engine = await NativeEngine.create(section(config), config.model)
+        try:
+            arriving = _Arriving(dict(engine._module.named_parameters()))
+            sampling = asyncio.ensure_future(engine.generate(Request("a", 0, (3, 4, 5), SamplingParams(30))))
+            await asyncio.sleep(0)
+            await engine.update_weights(WeightUpdate(1, "", arriving))
+            await sampling
+            return engine.name in arriving.readers
+        finally:
+            await engine.close()
+
+    return asyncio.run(main())
+
+
 def vllm_arguments(directory: Path, **keys: Any) -> Any:
     """What vLLM is started with on a GPU."""
     config = configured(BASE, keys)
@@ -72,7 +111,7 @@ def started(directory: Path, **keys: Any) -> Any:
         async def main() -> Any:
             api_key = environment.get(config.rollout.openai.api_key_env)
             try:
-                (engine,) = await start_engines(config.rollout, config.model, renderer(), api_key)
+                (engine,) = (await start_engines(config.rollout, config.model, renderer(), api_key)).engines
             except TreadleError as error:
                 return str(error).replace(url, "URL")
             try:
@@ -108,6 +147,7 @@ ON_GPUS = {**VLLM, f"{ENGINE}.n_gpus": 4, "rollout.n_gpus_per_node": 4, "rollout
 EXTRA = ({}, {"vllm": {"block_size": 16}})
 
 EFFECTS: dict[str, Case] = {
+    **config_cases("rollout", updated, ("overlap_weight_updates", True, False)),
     **config_cases("rollout", generated, ("dtype", "float32", "bfloat16"), ("max_model_len", 64, 128)),
     **config_cases(
         "rollout",

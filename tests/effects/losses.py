@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from tests.effects.cases import Case, cases
-from treadle.algorithm.advantage import AdvantageInputs
+from treadle.algorithm.advantage_inputs import AdvantageInputs
 from treadle.algorithm.estimators import compute_advantages
 from treadle.algorithm.kl import KLControl, penalise_kl
 from treadle.algorithm.loss import ValueBatch, compute_policy_loss, compute_value_loss

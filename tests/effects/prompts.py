@@ -13,7 +13,7 @@ from tests.effects.models import tiny_model
 from tests.rollouts import save_model
 from treadle.data.renderer import Renderer
 from treadle.errors import TreadleError
-from treadle.model import proof
+from treadle.model import parity
 from treadle.model.load import load_causal_model, load_model_config
 
 PLAIN = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}{{ mood }}"
@@ -59,10 +59,10 @@ def loaded(directory: Path, **keys: Any) -> Any:
             return str(error)
 
 
-def proven(directory: Path, **keys: Any) -> list[str]:
-    """The proofs that loading a model leaves."""
+def with_parity(directory: Path, **keys: Any) -> list[str]:
+    """The parity findings that loading a model leaves."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(proof, "CACHE", directory / "proofs")
+        patch.setattr(parity, "CACHE", directory / "parity")
         model = configured("rollout: {}\n", {"model.path": str(tiny_model()), **keys}).model
         load_causal_model(model, dtype=torch.float32, device=torch.device("cpu"), longest=64)
     return sorted(path.name for path in directory.rglob("*.json"))
@@ -79,5 +79,5 @@ EFFECTS: dict[str, Case] = {
         ("describe_tools", True, False, IGNORANT),
     ),
     **config_cases("model", loaded, ("trust_remote_code", False, True)),
-    **config_cases("model", proven, ("prove", False, True)),
+    **config_cases("model", with_parity, ("parity_check", False, True)),
 }

@@ -2,7 +2,6 @@
 
 import asyncio
 import os
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from random import Random
@@ -16,9 +15,11 @@ from tests.fake_endpoint import FakeEndpoint
 from tests.reward_models import make_task, make_trajectory
 from tests.rollouts import renderer, save_model
 from treadle.config.reward import RewardConfig
-from treadle.engine.protocol import Engine
+from treadle.engine.replica_supervisor import StartedEngines
 from treadle.errors import TreadleError
 from treadle.reward.context import NO_CONTEXT, RewardContext
+from treadle.reward.function import RewardFunction
+from treadle.reward.grading import Gradings
 from treadle.reward.scorer import Scorer
 from treadle.rollout.engines import start_engines
 from treadle.types import Request, Row, StopReason, ToolResult, Trajectory, Turn
@@ -91,10 +92,10 @@ def scored(directory: Path, **keys: Any) -> Any:
     """In virtual time, in this process; judges speak through scripted engines, started as a rollout starts them."""
     started: list[str] = []
 
-    async def start(*arguments: Any) -> Sequence[Engine]:
-        engines = await start_engines(*arguments)
-        started.extend(engine.name for engine in engines)
-        return engines
+    async def start(*arguments: Any) -> StartedEngines:
+        replicas = await start_engines(*arguments)
+        started.extend(engine.name for engine in replicas.engines)
+        return replicas
 
     config = configured(BASE, keys)
     around = RewardContext(save_model(directory / "policy"), renderer(), None, start)
@@ -161,6 +162,27 @@ def path(name: str) -> dict[str, str]:
     return {"reward.functions.*.path": f"{FUNCTIONS}:{name}"}
 
 
+def graded(directory: Path, **keys: Any) -> Any:
+    """How many gradings run at once."""
+    running, most = [0], [0]
+
+    async def grade() -> float:
+        running[0] += 1
+        most[0] = max(most[0], running[0])
+        await asyncio.sleep(0)
+        running[0] -= 1
+        return 1.0
+
+    async def run() -> None:
+        gradings = await Gradings.create(configured(BASE, keys).reward)
+        function = RewardFunction("tests", grade, (), {})
+        await asyncio.gather(*(gradings.run(function, {}) for _ in range(4)))
+        await gradings.close()
+
+    asyncio.run(run())
+    return most[0]
+
+
 EFFECTS: dict[str, Case] = {
     **config_cases(
         "reward",
@@ -216,6 +238,7 @@ EFFECTS: dict[str, Case] = {
         ("functions.*.sandbox", False, True, path("reach")),
         ("functions.*.env", [], ["KEY_OF_A_JUDGE"], path("reach")),
     ),
+    **config_cases("reward", graded, ("max_gradings", 1, 3)),
     **config_cases(
         ENGINE,
         at_endpoint,

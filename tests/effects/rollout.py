@@ -14,7 +14,7 @@ from tests.rollouts import CALL, FINAL, renderer, task, turns_of
 from treadle.config import RolloutConfig
 from treadle.errors import TreadleError
 from treadle.rollout import AgentLoopBase, Session
-from treadle.rollout.environment import Reply
+from treadle.rollout.environment import Action, Opening, Reply, Step
 from treadle.rollout.service import RolloutKind, RolloutParts, RolloutService
 from treadle.types import Batch, Request, Task, Trajectory
 
@@ -109,6 +109,16 @@ class Silent(Echo):
         return Reply(None, 1.0)
 
 
+class Duel:
+    """Two seats with one turn each."""
+
+    async def reset(self, task: Task) -> list[Opening]:
+        return [Opening("one"), Opening("two")]
+
+    async def step(self, action: Action) -> Step:
+        return Step("go on") if action.seat == 0 else Step(done=True, rewards=[0.0, 1.0])
+
+
 async def echo(task: Task, **kwargs: Any) -> Echo:
     return Echo(**kwargs)
 
@@ -180,6 +190,21 @@ def closed(directory: Path, **keys: Any) -> float:
     return virtual_time.run(main())  # type: ignore[no-any-return]
 
 
+def dueled(directory: Path, **keys: Any) -> Any:
+    """Who played a game of two."""
+
+    async def main() -> Any:
+        config = configured(BASE, keys)
+        service = await RolloutService.start(config.rollout, config.model, None, RolloutParts())
+        try:
+            batch = await service.generate([task()], RolloutKind.TRAINING)
+        finally:
+            await service.close()
+        return [(item.outcome, item.extra) for item in batch.trajectories]
+
+    return asyncio.run(main())
+
+
 def in_processes(directory: Path, **keys: Any) -> Any:
     """Real workers: what they made, without times; or why they did not start."""
 
@@ -210,6 +235,12 @@ TOOLS = {"rollout.agent.default_agent_loop": "tool_agent"}
 ECHO = {
     "rollout.agent.default_agent_loop": "environment_agent",
     "rollout.multi_turn.environment": f"{HERE}:echo",
+}
+DUEL = {
+    "model.path": "treadle/tiny-calculator",
+    "model.describe_tools": False,
+    "rollout.agent.default_agent_loop": "environment_agent",
+    "rollout.multi_turn.environment": f"{HERE}:Duel",
 }
 TWICE = {"rollout.agent.loops.*.path": f"{HERE}:Twice", "rollout.agent.default_agent_loop": "it"}
 FAILING = {"rollout.scripted.failure_rate": 0.8, "rollout.scripted.latency_s": 3.0, "rollout.n": 4}
@@ -279,6 +310,20 @@ EFFECTS: dict[str, Case] = {
         ("close_timeout_s", 1.0, 2.0, {"rollout.agent.default_agent_loop": f"{HERE}:Stubborn"}),
     ),
     **config_cases("rollout.agent", in_processes, ("num_workers", 0, 1, TWICE)),
+    **config_cases(
+        "rollout.multi_turn",
+        in_processes,
+        (
+            *("environment_python", None, sys.executable),
+            {**ECHO, "rollout.multi_turn.environment": "tests.effects.whereabouts:Whereabouts"},
+        ),
+    ),
+    **config_cases(
+        "rollout.multi_turn",
+        dueled,
+        ("opponents", [], ["treadle/tiny-calculator"], DUEL),
+        ("opponent_share", 0.0, 1.0, {**DUEL, "rollout.multi_turn.opponents": ["treadle/tiny-calculator"]}),
+    ),
     **config_cases(
         "rollout.limits", in_processes, ("launch_timeout_s", 0.001, 300.0, {"rollout.agent.num_workers": 1})
     ),

@@ -5,6 +5,7 @@ import json
 import os
 import random
 import signal
+import sqlite3
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -25,7 +26,7 @@ from treadle.types import ToolCall, ToolResult
 
 HERE = __name__
 BASE = """
-model: {path: MODEL, prove: false}
+model: {path: MODEL, parity_check: false}
 data: {train_files: [tasks.jsonl], train_batch_size: 2}
 rollout: {n: 2, prompt_length: 64, response_length: 8}
 reward: {functions: {it: {path: exact_match}}}
@@ -57,15 +58,17 @@ class Terminated(View):
 
 
 def run(directory: Path, **keys: Any) -> Any:
-    """How far it came; its files; of which trajectories the journal has all."""
+    """How far it came; its files; of which trajectories the journal has all; whether it has annotations."""
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(directory)
         config = prepared(keys)
         result = asyncio.run(cluster.train(config, View()))
         with JournalReader.open(Path("run")) as reader:
             kept = [headline.has_body for headline in reader.headlines()]
+        with sqlite3.connect("file:run/journal.sqlite?mode=ro", uri=True) as journal:
+            annotated = journal.execute("SELECT count(*) > 0 FROM annotations").fetchone()
         names = sorted(str(path) for path in Path("run").rglob("*"))
-    return result.steps, result.interrupted, [name for name in names if "sqlite" not in name], kept
+    return result.steps, result.interrupted, [name for name in names if "sqlite" not in name], kept, annotated
 
 
 def prepared(keys: dict[str, Any]) -> TrainConfig:
@@ -91,8 +94,11 @@ NOISY = {
     "rollout.multi_turn.tools": [f"{HERE}:make_noise"],
     "rollout.prompt_length": 400,
     "trainer.total_training_steps": 1,
+    "logging.annotations": 0.0,  # whether they outlive what is dropped depends on when that is
 }
 EFFECTS: dict[str, Case] = {
-    **config_cases("logging", run, ("journal", True, False), ("journal_max_mb", 1, 4096, NOISY)),
+    **config_cases(
+        "logging", run, ("journal", True, False), ("annotations", 0.0, 1.0), ("journal_max_mb", 1, 4096, NOISY)
+    ),
     **config_cases("checkpoint", terminated, ("grace_s", 1e-6, 600.0)),
 }

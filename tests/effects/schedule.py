@@ -116,7 +116,7 @@ def sent(directory: Path, **keys: Any) -> Any:
     transport = TransportSpec.of(training(BASE, keys), replicas=1, device="cpu").open()
     tensors = {name: torch.ones(180_000) for name in ("a", "b")}
     try:
-        transfer = transport.offer(1, CastTensors(tensors, torch.float32))
+        transfer = transport.publish(1, CastTensors(tensors, torch.float32))
         return type(transport).__name__, len(transfer.buckets), sorted(str(path) for path in directory.rglob("*"))
     finally:
         transport.close()

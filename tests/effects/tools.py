@@ -9,6 +9,8 @@ from tests.effects.cases import Case, config_cases, configured
 from tests.fake_endpoint import FakeEndpoint
 from treadle.errors import TreadleError
 from treadle.rollout.tools import Toolbox
+from treadle.rollout.tools.mcp_tools import MCPTools
+from treadle.types import Task, ToolCall
 
 SERVER = str(Path(__file__).parent / "mcp_server.py")
 
@@ -31,8 +33,29 @@ def offered(directory: Path, **keys: Any) -> Any:
         return asyncio.run(main()), len(endpoint.chats) > 0
 
 
+def called(directory: Path, **keys: Any) -> Any:
+    """How many servers two sessions of one call each had, and how many wait for the next."""
+
+    async def main() -> Any:
+        multi_turn = configured("model: {path: unused}\n", keys).rollout.multi_turn
+        async with await Toolbox.create(multi_turn) as toolbox:
+            pids = set()
+            for uid in ("a", "b"):
+                async with toolbox.open(Task(uid, ())) as tools:
+                    pids.add((await tools.call(ToolCall("pid", {}))).text)
+            (server,) = toolbox._servers
+            if isinstance(server, MCPTools):
+                return len(pids), 0
+            await asyncio.gather(*server._starts)
+            return len(pids), len(server._ready)
+
+    return asyncio.run(main())
+
+
 IT = "rollout.multi_turn.mcp_servers.*"
 COMMAND = {f"{IT}.command": [sys.executable, SERVER]}
+
+STATEFUL = {f"{IT}.command": [sys.executable, str(Path(__file__).parents[1] / "integration/mcp_server.py"), "stdio"]}
 
 EFFECTS: dict[str, Case] = config_cases(
     IT,
@@ -42,4 +65,9 @@ EFFECTS: dict[str, Case] = config_cases(
     ("tools", [], ["a"], COMMAND),
     ("startup_timeout_s", 0.001, 30.0, COMMAND),
     ("url", "{}/mcp", "http://127.0.0.1:9/mcp"),
+) | config_cases(
+    IT,
+    called,
+    ("scope", "run", "session", {**STATEFUL, f"{IT}.warm": 0}),
+    ("warm", 0, 1, {**STATEFUL, f"{IT}.scope": "session"}),
 )

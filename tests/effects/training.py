@@ -12,17 +12,18 @@ from torch.nn.modules.module import register_module_forward_hook
 from tests.effects.cases import Case, config_cases, training
 from tests.effects.models import tiny_model
 from tests.policies import make_groups, save_tiny_model
-from tests.rollouts import task
+from tests.sharded import make_batch
 from treadle.cluster.runtime import load_networks
-from treadle.config import TrainConfig
-from treadle.data.tasks import TaskSource
+from treadle.config import ModelConfig, TrainConfig
+from treadle.data.renderer import Renderer
 from treadle.errors import TreadleError
 from treadle.model.checksum import checksum
 from treadle.trainer.step import train_step
-from treadle.types import Group, Outcome, Score, StopReason
+from treadle.trainer.teacher_prompt import TeacherPrompt
+from treadle.types import Group, Outcome, Row, Score, StopReason, Task, Trajectory
 
 BASE = """
-model: {path: unused, prove: false}
+model: {path: unused, parity_check: false}
 data: {train_files: [tasks.jsonl], train_batch_size: 4}
 rollout: {n: 4, prompt_length: 32, response_length: 32}
 reward: {functions: {it: {path: exact_match}}}
@@ -49,6 +50,15 @@ def huge(group: Group) -> Group:
     return replace(group, trajectories=tuple(samples))
 
 
+def prompted(group: Group) -> Group:
+    """With one prompt for all samples, long enough to be computed once."""
+    samples = (
+        replace(item, rows=tuple(replace(row, prompt_ids=tuple(range(3, 27))) for row in item.rows))
+        for item in group.trajectories
+    )
+    return replace(group, trajectories=tuple(samples))
+
+
 def steps(change: Callable[[Group], Group] = truncated, count: int = 1) -> Callable[..., Any]:
     """Some training steps: figures that no clock is in, weights, tokens of each forward, layers that computed."""
 
@@ -62,7 +72,7 @@ def steps(change: Callable[[Group], Group] = truncated, count: int = 1) -> Calla
                 read.append(inputs[0].numel())
 
         config = make_config(keys)
-        parts = load_networks(config, TaskSource([task()], shuffle=False, seed=0)).step
+        parts = load_networks(config, config.total_steps(1), ()).step
         hook, told = register_module_forward_hook(see), []
         try:
             for step in range(1, count + 1):
@@ -86,7 +96,8 @@ def loaded(directory: Path, **keys: Any) -> Any:
     if path is not None:
         keys["model.path"] = str(directory / path) if path == "other" else str(tiny_model())
     try:
-        policy = load_networks(make_config(keys), TaskSource([task()], shuffle=False, seed=0)).step.policy
+        config = make_config(keys)
+        policy = load_networks(config, config.total_steps(1), ()).step.policy
     except TreadleError as error:
         return str(error)
     rows = [row for group in make_groups(0) for item in group.trajectories for row in item.rows]
@@ -100,11 +111,45 @@ def valued(directory: Path, **keys: Any) -> Any:
     return steps()(directory, **CRITIC, **keys)
 
 
+def taught(directory: Path, **keys: Any) -> Any:
+    """A step that is pulled towards a teacher."""
+    keys["ref.path"] = str(
+        save_tiny_model(directory / "teacher", num_hidden_layers=1 if keys["ref.path"] == "one" else 3)
+    )
+    return steps()(directory, **{"algorithm.distill_coef": 1.0, **keys})
+
+
+def privileged(directory: Path, **keys: Any) -> Any:
+    """The prompt that the reference reads."""
+    model = {"model.path": "treadle/tiny-calculator", "algorithm.distill_coef": 1.0, "rollout.max_model_len": 99}
+    teacher = TeacherPrompt.of(make_config({**model, **keys}))
+    if teacher is None:
+        return None
+    task = Task("it", ({"role": "user", "content": "1+2="},), "3")
+    row = Row(
+        Renderer.create(ModelConfig(path="treadle/tiny-calculator")).prompt(task.messages), (5,), (1,), (0.0,), (0,)
+    )
+    return teacher.rows([Group(task, (Trajectory("it", 0, (row,), Outcome.ended(StopReason.STOP), Score(1.0)),))])
+
+
+def adapted(directory: Path, **keys: Any) -> Any:
+    """The weights a run starts from, with an adapter or without."""
+    config = make_config({"actor.lora.r": 2})
+    policy = load_networks(config, 10, ()).step.policy
+    policy.train(make_batch(make_groups(1)))
+    policy.save(directory / "adapter")
+    if keys["model.adapter"] is not None:
+        keys["model.adapter"] = str(directory / keys["model.adapter"])
+    return loaded(directory, **keys)
+
+
+LORA = {"actor.lora.r": 2}
 TWO = {"actor.ppo_mini_batch_size": 2}
 SHUFFLED = {**TWO, "actor.shuffle": True}
 SCALED = {"actor.loss_agg_mode": "seq-mean-token-sum-norm"}
 CRITIC = {"algorithm.adv_estimator": "gae"}
 REFERENCE = {"actor.use_kl_loss": True}
+PREFERRED = {"algorithm.adv_estimator": "ipo", "actor.loss_agg_mode": "seq-mean-token-sum"}
 FOLLOWING = {**REFERENCE, "ref.sync_freq": 1}
 TINY, LONG = 64, 4096
 
@@ -117,6 +162,14 @@ EFFECTS: dict[str, Case] = {
         *(("optim.weight_decay", 0.0, 0.5), ("ppo_epochs", 1, 2), ("shuffle", False, True, TWO)),
         *(("ppo_max_token_len_per_gpu", TINY, LONG), ("ppo_mini_batch_size", 2, 4)),
     ),
+    **config_cases(
+        "actor.lora",
+        steps(),
+        *(("r", None, 2), ("alpha", 2.0, 8.0, LORA), ("seed", 1, 2, LORA), ("use_rslora", False, True, LORA)),
+        ("target_modules", ["q_proj"], ["all-linear"], LORA),
+        ("exclude_modules", [], ["q_proj"], LORA),
+    ),
+    **config_cases("model", adapted, ("adapter", None, "adapter")),
     **config_cases("actor.optim", steps(count=2), ("betas", [0.9, 0.999], [0.5, 0.9])),
     **config_cases(
         "actor.optim", steps(huge, 3), ("max_nonfinite_steps", 1, 2, {"algorithm.norm_adv_by_std_in_grpo": False})
@@ -142,8 +195,13 @@ EFFECTS: dict[str, Case] = {
         steps(),
         *(("dtype", "fp32", "bf16", REFERENCE), ("log_prob_max_token_len_per_gpu", TINY, LONG, REFERENCE)),
     ),
+    **config_cases("ref", taught, ("path", "one", "three")),
+    **config_cases("ref", privileged, ("prompt_template", "{{ prompt }}", "{{ prompt }} ({{ answer }})")),
+    **config_cases("algorithm", taught, ("distill_coef", 0.5, 1.0, {"ref.path": "one"})),
+    **config_cases("algorithm", steps(), ("preference_beta", 0.1, 0.5, PREFERRED)),
     **config_cases("algorithm", steps(), ("mask_truncated", False, True), ("use_kl_in_reward", False, True, REFERENCE)),
     **config_cases("trainer", steps(), ("critic_warmup", 0, 1, CRITIC)),
     **config_cases("model", steps(), ("enable_gradient_checkpointing", False, True)),
+    **config_cases("model", steps(prompted), ("shared_prefix", "auto", "off", {"model.parity_check": True})),
     **config_cases("model", loaded, ("path", "tiny", "other"), ("override_config", {}, {"rms_norm_eps": 0.5})),
 }

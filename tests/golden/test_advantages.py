@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from treadle.algorithm.advantage import AdvantageInputs, Advantages
+from treadle.algorithm.advantage_inputs import AdvantageInputs, Advantages
 from treadle.algorithm.estimators import ESTIMATORS, find_estimator
 from treadle.config.training import AlgorithmConfig
 from treadle.types import Group, Outcome, Row, Score, StopReason, Task, Trajectory, Turn
@@ -73,6 +73,7 @@ def to_inputs(case: Case, token_rewards: bool) -> AdvantageInputs:
         values_T=flat("values"),
         baselines_G=torch.tensor(case.greedy, dtype=torch.float64),
         gradient_norms_T=flat("values").abs() + 0.05,
+        log_ratios_T=flat("values"),
         parts_NF=torch.tensor([parts(sample) for _, sample in samples], dtype=torch.float64),
         part_weights_F=torch.tensor(WEIGHTS, dtype=torch.float64),
     )
@@ -234,6 +235,21 @@ def to_come(sample: Sample, row: Sequence, use: bool) -> list[float]:
     return [sum(given[at:]) + sample.reward for at in range(len(given))]
 
 
+def preferred(case: Case, use: bool, slope: Callable[[float], float]) -> Rows:
+    """Rows of the best and the worst sample of each group; `values` stand for log(policy / reference)."""
+    rows = []
+    for group in case.groups:
+        scores = [total(sample, use) for sample in group]
+        distances = [sum((row.values * row.mask).sum() for row in sample.sequences) for sample in group]
+        signs = np.zeros(len(group))
+        if max(scores) > min(scores):
+            best, worst = scores.index(max(scores)), scores.index(min(scores))
+            signs[best] = slope(distances[best] - distances[worst])
+            signs[worst] = -signs[best]
+        rows += [sign * row.mask for sign, sample in zip(signs, group, strict=True) for row in sample.sequences]
+    return rows
+
+
 OURS: dict[str, Callable[[Case, bool, float, float], Rows]] = {
     "grpo": lambda case, use, gamma, lam: by_group(case, use, grpo),
     "gdpo": lambda case, use, gamma, lam: gdpo(case),
@@ -246,6 +262,11 @@ OURS: dict[str, Callable[[Case, bool, float, float], Rows]] = {
     "reinforce_plus_plus": reinforce_plus_plus,
     "reinforce_plus_plus_baseline": reinforce_plus_plus_baseline,
     "gae": lambda case, use, gamma, lam: gae_and_returns(case, use, gamma, lam)[0],
+    "dpo": lambda case, use, gamma, lam: preferred(case, use, lambda gap: 0.1 / (1 + np.exp(0.1 * gap))),
+    "ipo": lambda case, use, gamma, lam: preferred(case, use, lambda gap: -2 * (gap - 1 / (2 * 0.1))),
+    "on_policy_distill": lambda case, use, gamma, lam: [
+        np.zeros(len(row.mask)) for group in case.groups for sample in group for row in sample.sequences
+    ],
 }
 
 
@@ -411,3 +432,24 @@ def test_grpo_of_two_is_plus_and_minus_one_over_root_two() -> None:
     case = Case([[Sample(1.0, [one]), Sample(0.0, [one])]], [0.0])
     found = compute("grpo", case, False).advantages_T.tolist()
     assert found == pytest.approx([2**-0.5, -(2**-0.5)], abs=1e-5)
+
+
+@pytest.mark.parametrize("name", ["dpo", "ipo"])
+def test_advantages_of_preferences_are_the_gradient_of_their_loss(name: str) -> None:
+    """Of the loss as it is written, by autograd; each group is a pair of samples, or teaches nothing."""
+    case, beta = make(2), 0.3
+    inputs = to_inputs(case, False)
+    assert inputs.log_ratios_T is not None
+    logprobs_T = inputs.log_ratios_T.clone().requires_grad_()  # of the policy, where the reference has 0 everywhere
+    losses, at = [], 0
+    for group in case.groups:
+        summed = [(logprobs_T * inputs.mask_T)[inputs.trajectory_T == at + i].sum() for i in range(len(group))]
+        at += len(group)
+        scores = [sample.reward for sample in group]
+        if len(set(scores)) > 1:
+            gap = summed[scores.index(max(scores))] - summed[scores.index(min(scores))]
+            losses.append(-torch.nn.functional.logsigmoid(beta * gap) if name == "dpo" else (gap - 1 / (2 * beta)) ** 2)
+    (gradient_T,) = torch.autograd.grad(torch.stack(losses).sum(), logprobs_T)
+    found = find_estimator(name)(inputs, AlgorithmConfig(adv_estimator=name, preference_beta=beta)).advantages_T
+    np.testing.assert_allclose(found.numpy(), -gradient_T.numpy(), atol=1e-9)
+    assert found.count_nonzero() > 0

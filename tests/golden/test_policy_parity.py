@@ -10,7 +10,7 @@ from torch import Tensor
 from transformers import LlamaForCausalLM
 
 from tests.policies import make_groups, make_policy, save_tiny_model
-from treadle.algorithm.advantage import rows_of
+from treadle.algorithm.advantage_inputs import rows_of
 from treadle.config.training import AlgorithmConfig, OptimConfig, TrainerConfig
 from treadle.trainer.step import StepParts, train_step
 from treadle.types import Group, Outcome, StopReason

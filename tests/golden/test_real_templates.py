@@ -15,7 +15,7 @@ from transformers import PreTrainedTokenizerFast
 
 from treadle.config.rollout import ModelConfig, MultiTurnConfig
 from treadle.data.renderer import Renderer
-from treadle.data.rendering_proof import BoundaryVerdict
+from treadle.data.rendering_parity import BoundaryVerdict
 from treadle.errors import ConfigError
 from treadle.rollout.parsers import PARSERS, parser
 from treadle.rollout.startup_checks import check_template
@@ -77,14 +77,14 @@ def renderer_of(name: str) -> Renderer:
 
 def record(name: str) -> str:
     renderer = renderer_of(name)
-    readers = [known for known in PARSERS if reads(known, renderer.proof.call)]
+    readers = [known for known in PARSERS if reads(known, renderer.parity.call)]
     parts = {
         "prompt with tools": renderer._encoder.decode(renderer.prompt([QUESTION], [TOOL])),
-        "a call": renderer.proof.call,
+        "a call": renderer.parity.call,
         "read by": ", ".join(readers) or "no format",
     }
-    proof = str(renderer.proof).replace(renderer.proof.model, name)
-    text = "\n".join([*(f"{part}\n  {words!r}" for part, words in parts.items()), proof, ""])
+    parity = str(renderer.parity).replace(renderer.parity.model, name)
+    text = "\n".join([*(f"{part}\n  {words!r}" for part, words in parts.items()), parity, ""])
     return re.sub(r"\d{4}-\d\d-\d\d|\d\d [A-Z][a-z]{2} 20\d\d", "TODAY", text)
 
 
@@ -99,7 +99,7 @@ def test_rendering_is_as_recorded(name: str) -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_every_boundary_renders_right_or_is_refused_by_name(name: str) -> None:
-    for check in renderer_of(name).proof.checks:
+    for check in renderer_of(name).parity.checks:
         if name == "gemma4_v5" and "tool" in check.boundary and "calls" not in check.boundary:
             continue  # results that follow no call: its turns go on after calls only
         assert check.verdict is not BoundaryVerdict.DIFFERS, check
@@ -111,34 +111,34 @@ def test_tools_are_shown_or_written_and_results_come_back(name: str) -> None:
     renderer = renderer_of(name)
     shown = renderer._encoder.decode(renderer.prompt([QUESTION], [TOOL]))
     assert "add" in shown and "Adds numbers." in shown
-    assert renderer.proof.shows_tools is (name in FORMATS)
+    assert renderer.parity.shows_tools is (name in FORMATS)
     result = {"role": "tool", "content": "the sum is 3", "name": "add", "tool_call_id": "call00001"}
     assert "the sum is 3" in renderer._encoder.decode(renderer.observation([result], [TOOL]))
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_the_format_that_goes_with_a_template_is_known(name: str) -> None:
-    proof = renderer_of(name).proof
+    parity = renderer_of(name).parity
     expected = FORMATS.get(name, "hermes")
     tools = ("json:dumps",)
     if expected is not None:
-        assert reads(expected, proof.call)
-        notes = check_template(proof, MultiTurnConfig(tools=tools, format=expected))
+        assert reads(expected, parity.call)
+        notes = check_template(parity, MultiTurnConfig(tools=tools, format=expected))
         assert not any("does not read calls" in note for note in notes)
         assert any("ignores tools" in note for note in notes) is (name not in FORMATS)
     if name in FORMATS:
-        notes = check_template(proof, MultiTurnConfig(tools=tools, format="kimi"))
-        assert not proof.call or any("kimi does not read calls" in note for note in notes)
+        notes = check_template(parity, MultiTurnConfig(tools=tools, format="kimi"))
+        assert not parity.call or any("kimi does not read calls" in note for note in notes)
     else:
         with pytest.raises(ConfigError, match="ignores tools") as caught:
-            check_template(proof, MultiTurnConfig(tools=tools, format="kimi"))
+            check_template(parity, MultiTurnConfig(tools=tools, format="kimi"))
         assert caught.value.mistakes[0].key == "rollout.multi_turn.format"
 
 
 def test_a_turn_of_gpt_oss_ends_once() -> None:
     renderer = renderer_of("gptoss")
     assert not renderer._encoder.decode(renderer.observation([QUESTION])).startswith("<|end|>")
-    assert "writes '<|end|>' there" in renderer.proof["assistant → user"].detail
+    assert "writes '<|end|>' there" in renderer.parity["assistant → user"].detail
 
 
 def test_deepseek_gets_arguments_as_text() -> None:

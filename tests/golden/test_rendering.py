@@ -1,4 +1,4 @@
-"""What each family of chat templates makes of the same conversation: text, ids, and the renderer's proof.
+"""What each family of chat templates makes of the same conversation: text, ids, and the renderer's parity.
 
 The files in `rendering/` are the record. `python tests/golden/test_rendering.py` writes them anew; read the diff.
 The tokenizer is a byte-level BPE with a handful of merges and the special tokens of all families.
@@ -58,9 +58,9 @@ def record(family: str, directory: Path) -> str:
     if family != "gemma":
         parts["observation: tool"] = renderer.observation([RESULT], [ADD])
         parts["observation: tool, tool"] = renderer.observation([RESULT, RESULT], [ADD])
-    proof = str(renderer.proof).replace(str(directory), family)
+    parity = str(renderer.parity).replace(str(directory), family)
     lines = [f"{name}\n  {renderer._encoder.decode(ids)!r}\n  {list(ids)}" for name, ids in parts.items()]
-    return "\n".join([f"stop tokens {list(renderer.stop_token_ids)}", *lines, proof, ""])
+    return "\n".join([f"stop tokens {list(renderer.stop_token_ids)}", *lines, parity, ""])
 
 
 @pytest.mark.parametrize("family", SPECIAL)

@@ -56,6 +56,16 @@ def pid() -> int:
     return os.getpid()
 
 
+NOTES: list[str] = []
+
+
+@server.tool()
+def note(text: str) -> str:
+    """Keep a note, and tell all of them."""
+    NOTES.append(text)
+    return " ".join(NOTES)
+
+
 if __name__ == "__main__":
     kind = sys.argv[1]
     if kind == "broken":

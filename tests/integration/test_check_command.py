@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 import treadle
+from tests.policies import make_policy, save_tiny_model
 from treadle.cli.main import main
 from treadle.config import load, loads
 from treadle.config.load import recipe_names
@@ -162,8 +163,8 @@ def test_a_kind_of_model_that_is_not_computed_right_is_refused_before_a_run(here
     config |= {"model_type": "bert", "architectures": ["BertLMHeadModel"]}
     (model / "config.json").write_text(json.dumps(config))
     status, _, err = run("check", "my.yaml", f"model.path={model}")
-    assert status == 2 and "model.path: " in err and "model.prove=false" in err
-    status, out, err = run("check", "my.yaml", f"model.path={model}", "model.prove=false")
+    assert status == 2 and "model.path: " in err and "model.parity_check=false" in err
+    status, out, err = run("check", "my.yaml", f"model.path={model}", "model.parity_check=false")
     assert status == 0 and "nothing shows that the model is computed as its authors wrote it" in out, err
 
 
@@ -177,6 +178,13 @@ def test_every_prompt_is_rendered_and_counted(here, run):
     assert status == 0 and "1 of 301 prompts are too long and are dropped: long is the longest" in out
 
 
+def test_the_quick_part_counts_every_prompt_that_is_too_long(here):
+    rows = [{"prompt": "+".join("1" * 40), "answer": "40"}] * 260 + [{"prompt": "1+1=", "answer": "2"}] * 300
+    (here / "tasks.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    report = run_preflight(loads(CONFIG, "test", ["rollout.overlong_prompts=drop"]), {}, thorough=False)
+    assert any("260 of 560 prompts are too long and are dropped" in warning for warning in report.warnings)
+
+
 def test_a_reward_function_that_fails_on_a_row_is_told_with_its_reason(here, run):
     (here / "tasks.jsonl").write_text(json.dumps({"prompt": "1+1=", "answer": "broken"}) + "\n")
     status, out, err = run("check", "my.yaml")
@@ -184,6 +192,35 @@ def test_a_reward_function_that_fails_on_a_row_is_told_with_its_reason(here, run
     assert "reward.functions.right: tasks.jsonl:1 with its ground truth cannot be scored:" in err
     assert "no such answer" in err
     assert "data.train_batch_size 2 is more than there are tasks: 1 repeat in a batch" in out
+
+
+@pytest.mark.parametrize(
+    ("module", "body", "reason"),
+    [
+        (
+            "raises",
+            "return ground_truth in response",
+            "TypeError: 'in <string>' requires string as left operand, not int",
+        ),
+        ("forgets", "return None", "returned NoneType None instead of a number"),
+        ("divides", "return float('nan')", "returned nan"),
+    ],
+)
+def test_a_reward_that_cannot_score_is_found_before_anything_is_sampled(here, run, module, body, reason):
+    (here / "tasks.jsonl").write_text(json.dumps({"prompt": "1+1=", "answer": 2}) + "\n")
+    (here / f"{module}.py").write_text(f"def right(response, ground_truth):\n    {body}\n")
+    status, _, err = run("train", "my.yaml", f"reward.functions.right.path={module}:right")
+    assert status == 2 and "nothing was started" in err
+    assert "reward.functions.right: tasks.jsonl:1 with its ground truth cannot be scored:" in err and reason in err
+    assert not (here / "runs").exists()
+
+
+def test_a_reward_that_reads_sampled_tokens_may_fail_on_the_stand_in(here):
+    (here / "lengths.py").write_text("def right(trajectory):\n    return len(trajectory.rows[0].ids)\n")
+    words = ["reward.functions.right.path=lengths:right"]
+    report = run_preflight(loads(CONFIG, "test", words), {}, thorough=False)
+    assert not report.mistakes
+    assert any("IndexError" in text and "it takes trajectory" in text for text in report.warnings)
 
 
 @pytest.mark.parametrize("command", ["train", "rollout"])
@@ -210,14 +247,75 @@ def test_a_key_for_an_endpoint_elsewhere_must_be_there():
 
 def test_weights_that_cannot_fit_are_refused_with_the_sum():
     config = load("calculator")
-    needs = memory.weight_bytes(config, 8_000_000_000)
+    needs = memory.weight_bytes(config, memory.ModelSize(8_000_000_000))
     (found,) = memory.check_memory(config, needs, 64 << 30, "the container")
     assert found.key == "model.path"
     assert "its weights need 119.2 GiB (policy 119.2 GiB); the container has 64.0 GiB" in found.problem
-    assert not list(memory.check_memory(config, memory.weight_bytes(config, 800_000), 64 << 30, "this machine"))
-    assert list(memory.check_disk(config, 8_000_000_000, 1 << 30))
-    assert not list(memory.check_disk(config, 800_000, 1 << 30))
+    assert not list(
+        memory.check_memory(config, memory.weight_bytes(config, memory.ModelSize(800_000)), 64 << 30, "this machine")
+    )
+    assert list(memory.check_disk(config, memory.ModelSize(8_000_000_000), 1 << 30))
+    assert not list(memory.check_disk(config, memory.ModelSize(800_000), 1 << 30))
     assert list(memory.check_gpu_memory(config, needs, 80 << 30))
+
+
+def test_adapters_need_a_fraction_of_the_memory_and_no_reference(tmp_path):
+    save_tiny_model(tmp_path)
+    words = (
+        "actor.lora.r=4",
+        "actor.lora.target_modules=[q_proj, down_proj]",
+        "actor.use_kl_loss=true",
+        "ref.dtype=fp32",
+    )
+    config = load("calculator", words)
+    found = memory.measure_model(tmp_path, config.actor.lora)
+    policy = make_policy(tmp_path, lora=config.actor.lora)
+    assert found is not None
+    assert found.parameters == sum(tensor.numel() for tensor in policy.tensors().values())
+    assert found.adapters == sum(tensor.numel() for tensor in policy._optimizer.weights.full.values())
+    assert found.adapted == 2 * (16 * 16 + 16 * 32)
+    size = memory.ModelSize(8_000_000_000, 40_000_000, 7_000_000_000)
+    assert memory.weight_bytes(config, size) == {"policy": 60_000_000_000, "adapters": 640_000_000}
+    assert memory.checkpoint_bytes(config, size) == 480_000_000
+
+
+LOOP = "{default_agent_loop: %s, loops: {%s: {kwargs: %s}}}"
+
+
+@pytest.mark.parametrize(
+    ("loop", "kwargs", "status", "said"),
+    [
+        ("function_agent", '{function: "nosuch.module:solve"}', 3, "there is no module 'nosuch'"),
+        ("function_agent", '{function: "scores:wrong"}', 2, "scores has no 'wrong'"),
+        ("program_agent", "{argv: [no-such-program]}", 3, "there is no program 'no-such-program'"),
+        ("program_agent", "{argv: [/no/such/program]}", 3, "there is no program '/no/such/program'"),
+        ("program_agent", '{argv: [sh, -c, "{{nonsense}}"]}', 2, "{{nonsense}} is unknown"),
+        ("program_agent", "{argv: [sh]}", 0, ""),
+        ("program_agent", "{argv: [python]}", 0, ""),
+        ("program_agent", "{argv: [mine], env: {PATH: HERE}}", 0, ""),
+    ],
+)
+def test_an_agent_that_is_not_there_is_found_before_the_run(here, run, loop, kwargs, status, said):
+    (here / "mine").write_text("#!/bin/sh\n")
+    (here / "mine").chmod(0o755)
+    (here / "agent.yaml").write_text(
+        CONFIG.replace("{n: 2,", "{n: 2, agent: " + LOOP % (loop, loop, kwargs) + ",").replace("HERE", str(here))
+    )
+    found, _, err = run("check", "agent.yaml")
+    assert found == status and said in err, err
+
+
+def test_an_agent_program_that_another_node_may_have_is_a_warning_on_ray(here):
+    agent = LOOP % ("program_agent", "program_agent", "{argv: [no-such-program]}")
+    text = CONFIG.replace("{n: 2,", "{n: 2, agent: " + agent + ",") + "cluster: {backend: ray}\n"
+    report = run_preflight(loads(text, "x", ()), {}, thorough=False)
+    assert any("no-such-program" in warning for warning in report.warnings)
+    assert not any("no-such-program" in mistake.problem for mistake in report.mistakes)
+
+
+def test_modules_that_cannot_have_an_adapter_are_found_before_a_run(run):
+    status, _, err = run("check", "calculator", "actor.lora.r=4", "actor.lora.target_modules=[q_prj]")
+    assert status != 0 and "actor.lora.target_modules" in err and "q_proj" in err
 
 
 @pytest.mark.parametrize("name", recipe_names())
@@ -240,5 +338,5 @@ def test_the_model_is_proven_and_its_length_is_a_limit(here, run):
     assert status == 0 and "of a small llama against its own forward, in nats: policy" in out
     status, _, err = run("check", "my.yaml", "rollout.response_length=2000")
     assert status == 2 and "LlamaConfig is made for 1,024" in err
-    status, out, _ = run("check", "my.yaml", "model.prove=false")
-    assert status == 0 and "model.prove is off" in out
+    status, out, _ = run("check", "my.yaml", "model.parity_check=false")
+    assert status == 0 and "model.parity_check is off" in out

@@ -19,7 +19,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tests.policies import make_groups, make_policy
-from treadle.algorithm.advantage import rows_of
+from treadle.algorithm.advantage_inputs import rows_of
 from treadle.checkpoint import export
 from treadle.checkpoint.store import copy_tokenizer
 from treadle.config import ModelConfig, OptimConfig, RolloutConfig

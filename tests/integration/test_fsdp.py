@@ -27,7 +27,7 @@ from tests.sharded import (
     start,
 )
 from tests.tiny import FAMILIES, tiny
-from treadle.algorithm.advantage import rows_of
+from treadle.algorithm.advantage_inputs import rows_of
 from treadle.checkpoint import Checkpoints
 from treadle.config.rollout import ModelConfig
 from treadle.config.training import POLICY_LOSSES, AlgorithmConfig, CheckpointConfig, PolicyLossConfig, TrainerConfig
@@ -35,8 +35,8 @@ from treadle.errors import ConfigError
 from treadle.model.checksum import checksum
 from treadle.policy.protocol import TrainBatch
 from treadle.policy.rank import FSDPRank
+from treadle.policy.rank_calls import ShardedCritic, ShardedNetworks, ShardedReference
 from treadle.policy.rank_group import RankGroup
-from treadle.policy.sharded import ShardedCritic, ShardedNetworks, ShardedReference
 from treadle.trainer.step import StepParts, train_step
 
 

@@ -16,8 +16,8 @@ from tests.sharded import load, make_batch, make_spec, ragged, start
 from treadle.errors import ConfigError, DeadlineError, RunError
 from treadle.policy.local_ranks import LocalRanks
 from treadle.policy.rank import FSDPRank
+from treadle.policy.rank_calls import ShardedPolicy
 from treadle.policy.rank_group import RankDied, RankFailed, RankGroup
-from treadle.policy.sharded import ShardedPolicy
 
 
 @pytest.fixture(scope="module")

@@ -1,4 +1,4 @@
-"""A sharded network on one GPU: number formats and offloading, against the same network unsharded."""
+"""A sharded network on one GPU: dtypes and offloading, against the same network unsharded."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -13,8 +13,8 @@ from tests.sharded import EPOCHS, alone, gaps, load, make_batch, make_spec, ragg
 from treadle.config.training import FSDPCriticConfig, OptimConfig
 from treadle.model.checksum import checksum
 from treadle.policy.rank import FSDPRank
+from treadle.policy.rank_calls import ShardedCritic
 from treadle.policy.rank_group import RankGroup
-from treadle.policy.sharded import ShardedCritic
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 OFFLOADS = ("param_offload", "optimizer_offload", "offload_policy")

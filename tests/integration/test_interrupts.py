@@ -14,7 +14,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.chaos import ROOT, children, tiny_run
+from tests.chaos import ROOT, tiny_run
+from tests.proc_tree import children
+from treadle.errors import RunError
+from treadle.journal import JournalReader
 
 LIMIT_S = 300.0
 
@@ -77,12 +80,21 @@ def wait_until_gone(pids: list[int]) -> None:
         time.sleep(0.05)
 
 
+def count_trajectories(run_dir: Path) -> int:
+    try:
+        with JournalReader.open(run_dir) as reader:
+            return len(list(reader.headlines()))
+    except RunError:
+        return 0  # there is no journal yet, or it is being made
+
+
 def test_a_third_ctrl_c_ends_a_run_at_once_and_leaves_terminal_and_machine_as_they_were(tmp_path: Path) -> None:
     """In a training step that takes minutes, so that neither the first nor the second can end it."""
     words = [*tiny_run(3), "actor.ppo_epochs=100000", "rollout.nnodes=1", "rollout.agent.num_workers=1"]
     run = Terminal("-m", "treadle", "train", "calculator", f"logging.run_dir={tmp_path / 'run'}", *words)
     run.wait_for(lambda: "train" in run.shown and (tmp_path / "run/journal.sqlite").exists())
     run.wait_for(lambda: len(list(children(run.pid))) >= 2 and "\x1b[?25l" in run.shown)
+    run.wait_for(lambda: count_trajectories(tmp_path / "run") == 4)  # all that the first step trains on
     time.sleep(3)  # into the step
     parts = [pid for pid, _ in children(run.pid)]
     run.type(b"\x03")

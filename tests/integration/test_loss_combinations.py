@@ -18,15 +18,17 @@ import torch
 
 from tests.configs import TRAINING
 from tests.policies import CPU, make_groups, save_tiny_model
-from treadle.algorithm.advantage import rows_of
+from treadle.algorithm.advantage_inputs import rows_of
 from treadle.config import ConfigWarning, TrainConfig, loads
-from treadle.config.training import GROUP_ESTIMATORS, OTHER_ESTIMATORS, POLICY_LOSSES, Aggregation
+from treadle.config.rollout import ModelConfig
+from treadle.config.training import GROUP_ESTIMATORS, OTHER_ESTIMATORS, POLICY_LOSSES, Aggregation, RefConfig
 from treadle.errors import ConfigError
 from treadle.model.load import load_causal_model
 from treadle.policy.critic import SingleCritic
 from treadle.policy.network import DecoderNetwork
 from treadle.policy.optimizer import MasterWeights, Optimizer
 from treadle.policy.policy import Sampling, SinglePolicy
+from treadle.policy.reference import SingleReference
 from treadle.trainer.step import StepParts, train_step
 from treadle.types import Group
 
@@ -57,7 +59,10 @@ def corrections() -> Iterator[Words]:
 def combinations(loss: str) -> Iterator[Words]:
     word, turns = f"actor.policy_loss.loss_mode={loss}", cycle(corrections())
     for estimator, mode in product(ESTIMATORS, get_args(Aggregation)):
-        yield word, f"algorithm.adv_estimator={estimator}", f"actor.loss_agg_mode={mode}", *next(turns)
+        choices = [f"algorithm.adv_estimator={estimator}", f"actor.loss_agg_mode={mode}", *next(turns)]
+        if estimator == "on_policy_distill":
+            choices += ["algorithm.distill_coef=1", "ref.path=teacher"]
+        yield word, *choices
     for correction in corrections():
         yield word, "algorithm.adv_estimator=grpo", "actor.loss_agg_mode=token-mean", *correction
 
@@ -65,7 +70,7 @@ def combinations(loss: str) -> Iterator[Words]:
 class Bench:
     """One small model for all runs: each starts from the weights that were loaded."""
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, teacher: Path) -> None:
         config = loads(TRAINING, overrides=[f"model.path={directory}", *BASE])
         assert isinstance(config, TrainConfig)
         self._module = load_causal_model(config.model, dtype=torch.float32, device=CPU)
@@ -78,6 +83,8 @@ class Bench:
             total_steps=10,
             device=CPU,
         )
+        other = ModelConfig(path=str(teacher))
+        self._reference = SingleReference.create(model=other, ref=RefConfig(), temperature=1.0, device=CPU)
         self._groups = self._near(self.policy(config), make_groups(1, num_groups=2, forks=2))
 
     @torch.no_grad()
@@ -115,7 +122,8 @@ class Bench:
     def problem(self, config: TrainConfig) -> str | None:
         """What is wrong with one step of this config."""
         critic = self._critic if config.algorithm.needs_critic() else None
-        parts = StepParts(self.policy(config), config.actor, config.algorithm, config.trainer, None, critic)
+        reference = self._reference if config.algorithm.needs_reference() else None
+        parts = StepParts(self.policy(config), config.actor, config.algorithm, config.trainer, reference, critic)
         metrics = train_step(parts, self._groups, step=1, baselines=[0.5, 0.1]).metrics
         strange = [name for name, value in metrics.items() if not isfinite(value)]
         moved = any(not torch.equal(weight, self._start[name]) for name, weight in self._module.named_parameters())
@@ -124,7 +132,8 @@ class Bench:
 
 @pytest.fixture(scope="module")
 def bench(tmp_path_factory: pytest.TempPathFactory) -> Bench:
-    return Bench(save_tiny_model(tmp_path_factory.mktemp("model")))
+    teacher = save_tiny_model(tmp_path_factory.mktemp("teacher"), num_hidden_layers=1)
+    return Bench(save_tiny_model(tmp_path_factory.mktemp("model")), teacher)
 
 
 @pytest.mark.parametrize("loss", POLICY_LOSSES)

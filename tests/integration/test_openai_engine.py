@@ -15,7 +15,7 @@ import pytest
 from tests.fake_endpoint import DROP, HALF, FakeEndpoint, Reply
 from tests.letters import ask, encode
 from treadle.config.rollout import FailureConfig, LimitsConfig, OpenAIConfig, RolloutConfig
-from treadle.engine.openai import OpenAIEngine
+from treadle.engine.openai_client import OpenAIEngine
 from treadle.errors import ConfigError, EngineFailure, RequestRefused
 from treadle.types import Completion, Request, StopReason, ToolCall
 
@@ -362,5 +362,5 @@ def test_many_requests_share_a_bounded_number_of_connections(endpoint: FakeEndpo
 
 
 def test_httpx_is_imported_only_when_an_endpoint_is_used() -> None:
-    program = "import sys, treadle.engine.openai, treadle.engine.router; sys.exit('httpx' in sys.modules)"
+    program = "import sys, treadle.engine.openai_client, treadle.engine.router; sys.exit('httpx' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0

@@ -21,8 +21,7 @@ from tests.rollouts import rollout, save_model, tasks
 from treadle.cli.main import main
 from treadle.cluster.ray.connection import connected, find_nodes
 from treadle.cluster.ray.placement import Reservation
-from treadle.cluster.ray.replicas import RayReplicas
-from treadle.cluster.ray.rollout import reserved, started_rollout
+from treadle.cluster.ray.rollout import RayRollout, planned, reserved, started_rollout
 from treadle.config import ClusterConfig, Config
 from treadle.config.plan import make_plan
 from treadle.config.reward import RewardConfig, RewardFunctionConfig
@@ -116,17 +115,17 @@ async def _move_a_replica(cluster, model) -> None:
         (spare,) = [node for node in find_nodes() if node.id not in used]
         away = next(name for name, slot in fleet.slots.items() if slot.node.id != find_nodes()[0].id)
         turns = [asyncio.ensure_future(fleet.router.generate(ask(uid=f"t{at}", max_tokens=500))) for at in range(6)]
-        await asyncio.sleep(0.8)
+        await ray_cluster.until(lambda: fleet.has_saved(away))
         lost_at = time.monotonic()
         await asyncio.to_thread(lose, cluster, fleet.slots[away].node)
         answers = await asyncio.wait_for(asyncio.gather(*turns), 60)
         assert any(answer.replica == away for answer in answers)
         await fleet.recovered(timeout_s=90)
         (recovery,) = fleet.recoveries
-        assert recovery.replica == away and recovery.successor is not None
+        assert recovery.replica == away and recovery.replacement is not None
         assert recovery.place == f"{spare.machine.name}, CPU" and spare.machine.name in str(recovery)
         states = {state.name: state for state in fleet.router.snapshot()}
-        assert states[recovery.successor].healthy and states[recovery.successor].version == 4
+        assert states[recovery.replacement].healthy and states[recovery.replacement].version == 4
         assert len(states) == 2
         assert {fleet.reservation.worker_slot(at).there() for at in range(3)} == {True}
         missed = f"{recovery.seconds:.1f} s after it was missed"
@@ -156,7 +155,7 @@ async def _wait_for_a_node(cluster, model) -> None:
         cluster.add_node(object_store_memory=ray_cluster.STORE_BYTES, num_cpus=1)  # wants the main thread
         joined_at = time.monotonic()
         await fleet.recovered(3)
-        assert fleet.recoveries[2].replica == away and fleet.recoveries[2].successor is not None
+        assert fleet.recoveries[2].replica == away and fleet.recoveries[2].replacement is not None
         assert len([state for state in fleet.router.snapshot() if state.healthy]) == 2
         print(f"a node that joined had its replica after {time.monotonic() - joined_at:.1f} s")
 
@@ -233,9 +232,11 @@ def test_a_head_that_takes_no_work_gets_none(model):
         address = ClusterConfig(backend="ray", address=cluster.address)
 
         async def main() -> None:
-            async with reserved(Config(model=model, rollout=rollout(), cluster=address)) as reservation:
-                (slot,) = reservation.replica_slots()
-                assert slot.node.num_cpus == 1.0
+            config = Config(model=model, rollout=rollout(), cluster=address)
+            with planned(config) as plan:
+                async with reserved(config, plan) as reservation:
+                    (slot,) = reservation.replica_slots()
+                    assert slot.node.num_cpus == 1.0
 
         asyncio.run(main())
         ray.init(address=cluster.address, log_to_driver=False)
@@ -260,9 +261,10 @@ def test_a_rollout_that_stands_alone_runs_on_ray_and_survives_a_kill(model):
             await AgentLoopManager.create(rollout=config.rollout, model=model, reward=reward, parts=parts) as manager,
         ):
             call = asyncio.ensure_future(manager.generate_sequences(tasks(12)))
-            await asyncio.sleep(0.7)
-            replicas: RayReplicas = parts.engines.__self__
-            os.kill(replicas.supervisor._slots[0]._engine.pid, signal.SIGKILL)
+            assert isinstance(parts.backend, RayRollout)
+            first = parts.backend.replicas.supervisor._replicas[0]
+            await ray_cluster.until(lambda: bool(first._requests.open))
+            os.kill(first._engine.pid, signal.SIGKILL)
             batch = await asyncio.wait_for(call, 60)
         assert all(item.outcome.ok and item.num_turns == 2 for item in batch.trajectories)
         assert {item.reward.value for item in batch.trajectories} == {float(len("It is 3."))}

@@ -141,7 +141,7 @@ def test_a_replica_that_is_killed_during_training_comes_back_and_training_goes_o
     assert set(checksums(tmp_path)) == {1, 2, 3, 4, 5, 6}
     with JournalReader.open(tmp_path) as reader:
         (event,) = reader.events(kind="replica")
-    assert event.fields["replica"] == "native-0" and event.fields["successor"] == "native-0"
+    assert event.fields["replica"] == "native-0" and event.fields["replacement"] == "native-0"
 
 
 def test_ranks_and_replicas_on_nodes_of_their_own_train_fully_async(tmp_path):

@@ -22,6 +22,7 @@ from treadle.config import AgentLoopConfig, Config, FailureConfig, ScriptedConfi
 from treadle.config.reward import JudgeConfig, JudgeEngineConfig, RewardConfig, RewardFunctionConfig
 from treadle.engine.router import Router
 from treadle.errors import ConfigError, RewardFailure
+from treadle.rollout.completion_log import CompletionLog
 from treadle.rollout.dispatch import Dispatcher, RolloutRequest
 from treadle.rollout.worker import AgentLoopWorker
 from treadle.types import Outcome, Row, SamplingParams, StopReason, Trajectory
@@ -66,7 +67,9 @@ async def generate(config, model, engines, *, remote=0, count=6, body=None):
         async with asyncio.TaskGroup() as group:
             if body is not None:
                 group.create_task(body(workers))
-            return await Dispatcher(config, workers, None, forget=router.forget).generate(tasks(count), order)
+            return await Dispatcher(config, workers, None, completion_log=CompletionLog(router, None)).generate(
+                tasks(count), order
+            )
 
 
 def test_workers_on_ray_make_the_same_trajectories_as_one_in_process(cluster, model):
@@ -179,3 +182,11 @@ def test_a_reward_function_that_breaks_is_a_failure_of_its_own_kind(cluster, mod
 def test_a_reward_function_that_is_not_there_is_a_mistake_in_the_config(cluster, model):
     with pytest.raises(ConfigError, match="nowhere"):
         scored_on_ray(model, {"mine": RewardFunctionConfig(path="tests.ray_engines:nowhere")}, Path)
+
+
+def test_agents_talk_to_the_gateway_of_their_worker_on_its_node(cluster, model):
+    function = "tests.integration.test_gateway_recall:two_at_once"
+    loops = {"function_agent": AgentLoopConfig(kwargs={"function": function})}
+    config = rollout(default_agent_loop="function_agent", loops=loops, response_length=4000, num_workers=2)
+    trajectories = asyncio.run(generate(config, model, [engine(say(FINAL))], remote=2, count=4)).trajectories
+    assert all(item.outcome.ok and item.num_turns == 10 for item in trajectories), trajectories[0].outcome

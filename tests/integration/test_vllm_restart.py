@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.chaos import Start, children, command, tiny_run
+from tests.chaos import Start, command, tiny_run
+from tests.proc_tree import children
 from treadle.journal import JournalReader
 
 pytestmark = pytest.mark.skipif(find_spec("vllm") is None, reason="needs vLLM")
@@ -25,7 +26,7 @@ def test_a_killed_server_comes_back_and_the_run_goes_on(tmp_path: Path) -> None:
     with JournalReader.open(tmp_path) as reader:
         (recovery,) = [event.fields for event in reader.events(kind="replica")]
         versions = [event.fields["version"] for event in reader.events(kind="weights")]
-    assert recovery["replica"] == recovery["successor"] == "vllm-0" and "killed by SIGKILL" in recovery["cause"]
+    assert recovery["replica"] == recovery["replacement"] == "vllm-0" and "killed by SIGKILL" in recovery["cause"]
     assert versions == list(range(1, STEPS + 1))
     audited = command("audit", tmp_path)
     assert audited.returncode == 0 and "none skipped, none trained twice" in audited.stdout

@@ -68,6 +68,27 @@ def test_on_policy_every_loss_has_the_policy_gradient(name: str) -> None:
     assert made.logprobs_T.grad.tolist() == pytest.approx([-0.25, -0.25, 0.5, 0.5])
 
 
+@pytest.mark.parametrize("name", sorted(LOSSES.keys() - {"gpg", "sapo", "kl_cov"}))
+def test_every_loss_that_clips_says_which_tokens(name: str) -> None:
+    """As many as its metrics count. The old policy is far away on the first token, and near on the others."""
+    old_T = torch.tensor([-4.0, -2.0, -0.5, -1.5])
+    made = batch(old_logprobs_T=old_T, selected_T=torch.tensor([False, False, False, name == "clip_cov"]))
+    actor = ActorConfig(policy_loss=PolicyLossConfig(loss_mode=name))
+    output = compute_policy_loss(made, Denominator.of([2, 2]), actor, NONE)
+    assert output.tokens is not None and output.tokens.clipped_T is not None
+    metrics = read_metrics(output.metrics)
+    counted = metrics["actor/pg_clipfrac"] + metrics.get("actor/pg_clipfrac_lower", 0.0)
+    assert output.tokens.clipped_T[0]
+    assert output.tokens.clipped_T.float().mean().item() == pytest.approx(counted)
+
+
+def test_dual_clipping_counts_as_clipped() -> None:
+    made = batch(old_logprobs_T=torch.tensor([-1.0, -2.0, -9.0, -1.5]))
+    output = compute_policy_loss(made, Denominator.of([2, 2]), ActorConfig(clip_ratio_c=3.0), NONE)
+    assert output.tokens is not None and output.tokens.clipped_T is not None
+    assert output.tokens.clipped_T.tolist() == [False, False, True, False]
+
+
 def test_a_rejected_token_is_silent_in_every_term_and_still_counts() -> None:
     made = batch(
         rollout_logprobs_T=torch.tensor([-1.0, -2.0, -0.5, -9.0]),

@@ -1,6 +1,6 @@
-"""docs/architecture.md is true: its map has one line for each file, its ranks are those of the code, its files exist.
+"""Maps are true: docs/files.md has one line for each file, docs/architecture.md the layers of the code; files exist.
 
-`python tests/unit/test_architecture.py` writes map and ranks anew.
+`python tests/unit/test_architecture.py` writes map and layers anew.
 """
 
 import ast
@@ -10,55 +10,65 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
+from tests.package_source import FILES, tree
 from tests.unit.test_import_ranks import RANKS
 
 ROOT = Path(__file__).parents[2]
-PAGE = ROOT / "docs" / "architecture.md"
+MAP_PAGE, LAYER_PAGE = ROOT / "docs" / "files.md", ROOT / "docs" / "architecture.md"
 PAGES = (*sorted((ROOT / "docs").glob("*.md")), *sorted(ROOT.glob("*.md")))
 MAP = "<!-- map -->\n", "<!-- end of map -->\n"
-RANK_TABLE = "<!-- ranks -->\n", "<!-- end of ranks -->\n"
+LAYERS = "<!-- layers -->\n", "<!-- end of layers -->\n"
 
 
 def first_line(file: Path) -> str:
     """What a module says it is, in one line."""
-    doc = ast.get_docstring(ast.parse(file.read_text(encoding="utf-8"))) or ""
+    doc = ast.get_docstring(tree(file)) or ""
     return doc.partition("\n")[0].removesuffix(".")
 
 
 def draw_map() -> str:
     lines: list[str] = []
-    for folder in sorted({file.parent for file in (ROOT / "treadle").rglob("*.py")}):
+    for folder in sorted({file.parent for file in FILES}):
         lines.append(f"\n**{folder.relative_to(ROOT)}/**\n")
         lines += [f"- `{file.name}` {first_line(file)}" for file in sorted(folder.glob("*.py"))]
     return "\n".join(lines) + "\n"
 
 
 def test_every_module_says_what_it_is():
-    silent = [str(file.relative_to(ROOT)) for file in (ROOT / "treadle").rglob("*.py") if not first_line(file)]
+    silent = [str(file.relative_to(ROOT)) for file in FILES if not first_line(file)]
     assert silent == []
 
 
-def draw_ranks() -> str:
-    lines = ["| rank | folders |", "|---|---|"]
+def draw_layers() -> str:
+    lines = ["| layer | folders |", "|---|---|"]
     for rank in sorted(set(RANKS.values())):
         names = [name or "*.py" for name in RANKS if RANKS[name] == rank and (ROOT / "treadle" / name).exists()]
         lines.append(f"| {rank} | {', '.join(f'`treadle/{name}`' for name in names)} |")
     return "\n".join(lines) + "\n"
 
 
-def between(marks: tuple[str, str]) -> str:
-    return PAGE.read_text(encoding="utf-8").partition(marks[0])[2].partition(marks[1])[0]
+def between(page: Path, marks: tuple[str, str]) -> str:
+    return page.read_text(encoding="utf-8").partition(marks[0])[2].partition(marks[1])[0]
 
 
-def write(marks: tuple[str, str], drawn: str) -> None:
-    before, _, rest = PAGE.read_text(encoding="utf-8").partition(marks[0])
-    PAGE.write_text(before + marks[0] + drawn + marks[1] + rest.partition(marks[1])[2], encoding="utf-8")
+def write(page: Path, marks: tuple[str, str], drawn: str) -> None:
+    before, _, rest = page.read_text(encoding="utf-8").partition(marks[0])
+    page.write_text(before + marks[0] + drawn + marks[1] + rest.partition(marks[1])[2], encoding="utf-8")
 
 
-def test_map_and_ranks_are_true():
-    assert (between(MAP), between(RANK_TABLE)) == (draw_map(), draw_ranks()), (
+def test_map_and_layers_are_true():
+    assert (between(MAP_PAGE, MAP), between(LAYER_PAGE, LAYERS)) == (draw_map(), draw_layers()), (
         f"run: python {Path(__file__).relative_to(ROOT)}"
     )
+
+
+def test_every_folder_has_a_row_that_names_files_of_it():
+    text = LAYER_PAGE.read_text(encoding="utf-8").partition("## Folders\n")[2]
+    rows = dict(re.findall(r"^\| `((?:treadle|tests|bench)/[\w/]*)` \| .* \| (.*) \|$", text, re.MULTILINE))
+    named = [f"{folder}{name}" for folder, files in rows.items() for name in re.findall(r"`([^`]+)`", files)]
+    assert [name for name in named if not (ROOT / name).exists()] == []
+    folders = {f"{file.parent.relative_to(ROOT)}/" for file in FILES} - {"treadle/"}
+    assert [name for name in sorted(folders - set(rows)) if not name.startswith("treadle/recipes/")] == []
 
 
 def is_there(name: str) -> bool:
@@ -103,5 +113,5 @@ def headings(page: Path) -> set[str]:
 
 
 if __name__ == "__main__":
-    write(MAP, draw_map())
-    write(RANK_TABLE, draw_ranks())
+    write(MAP_PAGE, MAP, draw_map())
+    write(LAYER_PAGE, LAYERS, draw_layers())

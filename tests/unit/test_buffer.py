@@ -19,8 +19,8 @@ from treadle.inspect.audit import audit
 from treadle.journal import Journal, JournalReader
 from treadle.rollout.completion_log import NOTHING_RECOVERED
 from treadle.trainer.buffer import OpenGroup, OpenGroups
-from treadle.trainer.parts import RunInterrupted
-from treadle.trainer.terms import settings_digest
+from treadle.trainer.resume import RunHistory, settings_digest
+from treadle.trainer.state import RunInterrupted
 from treadle.types import Group, Outcome, Row, Score, StopReason, Task, Trajectory
 
 TASK = Task("t", ())
@@ -84,10 +84,11 @@ def test_a_batch_waits_for_a_group_that_would_be_too_old_for_the_next():
     old = begin(groups, 0, version=0)
     for position in (1, 2):
         groups.end(begin(groups, position, version=1), DONE, 1)
-    assert groups.choose(2, due=0) is None
-    assert [item.position for item in groups.choose(2, due=-1) or ()] == [1, 2], "a batch later it is still in time"
+    assert groups.choose(2, min_version=0) is None
+    later = groups.choose(2, min_version=-1) or ()
+    assert [item.position for item in later] == [1, 2], "a batch later it is still in time"
     groups.end(old, DONE, 0)
-    assert [item.position for item in groups.choose(2, due=0) or ()] == [0, 1]
+    assert [item.position for item in groups.choose(2, min_version=0) or ()] == [0, 1]
 
 
 def test_a_group_that_begins_again_is_the_last_of_its_version():
@@ -96,8 +97,8 @@ def test_a_group_that_begins_again_is_the_last_of_its_version():
     groups.end(begin(groups, 1, version=0), DONE, 0)
     groups.remove(first)
     groups.end(begin(groups, 0, version=0), DONE, 0)
-    assert [item.position for item in groups.choose(1, due=None) or ()] == [1]
-    assert [item.position for item in groups.choose(2, due=None) or ()] == [1, 0]
+    assert [item.position for item in groups.choose(1, min_version=None) or ()] == [1]
+    assert [item.position for item in groups.choose(2, min_version=None) or ()] == [1, 0]
 
 
 def saved_after(step: int, admitted: int, open_: Sequence[int]) -> Checkpoints:
@@ -183,12 +184,12 @@ def test_a_run_whose_trajectories_all_fail_ends_with_what_failed_them(tmp_path):
 
 @pytest.mark.parametrize("mode", ["sync", "one_step_off", "fully_async"])
 def test_a_stop_does_not_wait_for_weights_that_wait_for_sessions_and_the_step_counts(tmp_path, mode):
-    class Slow(Trial):
-        async def _push(self, rollout, version):
-            await asyncio.sleep(500.0 if version == 2 else 0.0)
-            return await super()._push(rollout, version)
+    class Slow(Rollout):
+        async def update_weights(self, update, *, running="continue"):
+            await asyncio.sleep(500.0 if update.version == 2 else 0.0)
+            return await super().update_weights(update, running=running)
 
-    trial = Slow(tmp_path, Rollout(), *words_for(mode), num_tasks=20)
+    trial = Trial(tmp_path, Slow(), *words_for(mode), num_tasks=20)
 
     async def stopped() -> float:
         running, clock = asyncio.ensure_future(trial.run_to_end()), asyncio.get_running_loop().time
@@ -209,3 +210,22 @@ def test_a_resumed_run_notes_the_weights_it_restored(tmp_path):
     run(trial.run_to_end())
     with JournalReader.open(tmp_path) as reader:
         assert [event.fields["version"] for event in reader.events(kind="weights")] == [2, 3]
+
+
+def test_the_journal_is_asked_of_a_task_only_where_an_earlier_start_has_sampled_it(tmp_path, monkeypatch):
+    asked: list[str] = []
+    past = RunHistory.past
+
+    def noted(history, uid, n, **bounds):
+        asked.append(uid)
+        return past(history, uid, n, **bounds)
+
+    monkeypatch.setattr(RunHistory, "past", noted)
+    trial = Trial(tmp_path, Rollout(), *words_for("sync", "trainer.total_training_steps=2"), num_tasks=8)
+    run(trial.run_to_end())
+    assert trial.batches == [["t0", "t1"], ["t2", "t3"]] and asked == []
+    words = words_for("sync", "checkpoint.resume_mode=disable")  # from the first task on
+    again = Trial(tmp_path, Rollout(), *words, num_tasks=8)
+    run(again.run_to_end())
+    assert again.batches == [["t0", "t1"], ["t2", "t3"], ["t4", "t5"]]
+    assert asked == ["t0", "t1", "t2", "t3"]

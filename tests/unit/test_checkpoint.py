@@ -10,7 +10,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from tests.policies import make_groups, make_policy, save_tiny_model
-from treadle.checkpoint import Checkpoints, export, latest
+from treadle.checkpoint import Checkpoints, CheckpointScore, export, latest
 from treadle.config.rollout import ModelConfig
 from treadle.config.training import AlgorithmConfig, CheckpointConfig, TrainerConfig
 from treadle.errors import ConfigError, MisuseError, RunError
@@ -33,6 +33,12 @@ def policy(directory: Path) -> SinglePolicy:
 
 def store(run_dir: Path, directory: Path, **keys: object) -> Checkpoints:
     return Checkpoints(run_dir, checkpoint=CheckpointConfig(**keys), model=ModelConfig(path=str(directory)))
+
+
+def saved_in(run_dir: Path) -> list[str]:
+    """Everything beside the links and the scores."""
+    entries = (run_dir / "checkpoints").iterdir()
+    return sorted(path.name for path in entries if not path.is_symlink() and path.name != "scores.json")
 
 
 def train(policy: SinglePolicy, *steps: int) -> None:
@@ -90,11 +96,11 @@ def test_the_last_k_are_kept(directory: Path, policy: SinglePolicy, tmp_path: Pa
     checkpoints = store(tmp_path, directory, keep_last=2)
     for step in (1, 2, 3, 4):
         checkpoints.save(policy, None, step, {})
-    assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == ["0003-step-3", "0004-step-4"]
+    assert saved_in(tmp_path) == ["0003-step-3", "0004-step-4"]
     everything = store(tmp_path / "all", directory, keep_last=None)
     for step in (1, 2, 3, 4):
         everything.save(policy, None, step, {})
-    assert len(list((tmp_path / "all/checkpoints").iterdir())) == 4
+    assert len(saved_in(tmp_path / "all")) == 4
 
 
 def test_a_damaged_checkpoint_does_not_push_out_a_whole_one(
@@ -183,7 +189,7 @@ def test_leftovers_of_a_crash_are_swept(directory: Path, policy: SinglePolicy, t
         (tmp_path / "checkpoints" / name / "training").mkdir(parents=True)
     assert latest(tmp_path) is None
     store(tmp_path, directory).save(policy, None, 1, {})
-    assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["0001-step-1"]
+    assert saved_in(tmp_path) == ["0001-step-1"]
 
 
 def test_a_checkpoint_of_another_model_is_refused(directory: Path, policy: SinglePolicy, tmp_path: Path) -> None:
@@ -219,7 +225,7 @@ def test_two_checkpoints_of_one_step_count_once(directory: Path, policy: SingleP
     checkpoints = store(tmp_path, directory, keep_last=2)
     for step in (1, 2, 3, 3):
         checkpoints.save(policy, None, step, {})
-    assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == ["0002-step-2", "0004-step-3"]
+    assert saved_in(tmp_path) == ["0002-step-2", "0004-step-3"]
 
 
 def test_a_disk_that_takes_no_more_is_a_sentence_and_leaves_earlier_checkpoints(
@@ -238,7 +244,7 @@ def test_a_disk_that_takes_no_more_is_a_sentence_and_leaves_earlier_checkpoints(
         monkeypatch.setattr(policy, "save", fail)
         with pytest.raises(RunError, match=r"0002-step-2 cannot be saved: no space left on the disk .* MB free"):
             checkpoints.save(policy, None, 2, {})
-    assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["0001-step-1"]
+    assert saved_in(tmp_path) == ["0001-step-1"]
 
 
 def test_nobody_else_may_read_a_checkpoint(directory: Path, policy: SinglePolicy, tmp_path: Path) -> None:
@@ -259,3 +265,77 @@ def test_an_export_loads_elsewhere_and_never_overwrites(directory: Path, policy:
     assert not (tmp_path / "out/training").exists()
     with pytest.raises(MisuseError, match="exists"):
         export(policy, tmp_path / "out", model)
+
+
+def success(value: float) -> CheckpointScore:
+    return CheckpointScore("validation/success", value)
+
+
+def target(run_dir: Path, name: str) -> str:
+    return str((run_dir / "checkpoints" / name).readlink())
+
+
+def test_links_lead_to_the_newest_and_to_the_best_checkpoint_which_is_kept(
+    directory: Path, policy: SinglePolicy, tmp_path: Path
+) -> None:
+    checkpoints = store(tmp_path, directory, keep_last=1)
+    for step, reached in ((1, 0.2), (2, 0.8), (3, 0.5)):
+        checkpoints.score(step, success(reached))
+        checkpoints.save(policy, None, step, {})
+    assert (target(tmp_path, "latest"), target(tmp_path, "best")) == ("0003-step-3", "0002-step-2")
+    assert saved_in(tmp_path) == ["0002-step-2", "0003-step-3"]
+    assert AutoModelForCausalLM.from_pretrained(tmp_path / "checkpoints" / "best")
+    checkpoints.score(3, success(0.8))
+    assert target(tmp_path, "best") == "0003-step-3", "a validation may end after the save; of equals the newest"
+    tmp_path.rename(tmp_path.with_name("moved"))
+    assert (tmp_path.with_name("moved") / "checkpoints" / "best" / "config.json").is_file(), "links move with the run"
+
+
+def test_a_later_start_knows_what_was_best_and_scores_what_it_restored(
+    directory: Path, policy: SinglePolicy, tmp_path: Path
+) -> None:
+    first = store(tmp_path, directory)
+    first.score(1, success(0.7))
+    first.save(policy, None, 1, {})
+    first.save(policy, None, 2, {})
+    later = store(tmp_path, directory)
+    later.restore(make_policy(directory, **KEYS), None)
+    later.score(3, success(0.6))
+    later.save(policy, None, 3, {})
+    assert target(tmp_path, "best") == "0001-step-1"
+    later.score(2, success(0.9))
+    assert target(tmp_path, "best") == "0002-step-2"
+
+
+def test_a_validated_checkpoint_is_better_than_any_that_only_has_a_training_reward(
+    directory: Path, policy: SinglePolicy, tmp_path: Path
+) -> None:
+    checkpoints = store(tmp_path, directory, keep_last=None)
+    for step, score in ((1, CheckpointScore("reward/mean", 0.9)), (2, success(0.1)), (3, success(float("nan")))):
+        checkpoints.score(step, score)
+        checkpoints.save(policy, None, step, {})
+        assert target(tmp_path, "best") == ("0001-step-1" if step == 1 else "0002-step-2")
+
+
+def test_a_run_without_scores_has_no_best_and_a_damaged_list_of_scores_is_none(
+    directory: Path, policy: SinglePolicy, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    store(tmp_path, directory).save(policy, None, 1, {})
+    assert not (tmp_path / "checkpoints" / "best").exists()
+    (tmp_path / "checkpoints" / "scores.json").write_text("{")
+    checkpoints = store(tmp_path, directory)
+    assert "cannot be read" in caplog.text
+    checkpoints.score(2, success(0.1))
+    checkpoints.save(policy, None, 2, {})
+    assert target(tmp_path, "best") == "0002-step-2"
+
+
+def test_a_file_system_without_links_stops_no_save(
+    directory: Path, policy: SinglePolicy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog
+) -> None:
+    def refuse(*_, **__) -> None:
+        raise PermissionError(errno.EPERM, "Operation not permitted")
+
+    monkeypatch.setattr(Path, "symlink_to", refuse)
+    assert store(tmp_path, directory).save(policy, None, 1, {}).is_dir()
+    assert "no link" in caplog.text

@@ -10,9 +10,11 @@ from pathlib import Path
 
 import pytest
 
+import treadle
 from tests.configs import ROLLOUT, TRAINING
 from treadle.cli.main import main
 from treadle.cli.parser import load_words
+from treadle.cli.recipes import read_card, sparkline
 from treadle.config import load, loads
 from treadle.config.load import recipe_names
 
@@ -142,7 +144,7 @@ def test_help_names_every_command(run):
         assert word in out
 
 
-@pytest.mark.parametrize("command", ["show", "explain", "check", "diff", "schema", "migrate", "recipes"])
+@pytest.mark.parametrize("command", ["show", "explain", "check", "diff", "schema", "migrate"])
 def test_every_config_command_has_help_with_an_example(run, command):
     status, out, _ = run("config", command, "--help")
     assert status == 0
@@ -237,8 +239,79 @@ def test_schema_is_json(run):
     assert "rollout" in json.loads(out)["properties"]
 
 
-def test_recipes_are_listed(run):
-    assert run("config", "recipes") == (0, "\n".join(recipe_names()) + "\n", "")
+def test_recipes_are_listed_with_command_needs_and_curve(run):
+    status, out, _ = run("recipes")
+    assert status == 0
+    for name in recipe_names():
+        card = read_card(name)
+        assert f"{name}: {card.about}\n  {card.command}\n  needs {card.needs}; {card.minutes}\n" in out
+    assert "validation/success  0.352 ▁▆███ 0.977  step 40" in out
+
+
+def test_a_recipe_is_shown_in_full_and_as_json(run):
+    status, out, _ = run("recipes", "calculator")
+    assert status == 0
+    assert "measured  treadle train calculator" in out
+    assert "0.352 → 0.977 at step 40" in out
+    assert "prepare   pip install 'treadle[reasoning-gym]'" in run("recipes", "running_sum")[1]
+    cards = json.loads(run("recipes", "--json")[1])
+    assert [card["name"] for card in cards] == recipe_names()
+    one = json.loads(run("recipes", "calculator", "--json")[1])
+    assert one in cards
+    assert one["measured"]["curves"]["reward/mean"][0] == [1, 0.4336]
+
+
+def test_a_command_that_is_nearly_one_is_answered_with_it(run):
+    status, _, err = run("trian", "calculator")
+    assert status == 2
+    assert "did you mean 'train'?" in err
+    assert "did you mean" not in run("xyzzy")[2]
+
+
+def test_the_version_is_told(run):
+    assert run("--version") == (0, f"treadle {treadle.__version__}\n", "")
+
+
+def test_a_recipe_that_is_not_there_is_named(run):
+    status, _, err = run("recipes", "gsm")
+    assert status == 2
+    assert "did you mean 'gsm8k'?" in err
+
+
+@pytest.mark.parametrize("name", recipe_names())
+def test_measured_curves_are_of_the_recipe_as_shipped(name):
+    """A curve goes on for the steps of the config beside it, or its command says what was changed."""
+    measured = read_card(name).measured
+    if measured is None:
+        return
+    config, words = load(name), measured.command.split()
+    assert words[:3] == ["treadle", "train", name]
+    assert measured.curves["validation/success"][0][0] == 0
+    steps = {curve[-1][0] for curve in measured.curves.values()}
+    assert steps == {config.trainer.total_training_steps} or "total_training_steps" in measured.command
+
+
+@pytest.mark.parametrize("name", recipe_names())
+def test_a_card_says_how_long_the_measured_run_took_or_that_there_is_none(name):
+    card = read_card(name)
+    if card.measured is not None:
+        assert f"{card.measured.minutes:.0f} minutes" in card.minutes
+    else:
+        assert card.minutes == "not measured yet" or "docs/performance.md has the figures" in card.minutes
+
+
+def test_the_page_has_the_curve_of_the_running_sum_as_it_was_measured():
+    page = (Path(__file__).parents[2] / "docs/performance.md").read_text(encoding="utf-8")
+    measured = read_card("running_sum").measured
+    assert measured is not None and f"in {measured.minutes:g} minutes" in page
+    values = [f"{value:.3f}" for _, value in measured.curves["validation/success"]]
+    assert f"| success | {' | '.join(values)} |" in page
+
+
+def test_a_sparkline_is_of_the_whole_curve():
+    assert sparkline([(0, 0.0), (1, 0.5), (2, 1.0)]) == "▁▅█"
+    assert sparkline([(step, float(step >= 50)) for step in range(100)]) == "▁" * 20 + "█" * 20
+    assert sparkline([(0, 0.5), (1, 0.5)]) == "▁▁"
 
 
 def test_plan_is_printed_in_words_and_as_json(run, here):

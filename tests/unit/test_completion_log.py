@@ -275,6 +275,24 @@ def test_forks_that_come_in_another_order_get_their_own_answers(tmp_path: Path) 
     in_journal(tmp_path, main)
 
 
+def test_rows_that_come_in_another_order_go_on_from_the_row_that_asked_the_same(tmp_path: Path) -> None:
+    one, other = ask("one"), replace(ask("other"), row=1)
+    later = replace(go_on(other, (2,)), row=0)
+
+    async def main(journal: Journal) -> None:
+        engine = Engine()
+        completion_log = CompletionLog(engine, journal)
+        parts = [part_of(one, 0, answer(1)), part_of(other, 0, answer(2)), part_of(later, 1, answer(3))]
+        completion_log.recover([parts[0], replace(parts[1], row=1), replace(parts[2], row=1)])
+        assert (await completion_log.generate(replace(other, row=0))).ids == (2,)
+        assert (await completion_log.generate(later)).ids == (3,)
+        assert (await completion_log.generate(replace(one, row=1))).ids == (1,)
+        assert not engine.asked
+        completion_log.close()
+
+    in_journal(tmp_path, main)
+
+
 def test_a_session_that_is_forgotten_while_it_waits_leaves_nothing(tmp_path: Path) -> None:
     async def main(journal: Journal) -> None:
         completion_log = CompletionLog(Engine(1.0), journal)

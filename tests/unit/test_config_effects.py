@@ -2,7 +2,7 @@
 
 A new key needs a case in a module of `tests/effects`: what shows its effect, through the code that uses it, and two
 values. `UNPROVEN` has the keys whose effect cannot be shown on any machine, each with the reason. Whole runs, training
-steps and sharded networks are tried in `tests/integration/test_config_effects_runs.py`.
+steps, sharded networks and what starts processes are tried in `tests/integration/test_config_effects_runs.py`.
 """
 
 from pathlib import Path
@@ -13,25 +13,61 @@ from tests.effects import (
     classifiers,
     data,
     engines,
+    gateway,
     losses,
     prompts,
     reward,
     rollout,
     runs,
+    sandbox,
     schedule,
+    sft,
     sharding,
     tools,
     training,
 )
 from tests.effects.cases import Case
-from treadle.config import TrainConfig
+from treadle.config import SFTRunConfig
 from treadle.config.tree import key_paths
 
-MODULES = (classifiers, data, engines, losses, prompts, reward, rollout, runs, schedule, sharding, tools, training)
-WHOLE_RUNS = (runs, sharding, training)
-"""Modules whose cases train networks: half of the time that all cases take, so they are integration tests."""
+MODULES = (
+    classifiers,
+    data,
+    engines,
+    gateway,
+    losses,
+    prompts,
+    reward,
+    rollout,
+    runs,
+    sandbox,
+    schedule,
+    sft,
+    sharding,
+    tools,
+    training,
+)
 EFFECTS = {key: case for module in MODULES for key, case in module.EFFECTS.items()}
-KEYS = {".".join(path) for path in key_paths(TrainConfig)}
+INTEGRATION = {key for module in (runs, sandbox, sharding, training) for key in module.EFFECTS} | set(
+    [
+        "reward.cpu_time_s",
+        "reward.functions.*.env",
+        "reward.functions.*.sandbox",
+        "reward.memory_mb",
+        "reward.num_workers",
+        "rollout.agent.num_workers",
+        "rollout.limits.launch_timeout_s",
+        "rollout.multi_turn.environment_python",
+        "rollout.multi_turn.mcp_servers.*.command",
+        "rollout.multi_turn.mcp_servers.*.env",
+        "rollout.multi_turn.mcp_servers.*.scope",
+        "rollout.multi_turn.mcp_servers.*.startup_timeout_s",
+        "rollout.multi_turn.mcp_servers.*.tools",
+        "rollout.multi_turn.mcp_servers.*.warm",
+    ]
+)
+"""Keys whose cases train networks or start processes: most of the time that all cases take."""
+KEYS = {".".join(path) for path in key_paths(SFTRunConfig)}
 UNPROVEN = {
     "a GPU: where parameters are on the CPU already, nothing is moved there": """
         actor.fsdp_config.offload_policy actor.fsdp_config.optimizer_offload actor.fsdp_config.param_offload
@@ -61,7 +97,7 @@ def check_effect(key: str, directory: Path) -> None:
     assert one != observe(case, directory / "other", "other"), f"{key} changes nothing"
 
 
-@pytest.mark.parametrize("key", sorted(EFFECTS.keys() - {key for module in WHOLE_RUNS for key in module.EFFECTS}))
+@pytest.mark.parametrize("key", sorted(EFFECTS.keys() - INTEGRATION))
 def test_another_value_gives_another_result(key, tmp_path):
     check_effect(key, tmp_path)
 
@@ -72,4 +108,5 @@ def test_every_key_is_proven_or_has_a_reason_not_to_be():
     assert len(unproven) == len(set(unproven)), "a key has two reasons"
     assert KEYS - EFFECTS.keys() - set(unproven) == set(), "new keys: show their effect"
     assert EFFECTS.keys() - KEYS == set(), "no such keys"
+    assert INTEGRATION - EFFECTS.keys() == set(), "strike them out of INTEGRATION"
     assert not set(unproven) & EFFECTS.keys() and not set(unproven) - KEYS, "strike them out of UNPROVEN"

@@ -97,7 +97,7 @@ def test_a_mistake_shows_key_problem_origin_and_fix():
         ("rollout.multi_turn.format=hermis", "must be one of hermes, ", "did you mean 'hermes'?"),
         (
             "rollout.multi_turn.tools=[calculate]",
-            "item 0: must be an import path (package.module:name or file.py:name)",
+            "item 0: must be one of python, bash, edit, submit, or an import path (package.module:name",
             None,
         ),
         ("rollout.multi_turn.environment=a.b.C", "must be an import path (package.module:name or file.py:name)", None),

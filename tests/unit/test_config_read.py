@@ -12,18 +12,13 @@ Keys that are declared ahead of the code that will read them stand in PENDING, b
 
 import ast
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Collection, Iterable, Iterator
 from functools import cache
-from pathlib import Path
 
-import pytest
-
-import treadle
+from tests.package_source import FILES, PACKAGE, nodes
 from treadle.config import Config, Section, TrainConfig
 from treadle.config.section import types_of
 from treadle.config.tree import is_section, section_in_map, subclasses
-
-PACKAGE = Path(treadle.__file__).parent
 
 PENDING: dict[str, dict[str, str]] = {}
 """Class, then folder, then the keys that folder will read."""
@@ -61,17 +56,17 @@ def owners() -> dict[type[Section], set[str]]:
 def reads() -> dict[tuple[str, str], str]:
     """Where each (owner, key) is read first; in a section's own class the owner is the class."""
     found: dict[tuple[str, str], str] = {}
-    for path in sorted(PACKAGE.rglob("*.py")):
+    for path in FILES:
         place = path.relative_to(PACKAGE).as_posix()
         if not place.startswith(NOT_COUNTED):
-            for line, owner, key in reads_in(ast.parse(path.read_text(encoding="utf-8"))):
+            for line, owner, key in reads_in(nodes(path)):
                 found.setdefault((owner, key), f"{place}:{line}")
     return found
 
 
-def reads_in(module: ast.Module) -> Iterator[tuple[int, str, str]]:
+def reads_in(module: Collection[ast.AST]) -> Iterator[tuple[int, str, str]]:
     aliases = aliases_in(module)
-    for node in ast.walk(module):
+    for node in module:
         if isinstance(node, ast.ClassDef):
             for inner in ast.walk(node):
                 if is_read(inner) and isinstance(inner.value, ast.Name) and inner.value.id == "self":
@@ -80,10 +75,10 @@ def reads_in(module: ast.Module) -> Iterator[tuple[int, str, str]]:
             yield from ((node.lineno, name, node.attr) for name in {owner, *aliases[owner]})
 
 
-def aliases_in(module: ast.Module) -> dict[str, set[str]]:
+def aliases_in(module: Iterable[ast.AST]) -> dict[str, set[str]]:
     """Other names for sections in a file: by assignment, either arm of a condition included, or by annotation."""
     found: dict[str, set[str]] = defaultdict(set)
-    for node in ast.walk(module):
+    for node in module:
         if isinstance(node, ast.arg | ast.AnnAssign) and node.annotation is not None:
             name = node.arg if isinstance(node, ast.arg) else last_name(node.target)
             found[name] |= {last_name(part) for part in ast.walk(node.annotation)}
@@ -119,18 +114,20 @@ def read_at(cls: type[Section], key: str) -> str | None:
 CLASSES = [cls for cls in owners() if cls.__module__.startswith("treadle.config.")]
 
 
-@pytest.mark.parametrize("cls", CLASSES, ids=lambda cls: cls.__name__)
-def test_every_key_is_read_or_says_who_will_read_it(cls):
-    pending = " ".join(PENDING.get(cls.__name__, {}).values()).split()
-    unread = [key for key in own_keys(cls) if read_at(cls, key) is None]
-    ways = " or ".join(f"`{name}.KEY`" for name in sorted(owners()[cls]))
-    forgotten = [key for key in unread if key not in pending]
-    assert not forgotten, (
-        f"nothing reads {', '.join(forgotten)} of {cls.__name__}. Read it as {ways}, remove it from the class, or "
-        f"add it to PENDING[{cls.__name__!r}] in this file with the folder that will read it."
-    )
-    kept = {key: read_at(cls, key) for key in pending if key not in unread}
-    assert not kept, f"remove {', '.join(kept)} from PENDING[{cls.__name__!r}] in this file: read at {kept}"
+def test_every_key_is_read_or_says_who_will_read_it():
+    offenders = []
+    for cls in CLASSES:
+        pending = " ".join(PENDING.get(cls.__name__, {}).values()).split()
+        unread = [key for key in own_keys(cls) if read_at(cls, key) is None]
+        ways = " or ".join(f"`{name}.KEY`" for name in sorted(owners()[cls]))
+        if forgotten := [key for key in unread if key not in pending]:
+            offenders.append(
+                f"nothing reads {', '.join(forgotten)} of {cls.__name__}. Read it as {ways}, remove it from the class, "
+                f"or add it to PENDING[{cls.__name__!r}] in this file with the folder that will read it."
+            )
+        if kept := {key: read_at(cls, key) for key in pending if key not in unread}:
+            offenders.append(f"remove {', '.join(kept)} from PENDING[{cls.__name__!r}] in this file: read at {kept}")
+    assert CLASSES and not offenders, "\n".join(offenders)
 
 
 def test_pending_names_classes_and_keys_that_exist():
@@ -158,7 +155,7 @@ def other(mine: AgentConfig | None):
 limits.stall_report_s = 5
 other.launch_timeout_s
 """
-    found = {(owner, key) for _, owner, key in reads_in(ast.parse(source))}
+    found = {(owner, key) for _, owner, key in reads_in(tuple(ast.walk(ast.parse(source))))}
     assert ("limits", "session_timeout_s") in found
     assert ("limits", "request_timeout_s") in found
     assert ("LimitsConfig", "close_timeout_s") in found

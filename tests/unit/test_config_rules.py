@@ -12,6 +12,11 @@ from treadle.config.training_rules import TRAINING_CAUTIONS, TRAINING_RULES
 ASYNC = ["rollout.nnodes=1", "algorithm.rollout_correction.rollout_is=token"]
 
 ROLLOUT_CLASHES = [
+    (["rollout.sandbox.provider=podman"], "rollout.sandbox.image", "is needed by provider: podman"),
+    (["rollout.sandbox.image=debian"], "rollout.sandbox.image", "is given, but provider is auto, which has none"),
+    (["reward.sandbox.read_only=[data]"], "reward.sandbox.read_only", "'data' is no absolute path"),
+    (["model.adapter=a", "rollout.name=vllm"], "model.adapter", "vLLM reads the weights of model.path by itself"),
+    (["model.adapter=a", "rollout.name=scripted"], "model.adapter", "has no effect: rollout.name scripted"),
     (["reward.bounds=[1, 0]"], "reward.bounds", "1 is not below 0"),
     (["reward={on_timeout: 2, bounds: [0, 1]}"], "reward.on_timeout", "2 lies outside reward.bounds, 0 to 1"),
     (
@@ -46,6 +51,22 @@ ROLLOUT_CLASHES = [
     ),
     (["rollout.name=openai"], "rollout.openai.base_url", "is needed by rollout.name: openai"),
     (
+        ["data.train_files=[a.jsonl,b.jsonl]", "data.train_weights=[1]"],
+        "data.train_weights",
+        "1 weights for 2 entries of data.train_files",
+    ),
+    (["data.sampler_kwargs={a: 1}"], "data.sampler_kwargs", "are not used by data.sampler null"),
+    (
+        ["data.sampler=success_band", "data.hard_replay.share=0.5"],
+        "data.hard_replay.share",
+        "is not used by data.sampler success_band",
+    ),
+    (
+        ["data.sampler=success_band", "data.success_band.low=0.95"],
+        "data.success_band.low",
+        "0.95 is more than data.success_band.high 0.9",
+    ),
+    (
         ["rollout.name=vllm", "rollout.n_gpus_per_node=6", "rollout.tensor_model_parallel_size=4"],
         "rollout.tensor_model_parallel_size",
         "4 does not divide rollout.n_gpus_per_node 6",
@@ -76,6 +97,24 @@ ROLLOUT_CLASHES = [
         "rollout.multi_turn.environment",
         "is needed by the agent loop environment_agent",
     ),
+    (
+        ["rollout.agent.default_agent_loop=program_agent"],
+        "rollout.agent.default_agent_loop",
+        "program_agent needs to know what to run",
+    ),
+    (["rollout.agent.loops.mine.kwargs={a: 1}"], "rollout.agent.loops.mine.path", "is needed: no loop called 'mine'"),
+    (
+        ["rollout.multi_turn.opponents=[treadle/tiny-calculator]"],
+        "rollout.multi_turn.opponents",
+        "play in an environment of several agents, and there is no environment",
+    ),
+    (
+        ["rollout.multi_turn.opponent_share=0.5"],
+        "rollout.multi_turn.opponent_share",
+        "0.5, but there are no rollout.multi_turn.opponents",
+    ),
+    (["rollout.gateway.host=0.0.0.0"], "rollout.gateway.host", "'0.0.0.0' listens on every address of this machine"),
+    (["rollout.gateway.url=http://{name}"], "rollout.gateway.url", "is a template of {host} and {port}"),
     (
         ["rollout.agent.num_workers=8", "rollout.agent.max_concurrent_sessions=4"],
         "rollout.agent.max_concurrent_sessions",
@@ -119,6 +158,8 @@ ENVIRONMENT = ["rollout.agent.default_agent_loop=environment_agent", "rollout.mu
 TOOLS = ["rollout.agent.default_agent_loop=tool_agent", "rollout.multi_turn.tools=a:b"]
 
 TRAINING_CLASHES = [
+    (["actor.lora.alpha=8"], "actor.lora.alpha", "is given, but actor.lora.r is null"),
+    (["actor.lora.r=8", "actor.model_dtype=bf16"], "actor.model_dtype", "bf16, but adapters"),
     ([NO_REWARD], "reward.functions", "is empty: without a reward nothing trains"),
     ([NO_REWARD, *ENVIRONMENT], "reward.functions", "is empty: without a reward nothing trains"),
     ([NO_REWARD, *TOOLS], "reward.functions", "is empty: without a reward nothing trains"),
@@ -316,11 +357,13 @@ CAUTIONS = [
         "actor.loss_agg_mode: seq-mean-token-sum weighs",
     ),
     (["algorithm.adv_estimator=dr_grpo"], "actor.loss_agg_mode: token-mean, but dr_grpo sums tokens"),
+    (["algorithm.adv_estimator=dpo"], "actor.loss_agg_mode: token-mean, but dpo is a loss of whole answers"),
     (["actor.use_kl_loss=true", "actor.kl_loss_type=k1"], "actor.kl_loss_type: k1's gradient is zero"),
     (
         ["actor.use_kl_loss=true", "ref.sync_freq=1", "ref.sync_mix=0.01"],
         "ref.sync_mix: 0.01 of a difference is mostly less than bf16",
     ),
+    (["actor.lora.r=8"], "actor.optim.lr: 1e-06 is the default for all parameters"),
 ]
 
 
@@ -338,7 +381,9 @@ def test_what_is_perhaps_not_meant_is_warned_of(words, message):
         ["actor.policy_loss.loss_mode=gspo"],
         ["actor.policy_loss.loss_mode=gspo", "actor.loss_agg_mode=seq-mean-token-mean"],
         ["algorithm.adv_estimator=dr_grpo", "actor.loss_agg_mode=seq-mean-token-sum-norm"],
+        ["algorithm.adv_estimator=ipo", "actor.loss_agg_mode=seq-mean-token-sum"],
         ["actor.kl_loss_type=k1"],
+        ["actor.lora.r=8", "actor.optim.lr=1e-4"],
         ["actor.use_kl_loss=true", "actor.kl_loss_type=k1+"],
         ["actor.use_kl_loss=true", "ref.sync_freq=1", "ref.sync_mix=0.01", "ref.dtype=fp32"],
     ],
@@ -379,6 +424,8 @@ def test_training_that_cannot_work_is_refused(words, key, problem):
         ["rollout.agent.default_agent_loop=mine", "rollout.agent.loops.mine.path=my.module:Loop"],
         ["rollout.agent.default_agent_loop=environment_agent", "rollout.multi_turn.environment=a:B"],
         ["rollout.multi_turn.mcp_servers.files.command=[a, b]"],
+        ["rollout.agent.default_agent_loop=program_agent", "rollout.agent.loops.program_agent.kwargs={argv: [a]}"],
+        ["rollout.gateway={host: 0.0.0.0, url: 'http://172.17.0.1:{port}'}"],
         ["cluster={backend: ray, address: auto}"],
         ["rollout.temperature=0"],
     ],

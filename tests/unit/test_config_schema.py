@@ -7,7 +7,7 @@ import yaml
 from jsonschema import Draft7Validator
 
 from tests.configs import ROLLOUT, TRAINING
-from treadle.config import TrainConfig, load, to_yaml
+from treadle.config import SFTRunConfig, load, to_yaml
 from treadle.config.explain import json_schema
 from treadle.config.load import RECIPES
 from treadle.config.section import Section, fields_of
@@ -15,7 +15,7 @@ from treadle.config.tree import key_paths, subclasses
 
 SCHEMA = json_schema()
 VALIDATOR = Draft7Validator(SCHEMA)
-DECLARED = {".".join(path) for path in key_paths(TrainConfig)}
+DECLARED = {".".join(path) for path in key_paths(SFTRunConfig)}
 """At the same moment as the schema: other tests declare section classes of their own."""
 
 

@@ -219,13 +219,13 @@ def test_explain_a_map_of_sections_names_them():
     assert explain(config, "reward.functions.f").keys[0].value == "math"
 
 
-@pytest.mark.parametrize(
-    "key", [*flatten(load("calculator")), "model", "rollout.agent", "actor.optim", "reward.functions"]
-)
-def test_everything_can_be_explained(key):
-    explained = explain(load("calculator"), key)
-    assert str(explained).startswith(key)
-    assert isinstance(explained, Explanation | SectionOverview)
+def test_everything_can_be_explained():
+    config = load("calculator")
+    keys = [*flatten(config), "model", "rollout.agent", "actor.optim", "reward.functions"]
+    assert len(keys) > 200
+    explained = {key: explain(config, key) for key in keys}
+    assert [key for key, found in explained.items() if not str(found).startswith(key)] == []
+    assert all(isinstance(found, Explanation | SectionOverview) for found in explained.values())
 
 
 @pytest.mark.parametrize(

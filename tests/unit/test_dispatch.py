@@ -2,6 +2,7 @@
 
 import asyncio
 from collections import Counter
+from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
@@ -20,7 +21,7 @@ from treadle.errors import (
     RewardFailure,
     ToolFailure,
 )
-from treadle.rollout.dispatch import Dispatcher, RolloutRequest
+from treadle.rollout.dispatch import Dispatcher, FailureBudget, RolloutRequest
 from treadle.rollout.protocol import Dropped, Job
 from treadle.types import Outcome, SamplingParams, Score, StopReason, Trajectory
 
@@ -154,6 +155,12 @@ def test_a_spent_budget_ends_the_run_with_its_causes():
     worker = Worker(lambda job: EngineFailure("the engine is on fire") if job.sample else None)
     with pytest.raises(BudgetSpent, match="engine is on fire"):
         dispatch(worker, FailureConfig(session_retries=0, max_failed_fraction=0.5, min_finished=4))
+
+
+def test_a_spent_budget_names_the_command_that_shows_what_failed():
+    budget = FailureBudget(FailureConfig(min_finished=1), Path("runs/my run"))
+    with pytest.raises(BudgetSpent, match="see them with: treadle show 'runs/my run' --failed"):
+        budget.add(Outcome.failed(EngineFailure("gone")))
 
 
 def test_the_budget_is_not_judged_before_enough_have_finished():

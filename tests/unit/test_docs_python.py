@@ -5,27 +5,38 @@ import re
 from importlib import import_module
 from pathlib import Path
 
-import pytest
-
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 BLOCKS = [
-    pytest.param(block, id=f"{page.name}-{at}")
+    (f"{page.name}, block {at}", block)
     for page in PAGES
     for at, block in enumerate(re.findall(r"```python\n(.*?)```", page.read_text(encoding="utf-8"), re.DOTALL))
 ]
 
 
-@pytest.mark.parametrize("block", BLOCKS)
-def test_a_block_parses_and_its_imports_exist(block):
-    for node in ast.walk(ast.parse(block)):
+def problems_of(block: str) -> list[str]:
+    """What is wrong with a block: that it does not parse, or what it imports from treadle and is not there."""
+    try:
+        nodes = list(ast.walk(ast.parse(block)))
+    except SyntaxError as error:
+        return [str(error)]
+    found = []
+    for node in nodes:
         if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("treadle"):
             module = import_module(node.module or "")
-            missing = [alias.name for alias in node.names if not hasattr(module, alias.name)]
-            assert missing == []
+            found += [f"no {alias.name} in {node.module}" for alias in node.names if not hasattr(module, alias.name)]
+    return found
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_every_link_to_a_file_leads_somewhere(page):
-    links = re.findall(r"\]\(([^)#:]+)\)", page.read_text(encoding="utf-8"))
-    assert [link for link in links if not (page.parent / link).exists()] == []
+def test_every_block_parses_and_its_imports_exist():
+    assert len(BLOCKS) > 20
+    assert [f"{where}: {problem}" for where, block in BLOCKS for problem in problems_of(block)] == []
+    assert problems_of("from treadle.types import Nothing\n") == ["no Nothing in treadle.types"]
+    assert problems_of("def f(:") != []
+
+
+def test_every_link_to_a_file_leads_somewhere():
+    links = [
+        (page, link) for page in PAGES for link in re.findall(r"\]\(([^)#:]+)\)", page.read_text(encoding="utf-8"))
+    ]
+    assert [f"{page.name}: {link}" for page, link in links if not (page.parent / link).exists()] == []

@@ -17,7 +17,7 @@ from tests.rendering import encode_full
 from treadle.config.rollout import ModelConfig
 from treadle.data.encoder import HOSTILE, Encoder
 from treadle.data.renderer import Renderer
-from treadle.data.rendering_proof import BoundaryVerdict
+from treadle.data.rendering_parity import BoundaryVerdict
 from treadle.errors import ConfigError
 from treadle.model import tokenizer as loading
 from treadle.model.tokenizer import load_tokenizer, resolve_model_path
@@ -91,7 +91,7 @@ def test_text_after_a_special_token_is_not_the_start_of_a_text() -> None:
     observed = renderer.observation(conversation[2:])
     assert tuple(full[-len(observed) :]) == observed
     assert tokenizer.convert_ids_to_tokens(observed[0]) == "\n"
-    assert {check.verdict for check in renderer.proof.checks} == {BoundaryVerdict.AGREES}
+    assert {check.verdict for check in renderer.parity.checks} == {BoundaryVerdict.AGREES}
 
 
 def test_a_normalizer_sees_the_same_text_in_pieces() -> None:

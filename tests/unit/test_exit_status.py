@@ -88,6 +88,10 @@ def test_real_processes_end_in_these_words() -> None:
         assert describe_exit(subprocess.run([sys.executable, "-c", code], check=False).returncode) == words
 
 
+def test_an_instruction_that_the_cpu_refuses_comes_with_a_way_out() -> None:
+    assert "ONEDNN_MAX_CPU_ISA" in describe_exit(-signal.SIGILL)
+
+
 @pytest.fixture
 def small_group() -> Iterator[Path]:
     """A control group of 400 MB, where this user may make one."""

@@ -9,8 +9,9 @@ import re
 from collections import defaultdict
 from pathlib import Path
 
+from tests.package_source import FILES, PACKAGE, nodes, tree
+
 ROOT = Path(__file__).parents[2]
-PACKAGE = ROOT / "treadle"
 GLOSSARY = ROOT / "docs" / "glossary.md"
 
 WORDS = {
@@ -21,7 +22,7 @@ WORDS = {
     "KL controller": "algorithm/kl.py",
     "fused head": "algorithm/fused_head.py",
     "micro batch": "algorithm/micro_batch.py",
-    "dynamic sampling": "algorithm/advantage.py",
+    "dynamic sampling": "algorithm/advantage_inputs.py",
     "checkpoint": "checkpoint/store.py",
     "placement plan": "config/plan.py",
     "chat template": "data/chat_template.py",
@@ -43,16 +44,21 @@ WORDS = {
     "audit": "inspect/audit.py",
     "replay": "inspect/replay.py",
     "journal": "journal/journal.py",
+    "renderer": "data/renderer.py",
+    "validation": "trainer/validation.py",
+    "session tree": "gateway/session_tree.py",
+    "child process entry point": "process/child_main.py",
     "migration": "migrate/migration.py",
-    "parity proof": "model/proof.py",
+    "parity check": "model/parity.py",
     "checksum": "model/checksum.py",
     "experiment tracker": "observe/trackers.py",
     "watchdog": "observe/watchdog.py",
     "FSDP": "policy/fsdp.py",
-    "shards": "policy/shards.py",
+    "shards": "policy/shard_files.py",
     "data-parallel group": "policy/rank_group.py",
     "rendezvous": "policy/rendezvous.py",
     "sequence packing": "policy/packed_inputs.py",
+    "LoRA": "model/lora.py",
     "master weights": "policy/optimizer.py",
     "reference policy": "policy/reference.py",
     "critic": "policy/critic.py",
@@ -63,7 +69,7 @@ WORDS = {
     "judge": "reward/judge.py",
     "classifier": "reward/classifier/classifier.py",
     "rate limit": "reward/rate_limit.py",
-    "sandbox": "reward/sandbox/__init__.py",
+    "sandbox": "sandbox/__init__.py",
     "agent loop": "rollout/agent_loop.py",
     "agent worker": "rollout/worker.py",
     "session": "rollout/session.py",
@@ -96,7 +102,7 @@ def test_a_field_word_leads_to_the_file_that_does_it():
         if not file.is_file():
             offenders.append(f"{word}: no file treadle/{name}")
             continue
-        first = (ast.get_docstring(ast.parse(file.read_text(encoding="utf-8"))) or "").partition("\n")[0]
+        first = (ast.get_docstring(tree(file)) or "").partition("\n")[0]
         if spoken(word) not in spoken(f"{name.removesuffix('.py')} | {first}"):
             offenders.append(f"{word}: neither the name of treadle/{name} nor its first line, {first!r}, has it")
     assert offenders == []
@@ -113,8 +119,22 @@ def test_the_glossary_has_every_field_word_with_its_file():
 
 def test_no_class_name_is_used_twice():
     places = defaultdict(list)
-    for file in sorted(PACKAGE.rglob("*.py")):
-        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+    for file in FILES:
+        for node in nodes(file):
             if isinstance(node, ast.ClassDef):
                 places[node.name].append(f"{file.relative_to(ROOT)}:{node.lineno}")
     assert {name: found for name, found in places.items() if len(found) > 1} == {}
+
+
+ELLIPTIC = re.compile(r"(Of |Those |The same[,.:] |The same (for|of) |See the module)")
+
+
+def test_a_docstring_can_be_read_alone():
+    """The site of the API prints each by itself: `Of the process that runs.` says nothing there."""
+    offenders = []
+    for file in FILES:
+        for node in nodes(file):
+            named = isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef)
+            if named and ELLIPTIC.match(ast.get_docstring(node) or ""):
+                offenders.append(f"{file.relative_to(ROOT)}:{node.lineno} {node.name}")
+    assert offenders == []

@@ -4,13 +4,10 @@ Imports inside functions and under TYPE_CHECKING count, and so does `import_modu
 """
 
 import ast
-from collections.abc import Iterator
-from functools import cache
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-import treadle
-
-PACKAGE = Path(treadle.__file__).parent
+from tests.package_source import FILES, PACKAGE, nodes
 
 ROOT = ""
 """types.py, errors.py, terminal.py and the package itself."""
@@ -24,6 +21,7 @@ RANKS = {
     "process": 3,
     "model": 2,
     "engine": 4,
+    "sandbox": 4,
     "reward": 5,
     "rollout": 6,
     "algorithm": 6,
@@ -32,14 +30,16 @@ RANKS = {
     "checkpoint": 8,
     "migrate": 2,
     "trainer": 9,
+    "tinker": 9,
     "inspect": 10,
     "simulate": 10,
     "cluster": 11,
-    "gateway": 11,
+    "gateway": 7,
     "view": 11,
     "preflight": 12,
     "cli": 13,
     "recipes": 13,
+    "api": 14,
 }
 """A folder imports lower ranks only, itself aside. `models` holds files, not code."""
 
@@ -53,6 +53,9 @@ ENVIRONMENT_EXEMPT = {
     "reward/sandbox/process.py": "the allow-list of what reward workers get of the environment is applied there",
     "reward/sandbox/limits.py": "a sandbox process sets its own thread counts before a numeric library reads them",
     "engine/gpus.py": "which GPUs a process sees, and what they are called, is said there and nowhere else",
+    "gateway/agents.py": "the allow-list of what agent programs get of the environment is applied there",
+    "sandbox/container.py": "the container engine finds its daemon and its storage by its own variables",
+    "process/child_handle.py": "a child inherits the environment, with the mark by which what it started is found",
     "policy/local_ranks.py": "a rank inherits the environment, and an interface for gloo where that names none",
 }
 """Single files that may too, each with the reason it cannot be avoided."""
@@ -62,12 +65,13 @@ UPWARD = {
         "config/legacy.py",
         "treadle.migrate.translate",
     ): "the loader finds verl's keys here, and imports their translation",
+    ("__init__.py", "treadle.api"): "type checkers see the names that are imported when they are first used",
+    ("__init__.py", "treadle.api.research"): "the same",
+    ("rollout/__init__.py", "treadle.api"): "treadle.rollout is a package and can be called",
 }
 """Imports of a higher rank, inside a function, each with its reason."""
 
 FRAME_WORDS = {"currentframe", "_getframe", "_getframemodulename", "getouterframes", "nest_asyncio"}
-
-FILES = sorted(path for path in PACKAGE.rglob("*.py"))
 
 
 def place(path: Path) -> str:
@@ -81,14 +85,9 @@ def folder(path: Path) -> str:
     return parts[0] if len(parts) > 1 else ROOT
 
 
-@cache
-def tree(path: Path) -> ast.Module:
-    return ast.parse(path.read_text(encoding="utf-8"))
-
-
-def imports(module: ast.Module) -> Iterator[tuple[int, str]]:
+def imports(module: Iterable[ast.AST]) -> Iterator[tuple[int, str]]:
     """Line and full dotted name of everything a file imports, wherever in the file it does."""
-    for node in ast.walk(module):
+    for node in module:
         if isinstance(node, ast.Import):
             yield from ((node.lineno, name.name) for name in node.names)
         elif isinstance(node, ast.ImportFrom):
@@ -120,7 +119,7 @@ def test_a_file_imports_lower_ranks_only():
     offenders = []
     for path in FILES:
         own = folder(path)
-        for line, name in imports(tree(path)):
+        for line, name in imports(nodes(path)):
             parts = name.split(".")
             other = parts[1] if len(parts) > 1 and parts[1] in RANKS else ROOT
             if (place(path), name.rpartition(".")[0]) in UPWARD:
@@ -135,7 +134,7 @@ def test_imports_are_absolute():
     assert [
         f"{place(path)}:{node.lineno}"
         for path in FILES
-        for node in ast.walk(tree(path))
+        for node in nodes(path)
         if isinstance(node, ast.ImportFrom) and node.level
     ] == []
 
@@ -143,8 +142,8 @@ def test_imports_are_absolute():
 def test_heavy_packages_stay_where_they_belong():
     offenders = []
     for path in FILES:
-        module = tree(path)
-        attributes = ((node.lineno, dotted(node)) for node in ast.walk(module) if isinstance(node, ast.Attribute))
+        module = nodes(path)
+        attributes = ((node.lineno, dotted(node)) for node in module if isinstance(node, ast.Attribute))
         used = [*imports(module), *attributes]
         for package, owners in OWNERS.items():
             if not place(path).startswith(owners):
@@ -158,8 +157,8 @@ def test_heavy_packages_stay_where_they_belong():
 def test_nobody_looks_at_frames_or_patches_event_loops():
     offenders = []
     for path in FILES:
-        module = tree(path)
-        words = {node.attr for node in ast.walk(module) if isinstance(node, ast.Attribute)}
+        module = nodes(path)
+        words = {node.attr for node in module if isinstance(node, ast.Attribute)}
         words |= {part for _, name in imports(module) for part in name.split(".")}
         offenders += [f"{place(path)} uses {word}" for word in words & FRAME_WORDS]
     assert offenders == []
@@ -171,7 +170,7 @@ def test_only_the_outermost_layers_read_the_environment():
     offenders = []
     for path in FILES:
         if not place(path).startswith(ENVIRONMENT) and place(path) not in ENVIRONMENT_EXEMPT:
-            words = {dotted(node) for node in ast.walk(tree(path))} | {name for _, name in imports(tree(path))}
+            words = {dotted(node) for node in nodes(path)} | {name for _, name in imports(nodes(path))}
             offenders += [f"{place(path)} uses {word}" for word in words & forbidden]
     assert offenders == []
 
@@ -197,7 +196,7 @@ def test_only_config_writes_into_sections():
         f"{place(path)}:{node.lineno}"
         for path in FILES
         if not place(path).startswith("config/")
-        for node in ast.walk(tree(path))
+        for node in nodes(path)
         if writes_around(node)
     ] == []
 
@@ -213,10 +212,22 @@ def late():
     torch.distributed.barrier()
     return os.environ["X"], sys._getframe()
 """
-    module = ast.parse(source)
+    module = tuple(ast.walk(ast.parse(source)))
     names = {name for _, name in imports(module)}
     assert {"os", "treadle.trainer.step", "ray.util", "vllm.engine"} <= names
-    words = {dotted(node) for node in ast.walk(module)}
+    words = {dotted(node) for node in module}
     assert {"os.environ", "torch.distributed.barrier", "sys._getframe"} <= words
     for line in ("object.__setattr__(section, 'n', 1)", "section.__dict__['n'] = 1", "del section.__dict__['n']"):
         assert any(map(writes_around, ast.walk(ast.parse(line))))
+
+
+def test_no_function_is_longer_than_a_screen():
+    """Kernels aside: Triton has no calls worth the name."""
+    long = []
+    for path in FILES:
+        for node in nodes(path):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and node.end_lineno is not None:
+                is_kernel = any("triton.jit" in ast.unparse(decorator) for decorator in node.decorator_list)
+                if node.end_lineno - node.lineno >= 60 and not is_kernel:
+                    long.append(f"{place(path)}:{node.lineno} {node.name}")
+    assert long == []

@@ -29,6 +29,12 @@ def test_importing_it_loads_nothing_heavy(module):
     assert heavy_after(f"import {module}") == "heavy: []"
 
 
+def test_importing_treadle_imports_none_of_its_modules():
+    code = "import sys, treadle; print(sorted(name for name in sys.modules if name.startswith('treadle')))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout.strip() == "['treadle']"
+
+
 @pytest.mark.parametrize(
     "words",
     [

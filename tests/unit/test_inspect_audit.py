@@ -17,10 +17,10 @@ from tests.virtual_time import run
 from treadle.checkpoint.store import Progress
 from treadle.config import loads
 from treadle.errors import RunError
-from treadle.inspect.audit import Audit, audit
+from treadle.inspect.audit import Audit, SamplerBooks, audit
 from treadle.inspect.replay import replay
 from treadle.journal import Journal
-from treadle.trainer.parts import RunInterrupted
+from treadle.trainer.state import RunInterrupted
 from treadle.trainer.step import StepParts
 from treadle.types import Row
 
@@ -28,6 +28,7 @@ Note = tuple[str, dict[str, Any]]
 
 STEPS = 8
 BATCH = 2
+TASKS = 30
 
 
 def start(step: int = 0, position: int = 0, open: Iterable[int] = ()) -> Note:
@@ -175,6 +176,46 @@ def test_whatever_breaks_the_books_is_found_and_named(tmp_path, notes, problem):
     assert problem in problems[0]
 
 
+def sampled(drawn: int, note: Note) -> Note:
+    return note[0], {**note[1], "sampler": "success_band", "tasks": 5, "drawn": drawn}
+
+
+def draw(position: int, uid: str, repeat: int) -> list[Note]:
+    return [(kind, {**fields, "uid": uid, "repeat": repeat}) for kind, fields in admit(position)]
+
+
+def test_tasks_that_a_sampler_did_not_draw_are_skipped_and_not_lost(tmp_path):
+    first = [draw(0, "a", 0), draw(1, "b", 0), train(1, 0, 1, uids=["a", "b"]), sampled(2, save(1, 2))]
+    undone = [draw(2, "a@1", 1), draw(3, "c", 0), train(2, 2, 3, uids=["a@1", "c"])]
+    again = [sampled(2, start(1, 2)), draw(2, "b@1", 1), draw(3, "b@2", 2), train(2, 2, 3, uids=["b@1", "b@2"])]
+    found = books_of(tmp_path, sampled(0, start()), *first, *undone, *again, sampled(2, save(2, 4)))
+    assert found.problems == () and (found.trained, found.trained_again) == (4, 2)
+    assert found.sampler == SamplerBooks("success_band", tasks=5, drawn=2, repeated=2)
+    assert found.sampler.skipped == 3
+
+
+def test_a_sampler_that_goes_on_from_another_run_counts_what_was_drawn_there(tmp_path):
+    begun = sampled(2, start(3, 6, [5]))
+    found = books_of(tmp_path, begun, draw(5, "b", 0), draw(6, "c", 0), train(4, 5, 6, uids=["b", "c"]))
+    assert found.problems == ()
+    assert found.sampler == SamplerBooks("success_band", tasks=5, drawn=3, repeated=0)
+
+
+@pytest.mark.parametrize(
+    ("notes", "problem"),
+    [
+        ([sampled(1, save(0, 2, [0, 1]))], "the checkpoint after step 0 has 1 tasks that were drawn, but 2 were"),
+        (
+            [sampled(2, save(0, 2, [0, 1])), sampled(2, start(0, 2, [0, 1])), draw(0, "z", 0)],
+            "task 0 is a, but z was admitted again for it",
+        ),
+    ],
+)
+def test_what_a_sampler_drew_and_a_checkpoint_has_otherwise_is_found(tmp_path, notes, problem):
+    found = books_of(tmp_path, sampled(0, start()), draw(0, "a", 0), draw(1, "b", 0), *notes)
+    assert found.problems == (problem,)
+
+
 def test_a_journal_without_a_start_is_no_training_run(tmp_path):
     with pytest.raises(RunError, match="no training run"):
         books_of(tmp_path)
@@ -266,31 +307,38 @@ class Judge(Learner):
 @settings(max_examples=10, deadline=None)
 @given(
     mode=st.sampled_from(["sync", "one_step_off", "fully_async"]),
-    lag=st.integers(0, 3),
+    max_staleness=st.integers(0, 3),
     stale=st.sampled_from(["wait", "drop"]),
     save_freq=st.integers(1, 3),
     ends=st.lists(st.tuples(st.floats(0.1, 6.0), st.booleans()), min_size=1, max_size=6),
     seed=st.integers(0, 1000),
+    sampler=st.sampled_from(["null", "success_band", "hard_replay"]),
 )
 def test_however_often_a_run_is_killed_or_stopped_its_books_are_right_and_it_replays(
-    tmp_path_factory, mode, lag, stale, save_freq, ends, seed
+    tmp_path_factory, mode, max_staleness, stale, save_freq, ends, seed, sampler
 ):
     directory, disk = tmp_path_factory.mktemp("run"), Disk(save_freq=save_freq)
-    bounds = (f"trainer.max_staleness={lag}", f"trainer.stale_samples={stale}") if mode == "fully_async" else ()
+    bounds = (
+        (f"trainer.max_staleness={max_staleness}", f"trainer.stale_samples={stale}") if mode == "fully_async" else ()
+    )
     words = words_for(mode, *bounds, f"trainer.total_training_steps={STEPS}", "algorithm.filter_groups.enable=true")
+    words = (*words, f"data.sampler={sampler}")
 
     def note_weight(run, version: int) -> None:
         rollout.weights[version] = trial.policy.weight.item()
 
     for start, (moment, killed) in enumerate([*ends, (1e6, True)]):
         rollout = Witness(start, seed)
-        trial = Doomed(directory, rollout, *words, checkpoints=disk, num_tasks=30, train_s=0.5, on_push=note_weight)
+        trial = Doomed(directory, rollout, *words, checkpoints=disk, num_tasks=TASKS, train_s=0.5, on_push=note_weight)
         trial.policy = Learner()
         if not run(trial.ended_at(moment, killed=killed)):
             break
     found = audit(directory)
     assert found.problems == ()
     assert (found.steps, found.trained, found.open) == (STEPS, STEPS * BATCH, 0)
+    if sampler != "null":
+        assert found.sampler is not None and found.sampler.drawn + found.sampler.skipped == TASKS
+        assert found.sampler.drawn + found.sampler.repeated == found.trained + found.removed
     config, judge = loads(BASE, "test", words), Judge()
     steps = list(replay(StepParts(judge, config.actor, config.algorithm, config.trainer), directory))
     assert [step.step for step in steps if step.equal] == list(range(1, STEPS + 1))

@@ -136,7 +136,19 @@ def full_trajectory() -> Trajectory:
     result = ToolResult("2", ToolStatus.OK, 0.5, {"cost": 3}, 0.25, truncated=True)
     bad_result = ToolResult("there is no tool claculate", ToolStatus.INVALID)
     turns = (
-        Turn(0, 2, 3, StopReason.STOP, (call, bad_call), (result, bad_result), 0.5, 0.25, "replica-0", reward=-1.0),
+        Turn(
+            0,
+            2,
+            3,
+            StopReason.STOP,
+            (call, bad_call),
+            (result, bad_result),
+            0.5,
+            0.25,
+            "replica-0",
+            reward=-1.0,
+            started_s=2.5,
+        ),
         Turn(3, 4, 4, StopReason.LENGTH, replica="replica-1"),
     )
     main = Row((5, 6, 7), (1, 2, 9, 3), (1, 1, 0, 1), (-0.5, -0.25, 0.0, -0.125), (3, 3, -1, 4), turns)

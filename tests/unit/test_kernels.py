@@ -220,7 +220,7 @@ def test_pages_are_copied_as_far_as_asked() -> None:
 def test_what_is_saved_from_pages_comes_back_into_others() -> None:
     rollout = RolloutConfig(prompt_length=5000, response_length=20, max_num_seqs=4)
     cache = PagedKVCache.create(rollout, small("llama"), DEVICE, 4)
-    cache.kv.normal_()
+    cache.kv[:, :, : cache.num_pages].normal_()
     expected = cache.kv[:, :, :79].clone()
     saved = cache.save(list(range(79)), 79 * cache.page_size - 3)
     cache.kv[:, :, :79] = 0.0  # queued behind the copy
@@ -259,7 +259,7 @@ def attend_densely(
 def test_decode_attention_finds_every_page(
     page: int, window: int | None, softcap: float | None, sinking: bool, busy: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(paged_attention, "_BUSY", busy)  # with 1 no program shares a row with others
+    monkeypatch.setattr(paged_attention, "_BUSY_PROGRAMS", busy)  # with 1 no program shares a row with others
     rows, kv_heads, size, lengths = 10, 2, 16, [0, 1, 15, 16, 63, 64, 65, 200, 555, 599]
     shape = HeadShape(4, kv_heads, size, 0.3, window, softcap, None, None)
     generator, pages_per_row = torch.Generator().manual_seed(6), -(-600 // page)

@@ -257,7 +257,7 @@ def test_both_tokenizers_make_the_same_renderer() -> None:
     heavy = AutoTokenizer.from_pretrained(str(BUNDLED), local_files_only=True)
     config = ModelConfig(path="treadle/tiny-calculator")
     first, second = Renderer.create(config), Renderer.create(config, heavy)
-    assert (first.proof, first.stop_token_ids) == (second.proof, second.stop_token_ids)
+    assert (first.parity, first.stop_token_ids) == (second.parity, second.stop_token_ids)
     for text in TEXTS:
         messages = [{"role": "tool", "content": text}]
         assert first.observation(messages) == second.observation(messages)

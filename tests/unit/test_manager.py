@@ -136,8 +136,10 @@ def hold_the_interpreter(request, rng):
     return FINAL
 
 
-@pytest.mark.parametrize(("script", "stalls"), [(say(CALL, CALL, FINAL), False), (hold_the_interpreter, True)])
-def test_a_heartbeat_on_the_callers_loop_does_not_stall(script, stalls):
+@pytest.mark.parametrize(
+    ("script", "num_tasks", "stalls"), [(say(CALL, CALL, FINAL), 300, False), (hold_the_interpreter, 3, True)]
+)
+def test_a_heartbeat_on_the_callers_loop_does_not_stall(script, num_tasks, stalls):
     async def main() -> float:
         async with await AgentLoopManager.create(
             rollout=rollout(tools=("tests.rollouts:add",), default_agent_loop="tool_agent"),
@@ -146,10 +148,12 @@ def test_a_heartbeat_on_the_callers_loop_does_not_stall(script, stalls):
         ) as made:
             await made.generate_sequences([task("warm")])
             gc.collect()
-            return await longest_stall_s(lambda: made.generate_sequences(tasks(300)))
+            return await longest_stall_s(lambda: made.generate_sequences(tasks(num_tasks)))
 
-    found = min(asyncio.run(main()) for _ in range(3))
-    assert (found > 0.05) is stalls, f"{found:.3f} s of CPU between two beats"
+    found = [asyncio.run(main())]
+    while found[-1] > 0.05 and len(found) < 3:  # once without a stall is enough
+        found.append(asyncio.run(main()))
+    assert (found[-1] > 0.05) is stalls, f"{min(found):.3f} s of CPU between two beats"
 
 
 def test_streaming_delivers_each_trajectory_as_it_ends():
@@ -200,11 +204,17 @@ def test_a_stream_nobody_iterates_cannot_pass_unnoticed(name):
         made.close_blocking()
 
 
+def hanging(made: AgentLoopManager) -> bool:
+    """Whether a request is with the engine."""
+    return any(state.in_flight for state in made._service.router.snapshot())
+
+
 def test_cancelling_the_caller_cancels_the_work():
     async def main() -> None:
         async with await AgentLoopManager.create(rollout=rollout(), model=MODEL, parts=parts(hang_rate=1.0)) as made:
             call = asyncio.ensure_future(made.generate_sequences(tasks(3)))
-            await asyncio.sleep(0.05)
+            while not hanging(made):  # noqa: ASYNC110  it is the engine that knows
+                await asyncio.sleep(0.01)
             call.cancel()
             with pytest.raises(asyncio.CancelledError):
                 await call
@@ -231,10 +241,9 @@ def test_closing_twice_is_fine_and_calls_after_it_are_refused():
 def test_closing_ends_sessions_that_hang():
     made = manager(hang_rate=1.0)
     running = ThreadPoolExecutor(1).submit(made.generate_sequences_blocking, tasks(2))
-    time.sleep(0.05)
-    began = time.perf_counter()
+    while not hanging(made):
+        time.sleep(0.01)
     made.close_blocking()
-    assert time.perf_counter() - began < 5
     assert running.exception() is not None
 
 
@@ -323,7 +332,7 @@ def test_how_turns_are_rendered_is_in_the_journal(tmp_path):
         AgentLoopManager.create_blocking(rollout=rollout(), model=MODEL, parts=parts).close_blocking()
     with JournalReader.open(tmp_path) as reader:
         (event,) = reader.events(kind="rendering")
-    assert "agree at" in event.fields["proof"]
+    assert "agree at" in event.fields["parity"]
 
 
 class Patient(AgentLoopBase):

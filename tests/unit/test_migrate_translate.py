@@ -206,6 +206,10 @@ def test_a_key_that_is_nobodys_is_left_for_the_loader() -> None:
             {"reward.functions.custom.path": "recipe/r1/score.py:compute_score"},
         ),
         ("trainer.project_name=007", {"logging.project_name": 7}),
+        ("actor_rollout_ref.model.lora_rank=0", {}),
+        ("actor_rollout_ref.model.lora_rank=32", {"actor.lora.r": 32, "actor.lora.alpha": 16}),
+        ("actor_rollout_ref.model.lora_alpha=32", {}),
+        ("actor_rollout_ref.model.lora_adapter_path=/adapters/a", {"model.adapter": "/adapters/a"}),
     ],
 )
 def test_values_are_spelled_our_way(word: str, expected: dict[str, Any]) -> None:
@@ -219,7 +223,8 @@ def test_values_are_spelled_our_way(word: str, expected: dict[str, Any]) -> None
         ("actor_rollout_ref.actor.strategy=megatron", "FSDP2"),
         ("actor_rollout_ref.rollout.name=sglang", "no SGLang engine"),
         ("actor_rollout_ref.rollout.mode=sync", "always asynchronous"),
-        ("actor_rollout_ref.model.lora_rank=32", "no LoRA"),
+        ("critic.model.lora_rank=32", "Only the policy has adapters"),
+        ("actor_rollout_ref.model.lora.rank=32", "Megatron's adapters"),
         ("actor_rollout_ref.rollout.log_prob_micro_batch_size=32", "actor.ppo_max_token_len_per_gpu"),
         ("trainer.v1.trainer_mode=colocate_async", "devices of its own"),
         ("custom_reward_function.path=/abs/score.txt", "package.module:function"),

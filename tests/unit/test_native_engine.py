@@ -1,6 +1,7 @@
 """The native engine's own promises; what all engines share is in tests/contract."""
 
 import asyncio
+import threading
 from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
 from types import MappingProxyType
@@ -118,6 +119,48 @@ def test_weights_that_pass_by_are_read_once() -> None:
         assert await engine.update_weights(update) == known
 
     play(body)
+
+
+class Slow:
+    """A map of weights whose tensors arrive once `arrived` is set; and the thread that read them."""
+
+    def __init__(self, tensors: dict[str, torch.Tensor]) -> None:
+        self._tensors = tensors
+        self.asked, self.arrived = threading.Event(), threading.Event()
+        self.reader = ""
+
+    def batches(self) -> Iterator[list[tuple[str, torch.Tensor]]]:
+        self.reader = threading.current_thread().name
+        self.asked.set()
+        assert self.arrived.wait(20), "nobody let the weights in"
+        yield list(self._tensors.items())
+
+
+def test_sampling_goes_on_while_new_weights_arrive_and_every_token_has_its_version() -> None:
+    other = dict(tiny(seed=5).named_parameters())
+
+    async def body(engine: NativeEngine) -> None:
+        slow, seen = Slow(other), asyncio.Event()
+        long = [asyncio.ensure_future(sample_on(engine, f"long-{at}", seen)) for at in range(2)]
+        await seen.wait()
+        push = asyncio.ensure_future(engine.update_weights(WeightUpdate(1, checksum(other), slow)))
+        await asyncio.to_thread(slow.asked.wait, 20)
+        early = await engine.generate(ask(uid="early"))
+        assert set(early.versions) == {0}, "it was sampled to its end before the weights were there"
+        slow.arrived.set()
+        assert await push == checksum(other) and slow.reader != engine.name
+        assert set((await engine.generate(ask(uid="late"))).versions) == {1}
+        for task in long:
+            task.cancel()
+
+    play(body)
+
+
+async def sample_on(engine: NativeEngine, uid: str, seen: asyncio.Event) -> None:
+    """Turn after turn, so that the engine is busy."""
+    while True:
+        await engine.generate(ask(uid=uid, tokens=30))
+        seen.set()
 
 
 def test_an_engine_that_slept_serves_as_before() -> None:

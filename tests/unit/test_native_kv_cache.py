@@ -1,5 +1,6 @@
 """Where tokens lie: free pages, what stays in them, what rows said, and weights side by side."""
 
+import resource
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -45,6 +46,26 @@ def test_a_shared_page_is_free_when_the_last_one_lets_go() -> None:
 PAGE = 16
 
 
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_a_cache_grows_in_place_up_to_its_budget_and_shrinks_when_it_is_released(device: str) -> None:
+    if device == "cuda" and not torch.cuda.is_available():
+        pytest.skip("there is no GPU")
+    shape = KVCacheShape(layers=3, kv_heads=2, head_dim=64)
+    cache = PagedKVCache(shape, 4, 64, PAGE, 5, torch.float32, torch.device(device), max_pages=4000)
+    cache.kv[:, :, :5] = 7.0
+    numbers = [0, 1, 2, 3, 4]
+    while new := cache.grow():
+        numbers += new
+        assert cache.kv[:, :, new.start : new.stop].eq(0).all(), "what attention masks is still multiplied by zero"
+    assert cache.null_page == 5 and 5 not in numbers and numbers == sorted(set(numbers))
+    assert len(numbers) == cache.num_pages == 4000 and numbers[-1] < cache.kv.shape[2]
+    assert cache.kv[:, :, :5].eq(7.0).all(), "what was there stays"
+    cache.release()
+    cache.acquire()
+    assert cache.num_pages == 5 and cache.grow().start == 6
+    cache.close()
+
+
 def kept_pages(count: int = 12, parked_bytes: int = 1 << 20) -> tuple[PagedKVCache, PagePool, PrefixCache]:
     rollout = RolloutConfig(prompt_length=40, response_length=40, max_num_seqs=4)
     module = prepare_module(tiny())
@@ -55,20 +76,36 @@ def kept_pages(count: int = 12, parked_bytes: int = 1 << 20) -> tuple[PagedKVCac
     return cache, pages, PrefixCache(cache, pages, SwapSpace(parked_bytes), enabled=True)
 
 
+def test_a_cache_on_cpu_takes_memory_for_the_pages_that_are_written_alone() -> None:
+    """A GiB for many sequences costs a laptop nothing while few are decoded."""
+
+    def resident() -> int:
+        return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
+
+    shape = KVCacheShape(layers=2, kv_heads=2, head_dim=64)
+    pages = (1 << 30) // (shape.elements_per_token() * PAGE * 4)
+    before = resident()
+    cache = PagedKVCache(shape, pages, PAGE, PAGE, pages, torch.float32, torch.device("cpu"))
+    cache.kv[:, :, 0] = 1.0
+    assert cache.kv.nbytes >= 1 << 30
+    assert resident() - before < 1 << 28
+    assert cache.kv[:, :, 1].eq(0).all()
+
+
 def ids(count: int, first: int = 0) -> tuple[int, ...]:
     return tuple(range(first, first + count))
 
 
 def test_a_session_is_found_in_its_own_pages_and_parked_when_others_need_them() -> None:
     cache, pages, kept = kept_pages()
-    kept.add_session("a", ids(20), pages.take(4))
+    kept.add_row(("a", 0), ids(20), pages.take(4))
     assert len(pages.free) == 10, "what lies behind the tokens is free"
-    found = kept.find("a", ids(25))
+    found = kept.find(("a", 0), ids(25))
     assert found is not None and found.own and found.cached is not None and found.tokens == 20
     before = cache.kv[:, :, found.cached.pages].clone()
     assert kept.evict() and not kept.evict() and len(pages.free) == 12
     cache.kv.zero_()
-    found = kept.find("a", ids(25))
+    found = kept.find(("a", 0), ids(25))
     assert found is not None and found.swapped is not None
     cache.restore([7, 3], found.swapped.kv)
     assert torch.equal(cache.kv[:, :, [7, 3]], before)
@@ -79,12 +116,12 @@ def test_the_least_recently_used_gives_way_if_that_frees_a_page() -> None:
     running = pages.take(2)
     kept.add_prompt(ids(20), running)
     for session in "abc":
-        kept.add_session(session, ids(3), pages.take(1))
-    assert kept.find("a", ids(3)) is not None
+        kept.add_row((session, 0), ids(3), pages.take(1))
+    assert kept.find(("a", 0), ids(3)) is not None
     kept.evict()
-    where = {session: kept.find(session, ids(3)) for session in "abc"}
+    where = {session: kept.find((session, 0), ids(3)) for session in "abc"}
     assert [found.cached is None for found in where.values() if found] == [False, True, False]
-    found = kept.find("d", ids(20))
+    found = kept.find(("d", 0), ids(20))
     assert found is not None and found.cached is not None, "a row has these pages: to park them frees nothing"
     pages.release(running)
     assert [kept.evict() for _ in range(4)] == [True, True, True, False] and len(pages.free) == 12
@@ -94,26 +131,67 @@ def test_a_session_and_its_prompt_that_share_pages_can_both_give_way() -> None:
     _, pages, kept = kept_pages()
     taken = pages.take(1)
     kept.add_prompt(ids(5), taken)
-    kept.add_session("a", ids(9), taken)
-    assert kept.evict() and len(pages.free) < 12 and kept.evict() and len(pages.free) == 12
+    pages.share(taken)
+    kept.add_row(("a", 0), ids(9), taken)
+    pages.release(taken)
+    assert kept.evict() and len(pages.free) == 12, "one of them alone frees nothing"
+    assert kept.counters.evicted_rows == kept.counters.evicted_prompts == 1 and not kept.evict()
+
+
+def test_an_eviction_frees_a_page_and_leaves_a_prompt_that_a_session_shares() -> None:
+    _, pages, kept = kept_pages()
+    taken = pages.take(4)
+    kept.add_prompt(ids(20), taken)  # the older entry: two pages, both of them the session's too
+    kept.add_row(("a", 0), ids(60), taken)
+    free = len(pages.free)
+    assert kept.evict() and len(pages.free) == free + 2, "the two pages behind the prompt"
+    assert (kept.counters.evicted_rows, kept.counters.evicted_prompts) == (1, 0)
+    found = kept.find(("b", 0), ids(20))
+    assert found is not None and found.cached is not None
+
+
+def test_rows_of_a_session_have_entries_of_their_own_and_a_fork_begins_with_anothers() -> None:
+    _, pages, kept = kept_pages()
+    kept.add_row(("a", 0), ids(20), pages.take(2))
+    kept.add_row(("a", 1), ids(30, 100), pages.take(2))
+    main, second = kept.find(("a", 0), ids(25)), kept.find(("a", 1), ids(35, 100))
+    assert main is not None and second is not None
+    assert (main.tokens, main.own, second.tokens, second.own) == (20, True, 30, True)
+    fork = kept.find(("a", 2), ids(25))
+    assert fork is not None and fork.tokens == 20 and not fork.own
+    assert kept.find(("b", 0), ids(25)) is None, "other sessions share whole prompts alone"
+    kept.evict()
+    fork = kept.find(("a", 2), ids(35, 100))
+    assert fork is not None and fork.tokens == 30
+    kept.forget_session("a")
+    assert len(pages.free) == 12 and not kept._rows and kept.find(("a", 2), ids(25)) is None
+
+
+def test_rows_that_swap_space_has_no_room_for_are_not_remembered() -> None:
+    _, pages, kept = kept_pages(parked_bytes=1)
+    for session in "abc":
+        kept.add_row((session, 0), ids(3), pages.take(1))
+    while kept.evict():
+        pass
+    assert not kept._rows and len(pages.free) == 12
 
 
 def test_only_whole_prompts_are_shared() -> None:
     _, pages, kept = kept_pages()
     kept.add_prompt(ids(20), pages.take(2))
-    assert kept.find("b", ids(20)) is not None
-    assert kept.find("b", ids(21)) is None, "pieces depend on the request alone"
+    assert kept.find(("b", 0), ids(20)) is not None
+    assert kept.find(("b", 0), ids(21)) is None, "pieces depend on the request alone"
 
 
 def test_nothing_outlives_the_weights_or_a_session_that_is_over() -> None:
     _, pages, kept = kept_pages()
-    kept.add_session("a", ids(2), pages.take(1))
-    kept.add_session("b", ids(3), pages.take(1))
+    kept.add_row(("a", 0), ids(2), pages.take(1))
+    kept.add_row(("b", 0), ids(3), pages.take(1))
     kept.add_prompt(ids(1), [1])
-    kept.forget("a")
-    assert kept.find("a", ids(2)) is None and kept.find("b", ids(3)) is not None
+    kept.forget_session("a")
+    assert kept.find(("a", 0), ids(2)) is None and kept.find(("b", 0), ids(3)) is not None
     kept.clear()
-    assert kept.find("b", ids(3)) is None and len(pages.free) == 12
+    assert kept.find(("b", 0), ids(3)) is None and len(pages.free) == 12
 
 
 def test_a_cache_for_less_than_one_sequence_is_refused() -> None:

@@ -37,14 +37,15 @@ class Tight(Watched):
 
     def count_pages(self) -> None:
         """Every page is free, or counted once for each sequence and each prefix-cache entry that has it."""
-        manager, users = self.scheduler._kv_manager, [0] * self.runner.cache.num_pages
+        manager, users = self.scheduler._kv_manager, [0] * len(self.scheduler._kv_manager.pages._users)
         held = [
             *(one.pages for one in self.scheduler._admitted),
             *(one.pages for one in manager.prefix_cache._cached.values()),
         ]
         for page in (page for pages in held for page in pages):
             users[page] += 1
-        assert users == manager.pages._users and len(manager.pages.free) == users.count(0)
+        assert users == manager.pages._users
+        assert len(manager.pages.free) == users.count(0) - (len(users) > self.runner.cache.num_pages)
         assert len(self.scheduler._admitted) + len(manager.free_rows) == manager.num_rows
 
     def check_empty(self) -> None:
@@ -86,6 +87,20 @@ def test_few_pages_change_no_answer_and_none_is_lost(crowd: list[Talk], pages: i
     check(stand, crowd)
 
 
+def test_sessions_between_turns_keep_their_pages_as_long_as_the_budget_allows() -> None:
+    """Forty sessions on sixteen rows: pages are added, and nothing is evicted, swapped out or computed twice."""
+    rollout = RolloutConfig(prompt_length=40, response_length=60, max_num_seqs=16, max_num_batched_tokens=48)
+    stand = Tight(40 * LONGEST, rollout=rollout)
+    first = stand.runner.cache.num_pages
+    crowd = [Talk(task, 0, (0, 60), sampling=SamplingParams(12, temperature=0.9)) for task in range(40)]
+    check(stand, crowd)
+    counters = stand.scheduler.cache_counters
+    assert first == 16 * LONGEST < stand.runner.cache.num_pages
+    assert counters.evicted_rows == counters.swapped_out_bytes == 0
+    assert stand.scheduler.release()
+    assert stand.runner.cache.num_pages == first == len(stand.scheduler._kv_manager.pages.free)
+
+
 @settings(max_examples=8, deadline=None)
 @given(crowds, st.lists(st.integers(0, 60), min_size=1, max_size=3))
 def test_new_weights_change_no_answer_of_one_turn_if_they_are_the_old_ones(crowd: list[Talk], when: list[int]) -> None:
@@ -98,7 +113,7 @@ def test_new_weights_change_no_answer_of_one_turn_if_they_are_the_old_ones(crowd
         step()
         turns += 1
         for version in (number for number, at in enumerate(sorted(when)) if at == turns):
-            stand.scheduler.change_weights(version + 1, lambda: "sum")
+            stand.scheduler.change_weights(version + 1, lambda: None)
             stand.count_pages()
 
     stand.scheduler.step = turn_and_change  # type: ignore[method-assign]
@@ -168,7 +183,7 @@ def test_an_abort_of_a_preempted_row_keeps_its_tokens_and_what_was_computed() ->
 
 def test_new_weights_find_a_preempted_row_between_two_tokens() -> None:
     stand, tokens = preempted()
-    stand.scheduler.change_weights(3, lambda: "sum")
+    stand.scheduler.change_weights(3, lambda: None)
     finish(stand)
     answer = stand.answers["b/0"]
     assert isinstance(answer, Completion) and answer.versions == (0,) * tokens + (3,) * (60 - tokens)
@@ -193,7 +208,7 @@ def test_new_weights_begin_a_prefill_again_in_pages_that_no_row_of_old_ones_has(
     stand.scheduler.step()
     (running,) = stand.scheduler._running.values()
     assert set(again.pages) & set(running.pages), "both have the prompt"
-    stand.scheduler.change_weights(1, lambda: "sum")
+    stand.scheduler.change_weights(1, lambda: None)
     before = stand.tokens
     stand.scheduler.step()
     assert again.pages and not set(again.pages) & set(running.pages)

@@ -322,3 +322,11 @@ def test_validation_shares_the_engines_where_its_reward_models_would_not_fit():
     assert make_plan(judged(*words), machines(8)).validation is not None
     full = "reward.classifiers.helpful.gpu_memory_utilization=0.6"
     assert make_plan(judged(*words, full), machines(8)).validation is None
+
+
+def test_a_plan_of_supervised_fine_tuning_divides_rows_of_its_own_length():
+    words = ["model.path=unused", "data.train_files=unused", "actor.ppo_max_token_len_per_gpu=64", "sft.max_length=16"]
+    plan = make_plan(
+        load((), [*words, "data.train_batch_size=8", "actor.ppo_mini_batch_size=8"], sft=True), machines(0)
+    )
+    assert plan.batches is not None and plan.batches.trajectories == 8 and plan.batches.max_micro_batches == 2

@@ -19,7 +19,7 @@ from transformers import (
 )
 
 from tests.policies import CPU, VOCABULARY, make_groups, make_policy, make_row, save_tiny_model, weights
-from treadle.algorithm.advantage import rows_of
+from treadle.algorithm.advantage_inputs import rows_of
 from treadle.config.rollout import ModelConfig
 from treadle.config.training import POLICY_LOSSES, OptimConfig, PolicyLossConfig, RefConfig, RolloutCorrectionConfig
 from treadle.errors import ConfigError, MisuseError, RunError

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from tests.policies import CPU, make_actor, make_groups, save_tiny_model
-from treadle.algorithm.advantage import rows_of
+from treadle.algorithm.advantage_inputs import rows_of
 from treadle.config.rollout import ModelConfig
 from treadle.config.training import CriticConfig, OptimConfig
 from treadle.errors import MisuseError

@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 from treadle.errors import RunError
-from treadle.policy.shards import ShardFile, ShardReader, save_shards, write_shard
+from treadle.policy.shard_files import ShardFile, ShardReader, save_shards, write_shard
 
 WEIGHTS = {"a": torch.arange(35.0).view(7, 5), "b": torch.arange(3.0), "a.step": torch.tensor(4.0)}
 

@@ -16,7 +16,7 @@ from tests.rendering import encode_full
 from treadle.config.rollout import ModelConfig
 from treadle.data.chat_template import ChatTemplate
 from treadle.data.renderer import Renderer, truncate
-from treadle.data.rendering_proof import BoundaryVerdict
+from treadle.data.rendering_parity import BoundaryVerdict
 from treadle.errors import ConfigError, PromptFailure
 from treadle.types import Message
 
@@ -161,8 +161,8 @@ def test_a_template_that_changes_contents_is_asked_each_time() -> None:
     observed = renderer._encoder.decode(renderer.observation(new))
     assert observed == "\n<|im_start|>user\nQUIET<|im_end|>\n<|im_start|>assistant\n"
     assert not renderer.is_fast(new)
-    assert not renderer.proof["assistant → user"].fast
-    assert "by template (slow)" in str(renderer.proof)
+    assert not renderer.parity["assistant → user"].fast
+    assert "by template (slow)" in str(renderer.parity)
 
 
 def test_messages_with_parts_or_unknown_fields_are_left_to_the_template() -> None:
@@ -194,31 +194,31 @@ def test_nothing_new_gives_just_the_next_header() -> None:
     assert renderer._encoder.decode(renderer.observation([])) == "\n<|im_start|>assistant\n"
 
 
-def test_the_proof_says_that_reasoning_would_be_dropped() -> None:
-    check = renderer_of("qwen3").proof["assistant reasons → user"]
+def test_the_parity_says_that_reasoning_would_be_dropped() -> None:
+    check = renderer_of("qwen3").parity["assistant reasons → user"]
     assert check.verdict is BoundaryVerdict.KEEPS
     assert "drop earlier reasoning" in check.detail
     assert "Let me see." in check.incremental and "Let me see." not in check.full
-    assert renderer_of("qwen3").proof["assistant reasons → tool"].verdict is BoundaryVerdict.AGREES
+    assert renderer_of("qwen3").parity["assistant reasons → tool"].verdict is BoundaryVerdict.AGREES
 
 
-def test_the_proof_says_that_earlier_text_would_be_rewritten() -> None:
-    proof = renderer_of("mistral").proof
-    assert proof["system … assistant → user"].verdict is BoundaryVerdict.DIFFERS
-    assert "rewrite earlier text" in str(proof["assistant → user, with tools"])
-    assert proof["assistant calls → tool, tool"].verdict is BoundaryVerdict.AGREES
-    assert proof["assistant → user"] not in proof.differences
+def test_the_parity_says_that_earlier_text_would_be_rewritten() -> None:
+    parity = renderer_of("mistral").parity
+    assert parity["system … assistant → user"].verdict is BoundaryVerdict.DIFFERS
+    assert "rewrite earlier text" in str(parity["assistant → user, with tools"])
+    assert parity["assistant calls → tool, tool"].verdict is BoundaryVerdict.AGREES
+    assert parity["assistant → user"] not in parity.differences
 
 
-def test_the_proof_says_that_an_end_of_turn_token_is_foreign_to_the_template() -> None:
+def test_the_parity_says_that_an_end_of_turn_token_is_foreign_to_the_template() -> None:
     tokenizer = make_tokenizer(eos_token="<|endoftext|>")
     renderer = Renderer.create(ModelConfig(path="none", custom_chat_template=template_of("glm")), tokenizer)
-    assert "leaves its last token out" in renderer.proof["assistant → user"].detail
+    assert "leaves its last token out" in renderer.parity["assistant → user"].detail
 
 
-def test_the_proof_says_that_tools_are_not_shown() -> None:
-    assert not renderer_of("gemma").proof.shows_tools
-    assert renderer_of("hermes").proof.shows_tools
+def test_the_parity_says_that_tools_are_not_shown() -> None:
+    assert not renderer_of("gemma").parity.shows_tools
+    assert renderer_of("hermes").parity.shows_tools
 
 
 CHATML = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
@@ -231,7 +231,7 @@ def make_renderer(template: str) -> Renderer:
 
 def test_tools_that_a_template_ignores_are_written_into_the_prompt() -> None:
     renderer = make_renderer(CHATML + ASK)
-    assert not renderer.proof.shows_tools and "written into the prompt, in hermes format" in str(renderer.proof)
+    assert not renderer.parity.shows_tools and "written into the prompt, in hermes format" in str(renderer.parity)
     turn = {"role": "assistant", "content": "Hm.", "tool_calls": [CALL, CALL]}
     system: Message = {"role": "system", "content": "Be brief."}
     text = renderer._encoder.decode(renderer.prompt([system, QUESTION, turn, result("3"), result("4")], [TOOL]))
@@ -241,7 +241,7 @@ def test_tools_that_a_template_ignores_are_written_into_the_prompt() -> None:
     response = "<tool_response>\n{}\n</tool_response>"
     assert f"<|im_start|>user\n{response.format(3)}\n{response.format(4)}<|im_end|>" in text
     assert "# Tools" not in renderer._encoder.decode(renderer.prompt([system, QUESTION]))
-    assert {check.verdict for check in renderer.proof.checks} == {BoundaryVerdict.AGREES}
+    assert {check.verdict for check in renderer.parity.checks} == {BoundaryVerdict.AGREES}
 
 
 def test_a_template_with_no_system_role_has_its_tools_in_the_first_user_message() -> None:
@@ -251,9 +251,9 @@ def test_a_template_with_no_system_role_has_its_tools_in_the_first_user_message(
 
 def test_a_template_that_always_loops_over_tools_gets_an_empty_list() -> None:
     renderer = make_renderer("{% for t in tools %}{{ t.function | tojson }}{% endfor %}" + CHATML + ASK)
-    assert renderer.proof.shows_tools
+    assert renderer.parity.shows_tools
     assert renderer._encoder.decode(renderer.prompt([QUESTION])).startswith("<|im_start|>user")
-    assert renderer.proof["assistant → user"].verdict is BoundaryVerdict.AGREES
+    assert renderer.parity["assistant → user"].verdict is BoundaryVerdict.AGREES
 
 
 @pytest.mark.parametrize("role", ["system", "tool"])
@@ -287,7 +287,7 @@ def test_template_variables_reach_the_template() -> None:
     renderer = Renderer.create(config, tokenizer_of("qwen3"))
     assert renderer._encoder.decode(renderer.prompt([QUESTION])).endswith("<think>\n\n</think>\n\n")
     assert renderer._encoder.decode(renderer.observation([QUESTION])).endswith("<think>\n\n</think>\n\n")
-    assert "empty reasoning" in renderer.proof["assistant → user"].detail
+    assert "empty reasoning" in renderer.parity["assistant → user"].detail
 
 
 def test_a_refused_role_names_the_templates_own_words() -> None:
@@ -369,7 +369,7 @@ def test_a_template_for_single_turns_renders_prompts() -> None:
     tokenizer = make_tokenizer(eos_token="<|endoftext|>")
     renderer = Renderer.create(ModelConfig(path="none", custom_chat_template=single), tokenizer)
     assert renderer._encoder.decode(renderer.prompt([QUESTION])) == "Q: Add 1 and 2."
-    assert {check.verdict for check in renderer.proof.checks} == {BoundaryVerdict.REFUSED}
+    assert {check.verdict for check in renderer.parity.checks} == {BoundaryVerdict.REFUSED}
     with pytest.raises(PromptFailure, match="One message only"):
         renderer.observation([QUESTION])
 

@@ -4,19 +4,21 @@ import asyncio
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from random import Random
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from tests import virtual_time
 from treadle.aio import LoopThread
+from treadle.cluster import local
 from treadle.cluster.local import LocalReplicas
 from treadle.config.rollout import FailureConfig, LimitsConfig
 from treadle.engine.protocol import Engine, EngineGone, WeightUpdate
 from treadle.engine.replica_supervisor import ReplicaSupervisor, RestartingEngine
 from treadle.engine.requests import continuation_of
 from treadle.engine.router import Router
-from treadle.errors import EngineFailure, RunError
+from treadle.errors import EngineFailure, EnginesLost, RunError
 from treadle.process.supervisor import Recovery, RestartPolicy
 from treadle.types import Completion, Request, SamplingParams, StopReason
 from treadle.weights.sync import WeightLock, WeightSync
@@ -120,7 +122,7 @@ async def never(engine: Engine, wanted: Callable[[], bool]) -> int | None:
     return None
 
 
-def test_a_request_of_the_only_engine_is_made_again_of_its_successor() -> None:
+def test_a_request_of_the_only_engine_is_made_again_of_its_replacement() -> None:
     async def body() -> None:
         scene = Scene()
         engine = await scene.add()
@@ -152,7 +154,7 @@ def test_requests_outlast_the_restart_of_the_only_engine_however_long_a_training
         engine = await scene.add()
         limits = LimitsConfig(request_timeout_s=10)
         router = Router([engine], limits=limits, failures=FailureConfig(request_retries=0), rng=Random(0))
-        await scene.supervisor.attend(router, lambda kind, fields: None)
+        scene.supervisor.connect(router)
         (nursery,) = scene.nurseries
         nursery.born[0].busy.clear()
         asked = asyncio.ensure_future(router.generate(REQUEST))
@@ -195,7 +197,7 @@ def test_with_others_there_requests_fail_at_once_and_go_elsewhere() -> None:
     play(body)
 
 
-def test_a_push_reaches_the_successor_before_any_request_does() -> None:
+def test_a_push_reaches_the_replacement_before_any_request_does() -> None:
     async def body() -> None:
         scene = Scene(restore=never)
         engine = await scene.add()
@@ -210,7 +212,7 @@ def test_a_push_reaches_the_successor_before_any_request_does() -> None:
     play(body)
 
 
-def test_where_nobody_restores_a_successor_does_not_serve_older_weights_than_were_pushed() -> None:
+def test_where_nobody_restores_a_replacement_does_not_serve_older_weights_than_were_pushed() -> None:
     async def body() -> None:
         scene = Scene()
         engine = await scene.add()
@@ -244,7 +246,7 @@ def test_without_a_push_weights_are_restored_and_marked_as_synced() -> None:
         asked = asyncio.ensure_future(engine.generate(REQUEST))
         await soon(lambda: len(scene.nurseries[0].born) == 2)
         await asyncio.sleep(0.01)
-        assert not asked.done(), "a successor without weights serves nobody"
+        assert not asked.done(), "a replacement without weights serves nobody"
         begin.set()
         assert (await asked).ids == (7,) and synced == [("e-1", 7)]
         await engine.close()
@@ -252,7 +254,7 @@ def test_without_a_push_weights_are_restored_and_marked_as_synced() -> None:
     play(body)
 
 
-def test_what_waits_can_be_aborted_and_a_paused_supervisor_gets_a_paused_successor() -> None:
+def test_what_waits_can_be_aborted_and_a_paused_supervisor_gets_a_paused_replacement() -> None:
     async def body() -> None:
         scene = Scene()
         engine = await scene.add()
@@ -274,7 +276,7 @@ def test_what_waits_can_be_aborted_and_a_paused_supervisor_gets_a_paused_success
     play(body)
 
 
-def test_a_successor_that_is_paused_while_everything_resumes_is_resumed_too() -> None:
+def test_a_replacement_that_is_paused_while_everything_resumes_is_resumed_too() -> None:
     async def body() -> None:
         scene = Scene()
         engine = await scene.add()
@@ -290,10 +292,10 @@ def test_a_successor_that_is_paused_while_everything_resumes_is_resumed_too() ->
                 await paused.wait()
                 self.paused = True
 
-        successor = Slow()
+        replacement = Slow()
 
         async def start() -> Frail:
-            return successor
+            return replacement
 
         engine._start = start
         nursery.door.set()
@@ -301,13 +303,13 @@ def test_a_successor_that_is_paused_while_everything_resumes_is_resumed_too() ->
         await engine.resume()
         paused.set()
         await soon(lambda: bool(scene.told))
-        assert not successor.paused
+        assert not replacement.paused
         await engine.close()
 
     play(body)
 
 
-def test_a_successor_that_dies_before_it_has_weights_is_succeeded() -> None:
+def test_a_replacement_that_dies_before_it_has_weights_is_succeeded() -> None:
     async def body() -> None:
         scene = Scene(restore=never)
         engine = await scene.add()
@@ -415,7 +417,51 @@ async def _kill(engine: Frail) -> None:
     engine.kill()
 
 
-def test_a_pause_ends_what_waits_for_a_successor() -> None:
+class Instant:
+    """A sender of weights that are all the same."""
+
+    async def publish(self, version: int) -> WeightUpdate:
+        return WeightUpdate(version, "sum", {})
+
+    async def retire(self, version: int) -> None: ...
+
+
+@pytest.mark.parametrize("trained_on", [False, True])
+def test_validation_goes_on_with_the_weights_it_had_or_is_ended_with_the_cause(
+    trained_on: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def body() -> None:
+        nursery, policy = Nursery(), SimpleNamespace(version=3)
+        monkeypatch.setattr(local, "start_process_engine", lambda *_: nursery.start())
+        weights = WeightSync(Instant(), timeout_s=5.0)
+        plan = SimpleNamespace(validation=SimpleNamespace(gpus=()), replicas=1, rewards=None)
+        backend = local.ValidationEngine(plan, weights, policy)  # type: ignore[arg-type]
+        (engine,) = (await backend.start_engines(None, None, None, None)).engines  # type: ignore[arg-type]
+        await weights.push_to(engine, 3)
+        nursery.born[0].busy.clear()
+        waiting = asyncio.ensure_future(engine.generate(REQUEST))
+        watching = asyncio.ensure_future(backend.supervisor.watch())
+        await asyncio.sleep(0)
+        policy.version += trained_on
+        nursery.born[0].kill()
+        if not trained_on:
+            assert (await waiting).versions == (3,)
+            watching.cancel()
+        else:
+            with pytest.raises(EnginesLost, match="died while it sampled with version 3, and the policy has newer"):
+                await watching
+            assert not waiting.done(), "it is ended with the validation"
+            waiting.cancel()
+            await weights.push_to(engine, 4)
+            assert (await engine.generate(REQUEST)).versions == (4,)
+            with pytest.raises(TimeoutError):
+                await asyncio.wait_for(backend.supervisor.watch(), 0.01)
+        await backend.supervisor.close_engines()
+
+    play(body)
+
+
+def test_a_pause_ends_what_waits_for_a_replacement() -> None:
     async def body() -> None:
         scene = Scene()
         engine = await scene.add()
@@ -430,7 +476,7 @@ def test_a_pause_ends_what_waits_for_a_successor() -> None:
     play(body)
 
 
-def test_whatever_goes_wrong_with_tending_nobody_waits_in_vain() -> None:
+def test_whatever_breaks_in_the_supervision_no_request_waits_in_vain() -> None:
     async def body() -> None:
         scene = Scene()
         engine = await scene.add()
@@ -470,15 +516,41 @@ def test_a_start_that_fails_is_tried_again_and_one_that_always_fails_ends_the_ro
     play(body)
 
 
+def test_requests_of_a_watched_rollout_wait_for_its_end_instead_of_failing_one_by_one() -> None:
+    """Else each would be recorded as a trajectory that failed, before the rollout ends."""
+
+    async def body() -> None:
+        scene = Scene()
+        engine = await scene.add()
+        (nursery,) = scene.nurseries
+        watching = asyncio.ensure_future(scene.supervisor.watch())
+        nursery.problems = ["no memory"] * 9
+        nursery.born[0].busy.clear()
+        open_one = asyncio.ensure_future(engine.generate(REQUEST))
+        await asyncio.sleep(0)
+        nursery.born[0].kill()
+        with pytest.raises(RunError, match="no replica is left"):
+            await watching
+        late = asyncio.ensure_future(engine.generate(REQUEST))
+        with pytest.raises(EngineFailure, match="could not be started again: no memory"):
+            await engine.health()
+        await asyncio.sleep(1)
+        assert not open_one.done() and not late.done()
+        await engine.close()
+        assert isinstance(await asyncio.gather(open_one, late, return_exceptions=True), list)
+
+    play(body)
+
+
 def test_one_that_dies_young_again_and_again_is_given_up() -> None:
     async def body() -> None:
         scene = Scene()
         engine = await scene.add()
         (nursery,) = scene.nurseries
         for life in range(1, 5):
-            await soon(lambda life=life: len(nursery.born) == life or engine.lost)  # type: ignore[misc]
-            nursery.born[-1].kill() if not engine.lost else None
-        await soon(lambda: engine.lost)
+            await soon(lambda life=life: len(nursery.born) == life or engine.is_lost)  # type: ignore[misc]
+            nursery.born[-1].kill() if not engine.is_lost else None
+        await soon(lambda: engine.is_lost)
         assert "it died 4 times in a row, each time within 60 s" in str(scene.told[-1])
         await engine.close()
 
@@ -583,7 +655,7 @@ def test_a_killed_engine_keeps_the_tokens_that_were_brought_to_safety() -> None:
         assert part.replica == "e-1" or part.replica == "e"
         rest = await engine.generate(continuation_of(replace(request, sampling=SamplingParams(kept + 3)), part))
         assert rest.ids == (kept, kept + 1, kept + 2)
-        await supervisor.dismiss()
+        await supervisor.close_engines()
 
     virtual_time.run(body())
 
@@ -604,6 +676,6 @@ def test_a_long_answer_is_one_answer_and_an_abort_ends_it() -> None:
         await asyncio.sleep(0.1)
         await engine.abort("s/0")
         assert (await running).stop is StopReason.ABORT
-        await supervisor.dismiss()
+        await supervisor.close_engines()
 
     virtual_time.run(body())

@@ -16,6 +16,7 @@ from treadle.config import ModelConfig, RolloutConfig
 from treadle.config.reward import JudgeConfig, JudgeEngineConfig, RewardConfig, RewardFunctionConfig
 from treadle.data.renderer import Renderer
 from treadle.engine.protocol import Engine, Gpu
+from treadle.engine.replica_supervisor import StartedEngines
 from treadle.errors import Boundary, ConfigError, EngineFailure, RequestRefused
 from treadle.reward.context import RewardContext
 from treadle.reward.result import Fault, ScoreFailure
@@ -40,8 +41,8 @@ def around(script: Script | None = None, model: str = "", **fields: Any) -> Rewa
 
     async def start(
         rollout: RolloutConfig, model: ModelConfig, renderer: Renderer, api_key: str | None, gpus: Sequence[Gpu]
-    ) -> Sequence[Engine]:
-        return [scripted(script, **fields)]
+    ) -> StartedEngines:
+        return StartedEngines([scripted(script, **fields)])
 
     return RewardContext(ModelConfig(path=model), renderer(), None, start)
 
@@ -249,7 +250,7 @@ def test_what_a_judge_lacks_is_a_mistake_with_its_whole_key(judge, context, key)
 
 
 def test_an_engine_that_cannot_start_tells_it_under_the_judges_own_keys():
-    async def start(*_: Any) -> Sequence[Engine]:
+    async def start(*_: Any) -> StartedEngines:
         from treadle.errors import Mistake
 
         raise ConfigError([Mistake("rollout.openai.base_url", "no"), Mistake("model.path", "no")])
@@ -264,9 +265,9 @@ def test_an_engine_that_cannot_start_tells_it_under_the_judges_own_keys():
 def test_a_judges_engines_end_with_the_scorer():
     engines: list[Engine] = []
 
-    async def start(*_: Any) -> Sequence[Engine]:
+    async def start(*_: Any) -> StartedEngines:
         engines.append(scripted(say("Score: 1")))
-        return engines
+        return StartedEngines(engines)
 
     judge_once(make_judge(), RewardContext(ModelConfig(path=""), renderer(), None, start))
 
@@ -281,13 +282,13 @@ def test_a_judge_has_an_engine_for_each_share_of_the_gpus_that_a_plan_gave_it():
     gpus = tuple(Gpu(at, name) for at, name in enumerate("5678"))
     asked: list[Sequence[Gpu]] = []
 
-    async def start(*arguments: Any) -> Sequence[Engine]:
+    async def start(*arguments: Any) -> StartedEngines:
         asked.append(arguments[-1])
         return await start_engines(RolloutConfig(name="scripted", tensor_model_parallel_size=2), *arguments[1:])
 
     lent = RewardContext(ModelConfig(path=""), renderer(), None, start, gpus={"fair": gpus})
     engines = run(start(None, ModelConfig(path=""), renderer(), None, gpus))
-    assert [engine.name for engine in engines] == ["scripted-0", "scripted-1"]
+    assert [engine.name for engine in engines.engines] == ["scripted-0", "scripted-1"]
     fail(make_judge(), lent)  # an echo is no score
     assert asked[-1] == gpus
 

@@ -261,6 +261,13 @@ def test_a_function_that_is_late_may_have_a_score_instead() -> None:
     assert total == Score(0.0, {"endless": -1.0, "exact_match": 1.0}, {"timed_out": True})
 
 
+def test_a_pattern_that_explodes_is_late_too() -> None:
+    functions = {"form": RewardFunctionConfig(path="format", kwargs={"pattern": "^(a|a)+$"})}
+    config = make_config(functions=functions, retries=5, on_timeout=-1.0)
+    (total,) = run(score(config, make_task(), make_trajectory("a" * 40 + "b")))
+    assert total == Score(-1.0, {"form": -1.0}, {"timed_out": True})
+
+
 def test_a_closed_scorer_says_so() -> None:
     async def main() -> None:
         scorer = await Scorer.create(make_config("exact_match"))

@@ -125,15 +125,15 @@ def test_those_that_can_sleep_are_told_to() -> None:
     virtual_time.run(main())
 
 
-def test_the_memory_of_homes_is_bounded_and_can_be_cleared() -> None:
+def test_the_memory_of_affinity_is_bounded_and_can_be_cleared() -> None:
     async def main() -> None:
         door = router(replica("a"), replica("b"), max_sessions=10)
         for uid in ("old friend", *"abcdefgh", "old friend", *"ijklmnop"):
             await door.generate(ask(uid=uid))
-        assert len(door._homes) == 10 and "old friend/0" in door._homes and "h/0" in door._homes
+        assert len(door._affinity) == 10 and "old friend/0" in door._affinity and "h/0" in door._affinity
         door.forget("old friend/0")
         door.forget("a stranger")
-        assert len(door._homes) == 9
+        assert len(door._affinity) == 9
 
     virtual_time.run(main())
 
@@ -399,7 +399,7 @@ def test_flights_say_who_waits_for_whom_and_how_long() -> None:
         await asyncio.sleep(2)
         second = await start(door, "y")
         await asyncio.sleep(1)
-        assert [(flight.session, flight.replica, flight.age_s) for flight in door.flights()] == [
+        assert [(flight.session, flight.replica, flight.age_s) for flight in door.in_flight()] == [
             ("x/0", "a", 3.0),
             ("y/0", "a", 1.0),
         ]
@@ -407,7 +407,7 @@ def test_flights_say_who_waits_for_whom_and_how_long() -> None:
         await asyncio.gather(*first, *second)
         held = await start(door, "z")
         await asyncio.sleep(4)
-        assert [(flight.session, flight.replica, flight.age_s) for flight in door.flights()] == [("z/0", "", 4.0)]
+        assert [(flight.session, flight.replica, flight.age_s) for flight in door.in_flight()] == [("z/0", "", 4.0)]
         await door.resume()
         await asyncio.gather(*held)
 

@@ -154,9 +154,9 @@ def test_a_request_that_waits_for_a_replica_to_come_back_is_listed() -> None:
         await send(door, 3)
         task = asyncio.ensure_future(door.generate(ask(uid="me")))
         await asyncio.sleep(2)
-        assert [(flight.session, flight.replica, flight.age_s) for flight in door.flights()] == [("me/0", "", 2.0)]
+        assert [(flight.session, flight.replica, flight.age_s) for flight in door.in_flight()] == [("me/0", "", 2.0)]
         await asyncio.wait([task])
-        assert task.exception() is not None and door.flights() == ()
+        assert task.exception() is not None and door.in_flight() == ()
 
     virtual_time.run(main())
 

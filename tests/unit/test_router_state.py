@@ -41,7 +41,7 @@ class RouterMachine(RuleBasedStateMachine):
 
     async def look(self) -> tuple[tuple[InFlightStatus, ...], int]:
         """What the router says, and how many requests are open at the same instant."""
-        return self.door.flights(), sum(not task.done() for task in self.requests)
+        return self.door.in_flight(), sum(not task.done() for task in self.requests)
 
     @rule(uid=UIDS)
     def send(self, uid: str) -> None:
@@ -116,16 +116,16 @@ class RouterMachine(RuleBasedStateMachine):
         assert len(flights) == running
         at_replicas = [flight for flight in flights if flight.replica]
         assert sum(state.in_flight for state in self.door.snapshot()) == len(at_replicas)
-        for held in self.door._fleet.replicas:
+        for held in self.door._replicas.all:
             engine = held.engine
             assert isinstance(engine, BreakableEngine)
-            assert len(held.flights) == len(engine._running), "what we count is what the engine works on"
+            assert len(held.in_flight) == len(engine._running), "what we count is what the engine works on"
         assert not (self.paused and at_replicas), "nothing runs during a pause"
 
     @invariant()
     def memory_is_bounded(self) -> None:
-        assert len(self.door._homes) <= 4
-        assert all(home in self.door._fleet.replicas for home in self.door._homes.values())
+        assert len(self.door._affinity) <= 4
+        assert all(home in self.door._replicas.all for home in self.door._affinity.values())
 
     @invariant()
     def only_current_weights_serve(self) -> None:

@@ -11,10 +11,11 @@ from tests.rollouts import task
 from tests.schedules import Checkpoints, Rollout, Trial, words_for
 from tests.virtual_time import run
 from treadle.checkpoint.store import Progress
-from treadle.errors import BudgetSpent, DeadlineError, RunError
+from treadle.errors import BudgetSpent, DeadlineError, EngineFailure, EnginesLost, RunError
 from treadle.journal import JournalReader
 from treadle.rollout.completion_log import NOTHING_RECOVERED
-from treadle.trainer.parts import RunInterrupted
+from treadle.rollout.service import RolloutKind
+from treadle.trainer.state import RunInterrupted
 
 MODES = ("sync", "one_step_off", "fully_async")
 
@@ -66,7 +67,7 @@ def test_one_step_off_samples_the_next_batch_while_this_one_trains(tmp_path):
 
 
 def test_one_step_off_pushes_before_its_batch_is_there_where_the_engine_of_that_batch_waits_for_weights(tmp_path):
-    """Its only engine died: the successor waits for a push, the batch for the successor, and so the push for nobody."""
+    """Its only engine died: its replacement waits for a push, the batch for the replacement, the push for nothing."""
 
     class Restarted(Rollout):
         async def generate_group(self, item, *, past=NOTHING_RECOVERED):
@@ -96,30 +97,30 @@ def test_overlap_takes_the_longer_of_sampling_and_training_where_sync_takes_both
 
 @settings(max_examples=40, deadline=None)
 @given(
-    lag=st.integers(0, 4),
+    max_staleness=st.integers(0, 4),
     seed=st.integers(0, 1000),
     train_s=st.sampled_from([0.0, 0.3, 3.0]),
     stale=st.sampled_from(["wait", "drop"]),
     sync_steps=st.integers(1, 3),
 )
 def test_no_token_is_ever_older_than_the_bound_and_none_is_lost(
-    tmp_path_factory, lag, seed, train_s, stale, sync_steps
+    tmp_path_factory, max_staleness, seed, train_s, stale, sync_steps
 ):
     rollout = Rollout(dull=[f"t{at}" for at in range(0, 30, 7)], delay=tail(seed))
     trial = trial_of(
         tmp_path_factory.mktemp("run"),
         "fully_async",
-        f"trainer.max_staleness={lag}",
+        f"trainer.max_staleness={max_staleness}",
         f"trainer.stale_samples={stale}",
-        f"trainer.parameter_sync_steps={min(sync_steps, lag + 1)}",
+        f"trainer.parameter_sync_steps={min(sync_steps, max_staleness + 1)}",
         "algorithm.filter_groups.enable=true",
         "trainer.total_training_steps=8",
         rollout=rollout,
         num_tasks=30,
         train_s=train_s,
     )
-    assert max(trial.ages()) <= lag
-    assert rollout.most_open <= (lag + 1) * 2
+    assert max(trial.ages()) <= max_staleness
+    assert rollout.most_open <= (max_staleness + 1) * 2
     trained = [uid for batch in trial.batches for uid in batch]
     assert len(trained) == len(set(trained)) == 16
     with JournalReader.open(trial.directory) as reader:
@@ -270,6 +271,50 @@ def test_an_engine_that_waits_for_weights_is_not_kept_waiting_by_validation(tmp_
     )
     assert [found.step for found in trial.run.validations] == [5, 8, 10]
     assert validated_versions(trial) == [{5}, {8}, {10}]
+
+
+class FrailValidator(Rollout):
+    """Its engines die while they validate step 4; where they `stay_away`, they take no weights from then on."""
+
+    def __init__(self, *, stay_away: bool) -> None:
+        super().__init__(delay=lambda uid: 1.0)
+        self._stay_away = stay_away
+        self._died = False
+
+    async def generate_sequences(self, tasks, *, kind=RolloutKind.TRAINING, seed=None):
+        if self.version == 4:
+            self._died = True
+            raise EnginesLost("validation-0 died")
+        return await super().generate_sequences(tasks, kind=kind, seed=seed)
+
+    async def update_weights(self, update, *, running="continue"):
+        if self._died and self._stay_away:
+            raise EngineFailure("validation-0 could not be started again")
+        return await super().update_weights(update, running=running)
+
+
+@pytest.mark.parametrize("stay_away", [False, True])
+def test_engines_of_validation_that_die_cost_one_validation_and_not_the_run(tmp_path, stay_away, capsys):
+    trial = trial_of(
+        tmp_path,
+        "fully_async",
+        *validating("fully_async"),
+        rollout=Rollout(delay=lambda uid: 1.0),
+        validation=(task("v"),),
+        validation_rollout=FrailValidator(stay_away=stay_away),
+        train_s=10.0,
+    )
+    assert [found.step for found in trial.run.validations] == [8, 10]
+    assert validated_versions(trial) == [{8}, {10}]
+    with JournalReader.open(tmp_path) as reader:
+        (lost,) = [event.fields for event in reader.events(kind="validation_lost")]
+        counted = [metrics.step for metrics in reader.metrics() if "validation/lost" in metrics.values]
+    assert lost == {"step": 4, "reason": "validation-0 died"} and counted == [4]
+    said = capsys.readouterr().err
+    assert "the validation of step 4 is lost: validation-0 died" in said
+    assert ("validation shares the rollout's engines from now on" in said) == stay_away
+    shared = [uid for kind, uid in trial.rollout.asked if kind is RolloutKind.VALIDATION]
+    assert shared == (["validation-8/v", "validation-10/v"] if stay_away else [])
 
 
 @pytest.mark.parametrize("mode", MODES)

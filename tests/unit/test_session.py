@@ -13,7 +13,7 @@ from tests import virtual_time
 from tests.rollouts import rollout, task
 from treadle.config import LimitsConfig, RolloutConfig
 from treadle.engine import rng
-from treadle.errors import EngineFailure, MisuseError
+from treadle.errors import EngineFailure, MisuseError, RowFull
 from treadle.rollout.parsers import parser
 from treadle.rollout.protocol import Services
 from treadle.rollout.session import Session
@@ -306,6 +306,20 @@ def test_parallel_drafts_draw_noise_of_their_own_and_stay_within_the_budget_toge
     virtual_time.run(main())
 
 
+def test_a_turn_tells_when_it_began():
+    async def main() -> None:
+        await asyncio.sleep(5.0)
+        session, _ = slow_session(12)
+        await asyncio.sleep(1.5)
+        await session.generate(max_tokens=4)  # a second for each token
+        await asyncio.sleep(2.0)  # whatever a loop does between its turns
+        await session.generate(max_tokens=3)
+        (row,) = SessionRecord(session).rows()
+        assert [turn.started_s for turn in row.turns] == pytest.approx([1.5, 7.5])
+
+    virtual_time.run(main())
+
+
 def test_a_row_that_reserved_too_little_goes_on_with_what_others_left():
     async def main() -> None:
         session, engine = slow_session(40)
@@ -417,3 +431,89 @@ def test_an_interrupted_turn_tells_how_much_of_it_was_said_and_its_text_ends_bef
         assert [request.said for request in engine.asked] == [0, 2]
 
     with_session(rollout(), [said(*map(ord, "he"), stop=StopReason.ABORT), said(*map(ord, "llo"))], use)
+
+
+def test_a_branch_begins_with_the_ids_of_its_row_verbatim_and_trains_none_of_them() -> None:
+    async def use(session: Session, engine: Canned) -> None:
+        await session.generate()
+        mark = session.mark()
+        await session.observe("ab")
+        await session.generate()
+        branch = session.branch(mark, [{"role": "user", "content": "xyz"}])
+        assert [message["content"] for message in branch.messages[-2:]] == ["\x04\t", "xyz"]
+        await branch.generate()
+
+    first, second = with_session(rollout(), [said(4, 9), said(5, 9), said(6, 9)], use)
+    assert first.ids == (4, 9, 7, 7, 5, 9) and first.mask == (1, 1, 0, 0, 1, 1)
+    assert second.prompt_ids == (*PROMPT, 4, 9, 7, 7, 7) and second.ids == (6, 9) and second.mask == (1, 1)
+
+
+def test_a_branch_from_a_turn_that_was_cut_short_closes_it() -> None:
+    async def use(session: Session, engine: Canned) -> None:
+        await session.generate(max_tokens=1)
+        await session.branch(session.mark(), [{"role": "user", "content": "x"}]).generate()
+
+    _, second = with_session(rollout(), [said(4, 9), said(6, 9)], use)
+    assert second.prompt_ids == (*PROMPT, 4, 9, 7)
+
+
+def test_a_root_takes_the_place_of_a_prompt_that_nothing_was_generated_from() -> None:
+    async def use(session: Session, engine: Canned) -> None:
+        one = session.root([{"role": "user", "content": "abc"}], ())
+        other = session.root([{"role": "user", "content": "ab"}], ())
+        await one.generate()
+        await other.generate()
+
+    rows = with_session(rollout(), [said(4, 9), said(5, 9)], use)
+    assert [(row.prompt_ids, row.ids) for row in rows] == [((100, 101, 102), (4, 9)), ((100, 101), (5, 9))]
+
+
+def test_messages_that_leave_no_room_change_nothing() -> None:
+    async def use(session: Session, engine: Canned) -> None:
+        row = session.root([{"role": "user", "content": "abc"}], ())
+        await row.generate()
+        for attempt in (
+            lambda: row.extend([{"role": "user", "content": "x" * 50}]),
+            lambda: row.branch(row.mark(), [{"role": "user", "content": "x" * 50}]),
+            lambda: session.root([{"role": "user", "content": "x" * 50}], ()),
+        ):
+            with pytest.raises(RowFull):
+                attempt()
+        assert not session.done
+
+    (row,) = with_session(rollout(prompt_length=20, response_length=20), [said(4, 9)], use)
+    assert row.ids == (4, 9)
+
+
+def test_what_is_not_kept_is_left_out_of_the_trajectory() -> None:
+    async def use(session: Session, engine: Canned) -> None:
+        await session.generate()
+        mark = session.mark()
+        await session.observe("ab")
+        await session.generate()
+        session.score_turn(0.5, mark)
+        session.keep_until(mark)
+
+    (row,) = with_session(rollout(), [said(4, 9), said(5, 9)], use)
+    assert row.ids == (4, 9) and len(row.turns) == 1 and row.turns[0].reward == 0.5
+
+
+def test_a_turn_that_an_engine_broke_off_goes_on_where_it_stopped() -> None:
+    class Breaking(Canned):
+        async def generate(self, request: Request) -> Completion:
+            if not self.answers[0].ids:
+                self.answers.pop(0)
+                raise EngineFailure("gone")
+            return await super().generate(request)
+
+    async def run() -> tuple[Row, ...]:
+        engine = Breaking([said(4, 5, stop=StopReason.ABORT), said(), said(6, 9)])
+        services = Services(rollout(), engine, Codec(), parser("hermes"))
+        session = Session(task(), 0, services, Tools(), (), SamplingParams(10_000), PROMPT)
+        with pytest.raises(EngineFailure):
+            await session.generate()
+        assert (await session.generate()).ids == (4, 5, 6, 9)
+        return SessionRecord(session).rows()
+
+    (row,) = asyncio.run(run())
+    assert row.ids == (4, 5, 6, 9) and len(row.turns) == 1

@@ -95,9 +95,11 @@ def test_no_token_is_older_than_the_bound_and_a_longer_tail_needs_a_larger_one(b
     assert 0 < found.staleness_mean <= found.staleness_max <= bound
 
 
-@pytest.mark.parametrize(("lag", "window"), [(0, (2, 10, 10)), (1, (4, 12, 14)), (2, (6, 15, 18)), (4, (10, 20, 25))])
-def test_whole_rounds_of_steps_are_measured_away_from_both_ends(lag, window):
-    found = simulation.MeasuredSteps.of(8, lag)
+@pytest.mark.parametrize(
+    ("max_staleness", "window"), [(0, (2, 10, 10)), (1, (4, 12, 14)), (2, (6, 15, 18)), (4, (10, 20, 25))]
+)
+def test_whole_rounds_of_steps_are_measured_away_from_both_ends(max_staleness, window):
+    found = simulation.MeasuredSteps.of(8, max_staleness)
     assert (found.first, found.last, found.total) == window
 
 

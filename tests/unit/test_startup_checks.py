@@ -7,6 +7,7 @@ import pytest
 from tests.rollouts import renderer, rollout, task
 from treadle.errors import ConfigError
 from treadle.rollout.startup_checks import survey_prompts
+from treadle.types import Task
 
 LONG = {"role": "user", "content": "word " * 400}
 
@@ -52,3 +53,10 @@ def test_rows_that_ask_for_what_does_not_exist_are_mistakes_together():
 def test_tools_count_as_part_of_the_prompt():
     alone, with_tools = survey([task()]).longest, survey([task()], tools=("tests.rollouts:add",)).longest
     assert with_tools > alone
+
+
+def test_a_task_without_a_prompt_needs_an_agent_that_writes_one():
+    seeds = [Task("seeds:0", (), environment_kwargs={"seed": 0})]
+    with pytest.raises(ConfigError, match="has no prompt, and single_turn_agent writes none"):
+        survey(seeds)
+    assert survey(seeds, default_agent_loop="environment_agent", environment="x:Y").count == 1

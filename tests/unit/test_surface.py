@@ -1,30 +1,41 @@
 """The names other code may rely on. A change here is a change for users: say it in the CHANGELOG."""
 
 import ast
+import inspect
 from pathlib import Path
 
+import pytest
+
+import treadle
+import treadle.api
 import treadle.config
 import treadle.errors
 import treadle.types
 
+TREADLE = "ConfigError Evaluation Policy Run rollout rollout_async sft sft_async to_yaml train train_async"
+
 CONFIG = """
     ActorConfig AgentConfig AgentLoopConfig AlgorithmConfig CheckpointConfig ClassifierConfig ClusterConfig Config
     ConfigWarning CriticConfig DataConfig FSDPActorConfig FSDPConfig FSDPCriticConfig FSDPRefConfig FailureConfig
-    FilterGroupsConfig JudgeConfig JudgeEngineConfig KLControlConfig LegacyKeyWarning LimitsConfig LoggingConfig
+    GatewayConfig LoraConfig
+    FilterGroupsConfig HardReplayConfig JudgeConfig JudgeEngineConfig KLControlConfig LegacyKeyWarning LimitsConfig
+    LoggingConfig SuccessBandConfig
     MCPServerConfig Machine ModelConfig MultiTurnConfig OpenAIConfig OptimConfig Origin Plan PolicyLossConfig
-    RefConfig RewardConfig RewardFunctionConfig RolloutConfig RolloutCorrectionConfig SamplingConfig ScriptedConfig
+    SamplingConfig SandboxConfig ScriptedConfig
+    RefConfig RewardConfig RewardFunctionConfig RolloutConfig RolloutCorrectionConfig SFTConfig SFTRunConfig
     Section Source TrainConfig TrainerConfig WeightsConfig diff explain key load loads make_plan to_yaml
 """
 
 ERRORS = """
-    Boundary BudgetSpent ConfigError DeadlineError EngineFailure EnvironmentFailure Failure LoopFailure Mistake
-    MisuseError NotFiniteError PromptFailure RequestRefused RewardFailure RunError ToolFailure TreadleError
-    blame nearest
+    Boundary BudgetSpent ConfigError DeadlineError EngineFailure EnginesLost EnvironmentFailure Failure LoopFailure
+    Mistake MisuseError NotFiniteError PromptFailure RequestRefused RewardFailure RowFull RunError SandboxFailure
+    ToolFailure
+    TreadleError blame nearest
 """
 
 TYPES = """
-    Batch Completion Group Message NOTHING Outcome Provenance RecordedCompletion Request Row SamplingParams Score Status
-    StopReason Task Timing ToolCall ToolResult ToolStatus Trajectory Turn
+    Batch Completion Group Message NOTHING OnTokens Outcome Provenance RecordedCompletion Request Row SamplingParams
+    Score Status StopReason Task Timing ToolCall ToolResult ToolStatus Trajectory Turn
 """
 
 
@@ -39,6 +50,22 @@ def defined(module) -> set[str]:
         elif isinstance(node, ast.Assign):
             names.update(target.id for target in node.targets)
     return {name for name in names if not name.startswith("_")}
+
+
+def test_the_names_of_treadle():
+    assert treadle.__all__ == sorted(TREADLE.split())
+    assert all(callable(getattr(treadle, name)) for name in treadle.__all__)
+    assert set(treadle.__all__) <= set(dir(treadle))
+    assert {*inspect.signature(treadle.train).parameters} == {*inspect.signature(treadle.train_async).parameters}
+    assert {*inspect.signature(treadle.api.rollout).parameters} == {
+        *inspect.signature(treadle.rollout_async).parameters
+    }
+
+
+def test_the_rollout_is_a_package_that_can_be_called():
+    assert inspect.ismodule(treadle.rollout)
+    with pytest.raises(treadle.errors.ConfigError, match="model: is required"):
+        treadle.rollout(tasks=[{"prompt": "1+1="}], run_dir="runs/nothing")
 
 
 def test_the_names_of_config():

@@ -5,7 +5,9 @@ from typing import Any
 import pytest
 
 from treadle.config.root import DataConfig
-from treadle.data.task_files import TaskRow, to_task
+from treadle.data.file_formats import TaskRow
+from treadle.data.task_files import to_task
+from treadle.data.tasks import load_tasks
 from treadle.errors import ConfigError
 from treadle.types import Task
 
@@ -136,3 +138,58 @@ def test_a_wrong_field_is_named(fields: dict[str, Any], problem: str) -> None:
     (mistake,) = caught.value.mistakes
     assert mistake.key == "train.jsonl:17"
     assert problem in mistake.problem
+
+
+def test_a_system_prompt_comes_before_every_prompt() -> None:
+    system = {"role": "system", "content": "Be brief."}
+    asked = {"role": "user", "content": "2 + 2?"}
+    assert read({"prompt": "2 + 2?"}, system_prompt="Be brief.").messages == (system, asked)
+    assert read({"prompt": [asked]}, system_prompt="Be brief.").messages == (system, asked)
+    with pytest.raises(ConfigError, match=r"train\.jsonl:17: prompt has a system message of its own.*\n.*leave data"):
+        read({"prompt": [system, asked]}, system_prompt="Other.")
+
+
+def test_a_template_makes_the_prompt_of_the_fields_of_a_row() -> None:
+    template = "Question: {{ question }}\n{% for hint in hints %}- {{ hint }}\n{% endfor %}Answer in \\boxed{}."
+    task = read({"question": "2 + 2?", "hints": ["add"], "answer": "4"}, prompt_template=template)
+    assert task.messages == ({"role": "user", "content": "Question: 2 + 2?\n- add\nAnswer in \\boxed{}."},)
+    assert (task.ground_truth, task.extra) == ("4", {"question": "2 + 2?", "hints": ["add"]})
+
+
+@pytest.mark.parametrize(
+    ("template", "fields", "problem"),
+    [
+        ("{{ questoin }}", {"question": "x"}, "'questoin' is undefined; the row has question"),
+        ("{{ prompt }}", {"prompt": [{"role": "user", "content": "x"}]}, "prompt holds chat messages"),
+        ("{{ a + b }}", {"a": 1, "b": "x"}, "cannot be filled with this row: unsupported operand"),
+        (" {{ a }} ", {"a": ""}, "gives an empty text for this row"),
+        ("{{ ''.__class__.__mro__ }}", {"a": ""}, "is unsafe"),
+    ],
+)
+def test_a_row_that_does_not_fill_the_template_is_named(template: str, fields: dict[str, Any], problem: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        read(fields, prompt_template=template)
+    (mistake,) = caught.value.mistakes
+    assert mistake.key == "train.jsonl:17" and problem in mistake.problem
+
+
+def test_a_template_that_is_no_jinja_is_a_mistake_of_the_config() -> None:
+    with pytest.raises(ConfigError, match=r"data\.prompt_template: is not a Jinja template: .* in its line 2"):
+        read({"prompt": "x"}, prompt_template="one\n{{ prompt ")
+
+
+def test_generators_take_system_prompt_and_template_too() -> None:
+    data = DataConfig(
+        source_kwargs={"chain_sum": {"size": 1}},
+        train_files=("reasoning_gym:chain_sum",),
+        system_prompt="S",
+        prompt_template="Q: {{ question }}",
+    )
+    (task,) = load_tasks(data.train_files, data, -1)
+    entry = task.extra["entry"]
+    assert [message["content"] for message in task.messages] == ["S", f"Q: {entry['question']}"]
+    assert task.ground_truth == entry["answer"]
+
+
+def test_a_row_with_arguments_for_an_environment_may_have_no_prompt() -> None:
+    assert read({"environment_kwargs": {"level": 3}}).messages == ()

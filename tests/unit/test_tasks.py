@@ -1,5 +1,6 @@
 """Task sources: each task once an epoch, from wherever a run stopped; and where tasks come from."""
 
+import json
 import sys
 from collections import Counter
 from dataclasses import asdict
@@ -11,6 +12,7 @@ import reasoning_gym  # noqa: F401  a second, which belongs to no test
 from hypothesis import given
 from hypothesis import strategies as st
 
+from treadle.config import loads
 from treadle.config.root import DataConfig
 from treadle.data.tasks import (
     SourceState,
@@ -18,6 +20,7 @@ from treadle.data.tasks import (
     load_tasks,
     load_training_tasks,
     load_validation_tasks,
+    share_draws,
 )
 from treadle.errors import ConfigError
 from treadle.types import Task
@@ -269,3 +272,87 @@ def test_wrong_generators_and_arguments_are_named(files: tuple[str, ...], kwargs
     with pytest.raises(ConfigError) as caught:
         load_training_tasks(DataConfig(train_files=files, source_kwargs=kwargs))
     assert words in str(caught.value)
+
+
+def mixed(weights: tuple[float, ...], *, counts: tuple[int, ...] = (10, 3), shuffle: bool = True) -> TaskSource:
+    files = [f"f{at}" for at in range(len(counts))]
+    tasks = [Task(f"f{at}:{number}", ()) for at, count in enumerate(counts) for number in range(count)]
+    return TaskSource(tasks, shuffle=shuffle, seed=7, shares=share_draws(files, counts, weights))
+
+
+@given(
+    counts=st.tuples(st.integers(1, 9), st.integers(1, 9)),
+    weights=st.tuples(st.integers(1, 4), st.integers(1, 4)),
+    shuffle=st.booleans(),
+    cut=st.integers(0, 40),
+)
+def test_files_have_their_shares_and_no_task_is_far_ahead_of_its_siblings(counts, weights, shuffle, cut) -> None:
+    total = sum(counts)
+    if any(total * weight / sum(weights) < 1 for weight in weights):
+        return
+    source = mixed(weights, counts=counts, shuffle=shuffle)
+    epochs = [uids(source) for _ in range(4)]
+    drawn = [uid.partition("+")[0] for epoch in epochs for uid in epoch]
+    assert all(len(set(epoch)) == len(epoch) == total for epoch in epochs), "names of an epoch are different"
+    for at, (count, weight) in enumerate(zip(counts, weights, strict=True)):
+        times = Counter(uid for uid in drawn if uid.startswith(f"f{at}:"))
+        assert abs(times.total() - 4 * total * weight / sum(weights)) <= 4
+        assert max(times.values()) - min(times[f"f{at}:{number}"] for number in range(count)) <= 1
+    again = mixed(weights, counts=counts, shuffle=shuffle)
+    again.take(cut)
+    resumed = mixed(weights, counts=counts, shuffle=shuffle)
+    resumed.restore(SourceState(**json.loads(json.dumps(asdict(again.state())))))
+    assert uids(resumed.take(total)) == uids(again.take(total))
+    assert uids([source.at(position) for position in range(2 * total)]) == [
+        uid for epoch in epochs[:2] for uid in epoch
+    ]
+
+
+def test_every_batch_has_the_shares() -> None:
+    source = mixed((1, 1), counts=(90, 10))
+    for _ in range(30):
+        batch = uids(source.take(10))
+        assert 4 <= sum(uid.startswith("f1:") for uid in batch) <= 6
+
+
+def test_a_run_with_other_weights_cannot_be_resumed() -> None:
+    state = mixed((1, 1)).state()
+    with pytest.raises(ConfigError, match=r"data\.train_weights: the run was started with other shares"):
+        mixed((3, 1)).restore(state)
+    with pytest.raises(ConfigError, match=r"data\.train_weights"):
+        mixed(()).restore(state)
+    plain = mixed(()).state()
+    mixed(()).restore(SourceState(**{name: value for name, value in asdict(plain).items() if name != "shares"}))
+
+
+def test_weights_are_read_from_the_config_and_count_in_training_alone(tmp_path: Path) -> None:
+    one = write_lines(tmp_path / "one.jsonl", *(f'{{"prompt": "{at}"}}' for at in range(9)))
+    two = write_lines(tmp_path / "two.jsonl", '{"prompt": "x"}')
+    data = DataConfig(train_files=(one, two), val_files=(one, two), train_weights=(1, 1))
+    drawn = uids(load_training_tasks(data))
+    assert len(drawn) == 10 and sum(uid.startswith("two.jsonl:1") for uid in drawn) == 5
+    assert {"two.jsonl:1", "two.jsonl:1+1", "two.jsonl:1+4"} <= set(drawn)
+    assert len(set(uids(load_validation_tasks(data)))) == 10
+    limited = DataConfig(train_files=(one, two), train_weights=(1, 1), train_max_samples=9)
+    with pytest.raises(ConfigError, match=r"two\.jsonl has no tasks within data\.train_max_samples"):
+        load_training_tasks(limited)
+    with pytest.raises(ConfigError, match="less than one of the 10 draws of an epoch"):
+        load_training_tasks(DataConfig(train_files=(one, two), train_weights=(100, 1)))
+
+
+def test_a_weight_is_missing_or_not_above_0(tmp_path: Path) -> None:
+    text = "model: {path: x}\ndata: {train_files: [a, b], train_weights: %s}"
+    with pytest.raises(ConfigError, match=r"1 weights for 2 entries of data\.train_files"):
+        loads(text % "[1]", "test")
+    with pytest.raises(ConfigError, match=r"data\.train_weights: item 1: must be > 0"):
+        loads(text % "[1, 0]", "test")
+
+
+def test_seeds_are_tasks_without_a_prompt_and_validation_has_others():
+    data = DataConfig(train_files=("seeds:3",), val_files=("seeds:2",))
+    train, validation = load_training_tasks(data).tasks, load_validation_tasks(data).tasks
+    assert [task.environment_kwargs["seed"] for task in train] == [0, 1, 2]
+    assert all(not task.messages for task in train)
+    assert not {task.uid for task in train} & {task.uid for task in validation}
+    with pytest.raises(ConfigError, match="write seeds:1000"):
+        load_training_tasks(DataConfig(train_files=("seeds:many",)))

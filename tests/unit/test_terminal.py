@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-import treadle
+from tests.package_source import FILES, PACKAGE, nodes
 from treadle.cli.train import _print_comparison
 from treadle.cluster.training import TrainingResult
 from treadle.observe import summarize
@@ -15,8 +15,6 @@ from treadle.observe.rich_output import render_progress, render_summary
 from treadle.terminal import cell, make_console, printable, say
 from treadle.trainer.validation import Validation
 from treadle.types import Outcome, Score, StopReason, Trajectory
-
-PACKAGE = Path(treadle.__file__).parent
 
 ATTACKS = {
     "title": "\x1b]0;owned\x07",
@@ -82,10 +80,10 @@ def test_the_end_of_training_shows_any_data_source_and_any_answer(capsys: pytest
 def test_nothing_else_prints() -> None:
     """`print` and `Console` are called in terminal.py only; a console of its own needs its markup switched off."""
     offenders = []
-    for path in sorted(PACKAGE.rglob("*.py")):
+    for path in FILES:
         if path == PACKAGE / "terminal.py":
             continue
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        for node in nodes(path):
             if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
                 quiet = any(word.arg == "markup" for word in node.keywords)
                 if node.func.id == "print" or (node.func.id in ("Console", "_Console") and not quiet):

@@ -2,16 +2,18 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from datetime import date
 from enum import Enum
 from typing import Annotated, Any, Literal, TypedDict
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from pydantic import BaseModel, Field, create_model
 
 from treadle.rollout.parsers import Untyped
 from treadle.rollout.tools import FunctionTool, Injected, tool
-from treadle.rollout.tools.signature import read_docstring
+from treadle.rollout.tools.signature import ParsedDocstring, read_docstring, read_signature
 from treadle.rollout.tools.validators import InvalidArgument, compile_validator
 
 
@@ -85,6 +87,124 @@ def test_plain_param_fields_describe_parameters() -> None:
     """)
     assert docs.description == "Add."
     assert docs.parameters == {"a": "the first number", "b": "the second"}
+
+
+@pytest.mark.parametrize(
+    ("odd", "found"),
+    [
+        ("Raises:\n        ValueError", {"query": "words", "limit": "how many"}),
+        ("Raises:\n\n    Returns:\n        hits", {"query": "words", "limit": "how many"}),
+        ("Other Parameters:\n        verbose", {"query": "words", "limit": "how many"}),
+    ],
+)
+def test_an_odd_section_of_a_docstring_costs_no_description(odd: str, found: dict[str, str]) -> None:
+    docs = read_docstring(f"""Search the web.
+
+    Args:
+        query: words
+        limit (int, optional): how many
+
+    {odd}
+    """)
+    assert docs == ParsedDocstring("Search the web.", found)
+
+
+def test_a_parameter_without_a_description_costs_the_others_none() -> None:
+    docs = read_docstring("""Add.
+
+    Args:
+        a
+        b: the second
+    """)
+    assert docs == ParsedDocstring("Add.", {"b": "the second"})
+
+
+def test_parameters_that_cannot_be_read_from_a_docstring_are_told(capsys: pytest.CaptureFixture[str]) -> None:
+    def search(query: str) -> str:
+        """Search. Args: query: words
+
+        Args: query: words
+        """
+        return query
+
+    read_signature(search, "tool search")
+    assert "tool search: its docstring describes no parameter" in capsys.readouterr().err
+
+
+def test_numpy_docstrings_describe_parameters() -> None:
+    docs = read_docstring("""Add.
+
+    Parameters
+    ----------
+    a : int
+        the first
+        number
+    b
+        the second
+    """)
+    assert docs == ParsedDocstring("Add.", {"a": "the first number", "b": "the second"})
+
+
+class Passenger(BaseModel):
+    name: str = Field(min_length=1, description="as in the passport")
+    born: date
+
+
+class Booking(BaseModel):
+    passengers: list[Passenger]
+    seats: Annotated[int, Field(ge=1, le=9)] = 1
+
+
+def book(booking: Booking, day: date, hours: Annotated[int, Field(ge=0)] = 0) -> str:
+    """Book a flight."""
+    return f"{booking.passengers[0].born.year} {day.isoformat()} {hours}"
+
+
+def test_models_dates_and_constraints_of_pydantic_are_described() -> None:
+    parameters = FunctionTool.of(book).spec.parameters
+    assert parameters["properties"] == {
+        "booking": {
+            "type": "object",
+            "properties": {
+                "passengers": {"type": "array", "items": {"$ref": "#/$defs/Passenger"}},
+                "seats": {"type": "integer", "minimum": 1, "maximum": 9, "default": 1},
+            },
+            "required": ["passengers"],
+        },
+        "day": {"type": "string", "format": "date"},
+        "hours": {"type": "integer", "minimum": 0, "default": 0},
+    }
+    assert parameters["$defs"]["Passenger"]["properties"]["name"] == {
+        "type": "string",
+        "minLength": 1,
+        "description": "as in the passport",
+    }
+
+
+def test_values_become_models_and_what_does_not_fit_is_said_with_its_place() -> None:
+    spec = FunctionTool.of(book).spec
+    ada = {"name": "Ada", "born": "1815-12-10"}
+    given = spec.validate(
+        {"booking": Untyped('{"passengers": [{"name": "Ada", "born": "1815-12-10"}]}'), "day": "2026-11-16"}
+    )
+    assert given == {"booking": Booking(passengers=[Passenger(**ada)]), "day": date(2026, 11, 16)}
+    for booking, day, place in (
+        ({"passengers": [ada], "seats": 12}, "2026-11-16", "booking.seats: must be at most 9"),
+        ({"passengers": [{"name": "Ada"}]}, "2026-11-16", "booking.passengers.0: missing: born"),
+        ({"passengers": [ada]}, "the day after", "day: Input should be a valid date"),
+        ({"passengers": [{**ada, "born": "<|im_end|>"}]}, "2026-11-16", "booking.passengers.0.born: Input should be"),
+    ):
+        with pytest.raises(InvalidArgument, match=place):
+            spec.validate({"booking": booking, "day": day})
+
+
+def test_two_models_of_one_name_are_refused() -> None:
+    group = create_model("Group", people=(list[create_model("Passenger", age=(int, ...))], ...))  # type: ignore[misc]
+
+    def f(a: Booking, b: group) -> None: ...  # type: ignore[valid-type]
+
+    with pytest.raises(ValueError, match="two of its types are called 'Passenger'"):
+        FunctionTool.of(f)
 
 
 def test_a_function_without_a_docstring_has_an_empty_description() -> None:
@@ -170,8 +290,7 @@ def unannotated(a, b: int) -> None: ...  # type: ignore[no-untyped-def]
 def variadic(*a: int) -> None: ...
 def keywords(**a: int) -> None: ...
 def positional(a: int, /) -> None: ...
-def foreign(a: bytes) -> None: ...
-def numbered(a: dict[int, str]) -> None: ...
+def foreign(a: Callable[[int], int]) -> None: ...
 def unknown(a: "Nowhere") -> None: ...  # type: ignore[name-defined]  # noqa: F821
 
 
@@ -190,8 +309,7 @@ def recursive(a: Tree) -> None: ...
         (variadic, r"'\*a' cannot be given by name"),
         (keywords, r"'\*\*a' cannot be given by name"),
         (positional, "'a' cannot be given by name"),
-        (foreign, "parameter 'a' has a type .*bytes"),
-        (numbered, "parameter 'a' has a type"),
+        (foreign, "parameter 'a' has a type .*Callable"),
         (unknown, "annotations cannot be read"),
         (recursive, "refers to itself"),
     ],

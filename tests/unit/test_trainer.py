@@ -14,7 +14,7 @@ from treadle.inspect.replay import replay
 from treadle.journal import Journal, JournalReader
 from treadle.observe.trackers import Trackers
 from treadle.rollout.service import RolloutKind
-from treadle.trainer.parts import RunInterrupted
+from treadle.trainer.state import RunInterrupted
 from treadle.trainer.step import StepParts
 from treadle.types import Outcome, Row, Score, StopReason, Trajectory
 
@@ -156,10 +156,10 @@ def test_remax_samples_a_greedy_baseline_for_each_group(tmp_path):
 
 def test_a_batch_that_ends_a_run_by_its_numbers_is_set_aside_and_drawn_again(tmp_path, caplog):
     class Spoiled(Trial):
-        async def _train(self, groups, step, control, baselines):
+        async def train(self, groups, **arguments):
             if not any(item.attempt for group in groups for item in group.trajectories):
                 raise NotFiniteError("actor: the gradient of training step 1 is nan")
-            return await super()._train(groups, step, control, baselines)
+            return await super().train(groups, **arguments)
 
     with pytest.raises(NotFiniteError):
         asyncio.run(Spoiled(tmp_path, Rollout()).run_to_end())
@@ -185,3 +185,13 @@ def test_steps_whose_rewards_are_all_equal_and_batches_larger_than_the_data_are_
     assert said.count("all samples of each task have the same reward (mean 1)") == 1, "once for a run of such steps"
     assert f"note: {oversized}" in said
     assert run_of(tmp_path / "b", Rollout()).run.notes == ()
+
+
+def test_the_best_checkpoint_is_by_validation_or_without_one_by_reward(tmp_path):
+    validated = asyncio.run(Trial(tmp_path / "one", Rollout(), validation=[task("v")]).run_to_end())
+    assert {step: score.metric for step, score in validated.checkpoints.scores.items()} == {3: "validation/success"}
+    plain = asyncio.run(Trial(tmp_path / "two", Rollout()).run_to_end())
+    assert {step: score.metric for step, score in plain.checkpoints.scores.items()} == dict.fromkeys(
+        (1, 2, 3), "reward/mean"
+    )
+    assert plain.checkpoints.scores[1].value == 0.5

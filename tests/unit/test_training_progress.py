@@ -22,6 +22,27 @@ def test_without_a_terminal_every_step_is_one_line():
     ]
 
 
+def test_a_validation_that_was_waited_for_is_told_once_and_few_truncated_are_not_none():
+    stream = io.StringIO()
+    with TrainingView(10, stream=stream) as view:
+        seconds = {"seconds/validating": 2.0, "seconds/validation": 2.1}
+        view.on_step(1, {**METRICS, **seconds, "rollout/truncated": 0.001})
+        view.on_step(2, {**METRICS, "seconds/validating": 2.0})
+    first, second = stream.getvalue().splitlines()
+    assert "under 1% truncated" in first
+    assert "validation 2.10 s" in first and "validating" not in first
+    assert "validating 2.00 s" in second, "it ran beside the step"
+
+
+def test_the_number_of_steps_comes_from_the_run():
+    """So that the command need not read the tasks to know it."""
+    stream = io.StringIO()
+    with TrainingView(stream=stream) as view:
+        view.begin(10)
+        view.on_step(1, METRICS)
+    assert stream.getvalue().startswith("step 1/10: ")
+
+
 def test_without_a_terminal_a_run_that_says_nothing_is_seen_to_live():
     class Heard(io.StringIO):
         heard = threading.Event()

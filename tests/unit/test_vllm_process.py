@@ -25,7 +25,7 @@ def test_a_server_that_dies_is_quoted_with_its_status_and_the_first_error() -> N
         asyncio.run(VLLMEngine.create(rollout, MODEL, name="vllm-7"))
     text = str(caught.value)
     assert text.startswith("vllm-7 died while it started: exit status 1: ModuleNotFoundError: No module named 'vllm'")
-    assert "its last words:\n    " in text and text.count("\n") == 15
+    assert "its last lines:\n    " in text and text.count("\n") == 15
     assert time.monotonic() - began < 30
 
 

@@ -37,7 +37,7 @@ def made(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
 
 
 def read(transport: SharedMemoryTransport, version: int, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    transfer = transport.offer(version, CastTensors(tensors, None))
+    transfer = transport.publish(version, CastTensors(tensors, None))
     found = dict(transfer.read())
     transport.retire(version)
     return found
@@ -55,7 +55,7 @@ def test_nothing_is_copied_and_handles_are_made_once(made: list[int]) -> None:
 
 def test_either_side_waits_for_what_it_computed() -> None:
     transport = SharedMemoryTransport(timeout_s=10)
-    reading = transport.offer(1, CastTensors({"a": torch.ones(3)}, None)).batches()
+    reading = transport.publish(1, CastTensors({"a": torch.ones(3)}, None)).batches()
     next(reading)
     assert SYNCHRONIZED == ["cpu"], "the sender, before anybody reads"
     assert list(reading) == [] and SYNCHRONIZED == ["cpu", "cpu"]

@@ -70,7 +70,7 @@ def test_a_long_message_comes_in_pieces_and_is_whole() -> None:
 def test_a_closed_transport_can_be_closed_again_and_offers_again() -> None:
     transport = SharedMemoryTransport(timeout_s=5)
     for version in (1, 2):
-        transfer = transport.offer(version, CastTensors({"a": torch.ones(3), "none": torch.ones(0)}, None))
+        transfer = transport.publish(version, CastTensors({"a": torch.ones(3), "none": torch.ones(0)}, None))
         assert [len(tensor) for tensor in transfer.values()] == [3, 0]
         transport.close()
         transport.close()
@@ -78,7 +78,7 @@ def test_a_closed_transport_can_be_closed_again_and_offers_again() -> None:
 
 def test_a_version_is_taken_back_only_when_its_readers_are_done() -> None:
     transport = SharedMemoryTransport(timeout_s=5)
-    reading = transport.offer(1, CastTensors({"a": torch.ones(3)}, None)).batches()
+    reading = transport.publish(1, CastTensors({"a": torch.ones(3)}, None)).batches()
     next(reading)
     retiring = threading.Thread(target=transport.retire, args=(1,))
     retiring.start()
@@ -92,16 +92,16 @@ def test_a_version_is_taken_back_only_when_its_readers_are_done() -> None:
 
 def test_a_parcel_of_nothing_is_read_too() -> None:
     transport = SharedMemoryTransport(timeout_s=5)
-    transfer = transport.offer(1, CastTensors({"none": torch.ones(0)}, None))
+    transfer = transport.publish(1, CastTensors({"none": torch.ones(0)}, None))
     assert len(dict(transfer.items())["none"]) == 0
     transport.close()
 
 
 def test_whoever_opens_a_parcel_too_late_is_told() -> None:
     transport = SharedMemoryTransport(timeout_s=5)
-    late = transport.offer(1, CastTensors({"a": torch.ones(3)}, None))
+    late = transport.publish(1, CastTensors({"a": torch.ones(3)}, None))
     transport.retire(1)
-    now = transport.offer(2, CastTensors({"a": torch.zeros(3)}, None))
+    now = transport.publish(2, CastTensors({"a": torch.zeros(3)}, None))
     with pytest.raises(EngineFailure, match="the sender of the weights has gone, or taken them back"):
         dict(late.read())
     assert dict(now.read())["a"].tolist() == [0, 0, 0]

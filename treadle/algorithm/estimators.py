@@ -1,4 +1,5 @@
-"""Advantage estimators by name: GRPO and its variants, RLOO, OPO, ReMax, GAE, REINFORCE++, optimal token baseline.
+"""Advantage estimators by name: GRPO and its variants, RLOO, OPO, ReMax, GAE, REINFORCE++, optimal token
+baseline; online DPO and IPO; and on-policy distillation.
 
 N trajectories, G groups, K turns, T tokens, as in `advantage`. Copy one to add your own, or name it by import path.
 
@@ -16,14 +17,22 @@ Optimal token baseline (OTB): for each sampled token, a mean of the group that w
 G_t is the return of sample i from its t-th sampled token on, and W_t estimates the squared norm of its gradient so
 far: B_t is the baseline of least variance. Where only one sample of the group is that long, its advantage is G_t.
 Tokens of forks are compared with the first rows of the group, at the same count of sampled tokens in their own row.
+
+Preference losses: the best sample w of a group is preferred to its worst l, by the margin between them.
+
+    Δ = h(w) - h(l)      h = Σ log(π / π_ref) over the sampled tokens      dpo: -log σ(β Δ)      ipo: (Δ - 1 / 2β)²
+
+The loss is a function of Δ alone, so its gradient is a number times ∇ log π(w) - ∇ log π(l): that number, taken at the
+policy before the step, is the advantage of w, and its negative that of l. Other samples have none.
 """
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from treadle.algorithm.advantage import (
+from treadle.algorithm.advantage_inputs import (
     AdvantageEstimator,
     AdvantageInputs,
     Advantages,
@@ -230,6 +239,72 @@ def _token_baselines(inputs: AdvantageInputs, group_S: Tensor, returns_SL: Tenso
     return torch.where(count_GL > 1, lowest_GL + total_GL / weight_GL.clamp(min=OTB_EPSILON), 0)
 
 
+def dpo(inputs: AdvantageInputs, algorithm: AlgorithmConfig) -> Advantages:
+    """Direct preference optimization on the policy's own samples: minus the slope of -log σ(β Δ)."""
+    pairs, beta = find_pairs(inputs), algorithm.preference_beta
+    return _prefer(inputs, pairs, beta * torch.sigmoid(-beta * pairs.margins_P))
+
+
+def ipo(inputs: AdvantageInputs, algorithm: AlgorithmConfig) -> Advantages:
+    """Identity preference optimization on the policy's own samples: minus the slope of (Δ - 1 / 2β)²."""
+    pairs = find_pairs(inputs)
+    return _prefer(inputs, pairs, 1 / algorithm.preference_beta - 2 * pairs.margins_P)
+
+
+@dataclass(frozen=True, slots=True)
+class PreferencePairs:
+    """The best and the worst sample of each group whose scores differ; of equal ones the first. P pairs."""
+
+    best_P: Tensor
+    worst_P: Tensor
+    """Trajectories, by their number in the batch."""
+    margins_P: Tensor
+    """Δ of each pair."""
+
+
+def find_pairs(inputs: AdvantageInputs) -> PreferencePairs:
+    """The pairs of a batch, with their margins before the step."""
+    if inputs.log_ratios_T is None:
+        raise MisuseError("dpo and ipo need log_ratios_T: log(policy / reference) of each token")
+    scores_N, numbers_N = score(inputs), torch.arange(inputs.num_trajectories)
+
+    def first_with(extreme: str) -> tuple[Tensor, Tensor]:
+        """The highest or lowest score of each group, and the first trajectory that has it."""
+        extreme_G = torch.zeros(inputs.num_groups, dtype=torch.float64)
+        extreme_G.scatter_reduce_(0, inputs.group_N, scores_N, extreme, include_self=False)
+        has_it_N = scores_N == extreme_G[inputs.group_N]
+        first_G = torch.zeros(inputs.num_groups, dtype=torch.int64)
+        first_G.scatter_reduce_(0, inputs.group_N[has_it_N], numbers_N[has_it_N], "amin", include_self=False)
+        return extreme_G, first_G
+
+    (highest_G, best_G), (lowest_G, worst_G) = first_with("amax"), first_with("amin")
+    differs_G = highest_G > lowest_G
+    best_P, worst_P = best_G[differs_G], worst_G[differs_G]
+    distances_N = add_up(
+        torch.where(inputs.mask_T, inputs.log_ratios_T, 0), inputs.trajectory_T, inputs.num_trajectories
+    )
+    return PreferencePairs(best_P, worst_P, distances_N[best_P] - distances_N[worst_P])
+
+
+def _prefer(inputs: AdvantageInputs, pairs: PreferencePairs, slopes_P: Tensor) -> Advantages:
+    advantages_N = torch.zeros(inputs.num_trajectories, dtype=torch.float64)
+    advantages_N[pairs.best_P], advantages_N[pairs.worst_P] = slopes_P, -slopes_P
+    return broadcast_to_tokens(inputs, advantages_N)
+
+
+def on_policy_distill(inputs: AdvantageInputs, algorithm: AlgorithmConfig) -> Advantages:
+    """No advantage from rewards: the step adds that of distillation, as to every estimator (`add_distillation`)."""
+    return Advantages(torch.zeros(len(inputs.mask_T)))
+
+
+def add_distillation(advantages_T: Tensor, policy_T: Tensor, teacher_T: Tensor, mask_T: Tensor, coef: float) -> Tensor:
+    """On-policy distillation: log(teacher / policy) of each sampled token, weighed, on top of its advantage.
+
+    Its mean over samples of the policy is minus the reverse KL divergence from the teacher, token by token.
+    """
+    return torch.where(mask_T, advantages_T + coef * (teacher_T - policy_T).to(advantages_T.dtype), advantages_T)
+
+
 ESTIMATORS: Mapping[str, AdvantageEstimator] = {
     "grpo": grpo,
     "gdpo": gdpo,
@@ -242,6 +317,9 @@ ESTIMATORS: Mapping[str, AdvantageEstimator] = {
     "opo": opo,
     "optimal_token_baseline": optimal_token_baseline,
     "gae": gae,
+    "dpo": dpo,
+    "ipo": ipo,
+    "on_policy_distill": on_policy_distill,
 }
 
 

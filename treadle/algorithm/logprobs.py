@@ -21,7 +21,7 @@ CPU_VOCAB_TILE = 2048
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprobs:
-    """Of each target: its logprob, and the entropy of the distribution that it was drawn from."""
+    """Logprob of each target, and the entropy of the distribution that it was drawn from."""
 
     logprobs_T: Tensor
     entropy_T: Tensor

@@ -19,6 +19,7 @@ from treadle.algorithm.micro_batch import (
     LossOutput,
     MicroBatch,
     PolicyLoss,
+    TokenTerms,
     token_weights,
     weighted_sum,
 )
@@ -100,18 +101,19 @@ def compute_policy_loss(
     old_T = _old_logprobs(batch, rollout_correction)
     correction = _correction(batch, old_T, rollout_correction)
     kept_T = correction.keep_T if correction else batch.mask_T
-    taught_T, masked = _without_off_policy(batch, kept_T, rollout_correction)
-    policy = find_loss(actor.policy_loss.loss_mode)(_loss_inputs(batch, old_T, taught_T), actor)
+    loss_mask_T, masked = _without_off_policy(batch, kept_T, rollout_correction)
+    policy = find_loss(actor.policy_loss.loss_mode)(_loss_inputs(batch, old_T, loss_mask_T), actor)
     losses_T = policy.losses_T
     if correction:
         carried = rollout_correction.bypass_mode and actor.policy_loss.loss_mode not in RATIO_FREE
         losses_T = losses_T if carried else losses_T * correction.weights_T
     mode = policy.aggregation or actor.loss_agg_mode
     weights_T = token_weights(batch.mask_T, batch.sequence_T, batch.num_sequences, mode, denominator)
-    policy_term = weighted_sum(torch.where(taught_T, losses_T, 0), weights_T)
+    policy_term = weighted_sum(torch.where(loss_mask_T, losses_T, 0), weights_T)
     others, metrics = _other_terms(batch, kept_T, denominator, actor)
     measured: LossMetrics = {**policy.metrics, **(correction.metrics if correction else {}), **masked, **metrics}
-    return LossOutput(policy_term + others, {"actor/pg_loss": SumMetric(policy_term.detach()), **measured})
+    terms = TokenTerms(correction.weights_T if correction else None, loss_mask_T, policy.clipped_T)
+    return LossOutput(policy_term + others, {"actor/pg_loss": SumMetric(policy_term.detach()), **measured}, terms)
 
 
 def _cleaned(batch: MicroBatch) -> MicroBatch:
@@ -139,12 +141,12 @@ def _old_logprobs(batch: MicroBatch, rollout_correction: RolloutCorrectionConfig
     return batch.logprobs_T.detach() if old_T is None else old_T
 
 
-def _loss_inputs(batch: MicroBatch, old_T: Tensor, taught_T: Tensor) -> LossInputs:
+def _loss_inputs(batch: MicroBatch, old_T: Tensor, loss_mask_T: Tensor) -> LossInputs:
     return LossInputs(
         batch.logprobs_T,
         old_T,
         batch.advantages_T,
-        taught_T,
+        loss_mask_T,
         batch.sequence_T,
         batch.num_sequences,
         batch.selected_T,

@@ -74,6 +74,8 @@ class TokenLosses:
     metrics: LossMetrics
     aggregation: Aggregation | None = None
     """Set by a loss that is defined for one aggregation only; None for `actor.loss_agg_mode`."""
+    clipped_T: Tensor | None = None
+    """Tokens whose ratio was clipped or that were silenced, for annotations; None where a loss clips none."""
 
 
 PolicyLoss = Callable[[LossInputs, ActorConfig], TokenLosses]
@@ -85,6 +87,19 @@ class LossOutput:
 
     loss: Tensor
     metrics: LossMetrics
+    tokens: "TokenTerms | None" = None
+    """What became of each token in the policy's loss."""
+
+
+@dataclass(frozen=True, slots=True)
+class TokenTerms:
+    """What became of each token in the policy's loss: for records, read by no computation."""
+
+    weights_T: Tensor | None
+    """Importance weights; None where all are 1."""
+    loss_mask_T: Tensor
+    """Whether it is in the policy's term at all."""
+    clipped_T: Tensor | None
 
 
 def sum_by_sequence(values_T: Tensor, sequence_T: Tensor, num_sequences: int) -> Tensor:

@@ -2,6 +2,8 @@
 
 T tokens, S sequences, as in `micro_batch`. Each maps `LossInputs` to a loss per token; aggregation happens in `loss`.
 
+`clipped_T` marks the tokens that a loss clips or silences; sapo, gpg and kl_cov clip none.
+
 One ratio per token: vanilla, cispo, sapo, dppo_tv, dppo_kl, gpg.
 One ratio per sequence: gspo, geo_mean. The sequence's loss is on each of its tokens, so that seq-mean-token-mean is
 the mean over sequences. Both ask for that aggregation, whatever `actor.loss_agg_mode` says of other terms: any other
@@ -58,13 +60,15 @@ def vanilla(inputs: LossInputs, actor: ActorConfig) -> TokenLosses:
     worse_T = torch.maximum(plain_T, clipped_T)
     bound_T = -advantages_T * largest_ratio(actor)
     negative_T = advantages_T < 0
+    bounded_T = negative_T & (worse_T > bound_T)
     return TokenLosses(
         torch.where(negative_T, torch.minimum(worse_T, bound_T), worse_T),
         {
             "actor/pg_clipfrac": MeanMetric.of((clipped_T > plain_T).double(), inputs.mask_T),
-            "actor/pg_clipfrac_lower": MeanMetric.of((negative_T & (worse_T > bound_T)).double(), inputs.mask_T),
+            "actor/pg_clipfrac_lower": MeanMetric.of(bounded_T.double(), inputs.mask_T),
             **ratio_metrics(inputs, ratio_T),
         },
+        clipped_T=(clipped_T > plain_T) | bounded_T,
     )
 
 
@@ -84,6 +88,7 @@ def cispo(inputs: LossInputs, actor: ActorConfig) -> TokenLosses:
             "actor/pg_clipfrac": MeanMetric.of((weight_T != ratio_T).double(), inputs.mask_T),
             **ratio_metrics(inputs, ratio_T),
         },
+        clipped_T=weight_T != ratio_T,
     )
 
 
@@ -130,6 +135,7 @@ def _dppo(inputs: LossInputs, actor: ActorConfig, moved_T: Tensor, divergence_T:
             "actor/pg_clipfrac_lower": MeanMetric.of((~too_far_T & (weight_T != ratio_T)).double(), inputs.mask_T),
             **ratio_metrics(inputs, ratio_T),
         },
+        clipped_T=too_far_T | (weight_T != ratio_T),
     )
 
 
@@ -137,6 +143,11 @@ def gpg(inputs: LossInputs, actor: ActorConfig) -> TokenLosses:
     """The plain policy gradient: no ratio, no clipping."""
     ratio_T = inputs.log_ratio().exp()
     return TokenLosses(-inputs.advantages_T * inputs.logprobs_T, ratio_metrics(inputs, ratio_T))
+
+
+def cross_entropy(inputs: LossInputs, actor: ActorConfig) -> TokenLosses:
+    """Supervised fine-tuning: the negative logprob of every token that is learned; nothing was sampled."""
+    return TokenLosses(-inputs.logprobs_T, {})
 
 
 def gspo(inputs: LossInputs, actor: ActorConfig) -> TokenLosses:
@@ -154,6 +165,7 @@ def gspo(inputs: LossInputs, actor: ActorConfig) -> TokenLosses:
             **ratio_metrics(inputs, ratio_T),
         },
         aggregation="seq-mean-token-mean",
+        clipped_T=clipped_T > plain_T,
     )
 
 
@@ -174,6 +186,7 @@ def geo_mean(inputs: LossInputs, actor: ActorConfig) -> TokenLosses:
             **ratio_metrics(inputs, ratio_T),
         },
         aggregation="seq-mean-token-mean",
+        clipped_T=kept_T != log_T,
     )
 
 
@@ -233,6 +246,7 @@ def clip_cov(inputs: LossInputs, actor: ActorConfig) -> TokenLosses:
             "actor/selected_fraction": MeanMetric.of(selected_T.double(), inputs.mask_T),
             **ratio_metrics(inputs, ratio_T),
         },
+        clipped_T=silent_T,
     )
 
 

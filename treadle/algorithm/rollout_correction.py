@@ -154,7 +154,7 @@ def _measure_processed(ratios: _Ratios) -> LossMetrics:
 def _measure_weights(
     ratios: _Ratios, keep_T: Tensor, rejected_S: Tensor, rollout_correction: RolloutCorrectionConfig
 ) -> LossMetrics:
-    """Of the weights as applied, 0 where rejected: per sequence where they are, else per token, even if none apply."""
+    """Metrics of the weights as applied, 0 where rejected: per sequence where they are, else per token."""
     if rollout_correction.rollout_is == "sequence":
         log, kept, among = ratios.drawn_S, ~rejected_S, ratios.sampled_S
     else:

@@ -40,12 +40,17 @@ def atomic_directory(target: Path) -> Iterator[Path]:
     flush(target.parent)
 
 
-def remove(target: Path) -> None:
-    """Delete a directory that never looks whole meanwhile."""
+def move_to_trash(target: Path) -> Path:
+    """Rename a directory that is to be deleted, so that it never looks whole meanwhile; returns its new name."""
     trash = target.with_name(TRASH + target.name)
     shutil.rmtree(trash, ignore_errors=True)
     target.rename(trash)
     flush(target.parent)
+    return trash
+
+
+def delete(trash: Path) -> None:
+    """Delete what `move_to_trash` renamed."""
     shutil.rmtree(trash)
 
 

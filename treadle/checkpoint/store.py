@@ -4,6 +4,7 @@ Saved in turn, those of the last k steps kept, the newest whole one found again:
 
 run_dir/checkpoints/
   0003-step-120/     the third save, after training step 120: a Hugging Face directory, and `training/` inside it
+  latest, best       links, see `links`
 Saves are numbered, so a run started afresh in the same directory is newer than what it replaces, whatever its step.
 
 Owns names, order and retention. Knows a policy only as something that saves itself, and the caller's state not at all.
@@ -14,6 +15,7 @@ import json
 import logging
 import re
 import shutil
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -24,12 +26,14 @@ from typing import Any
 from treadle.checkpoint.atomic_directory import (
     Damaged,
     atomic_directory,
+    delete,
+    move_to_trash,
     read_manifest,
-    remove,
     remove_leftovers,
     verify,
     write_manifest,
 )
+from treadle.checkpoint.links import LATEST, CheckpointScore, CheckpointScores, link
 from treadle.config.rollout import ModelConfig
 from treadle.config.training import CheckpointConfig
 from treadle.disk import explain_disk_error
@@ -95,9 +99,13 @@ class Progress:
     """Whatever the caller wants back, such as the position in the data: JSON-able, and otherwise unread."""
 
 
-def latest(run_dir: Path) -> Path | None:
-    """The newest whole checkpoint of a run, if there is one. Damaged ones are passed over with a warning."""
+def latest(run_dir: Path, through: int | None = None) -> Path | None:
+    """The newest whole checkpoint of a run (of step `through` or before), if there is one.
+
+    Damaged ones are passed over with a warning."""
     for path in reversed(_saved(run_dir)):
+        if through is not None and step_of(path) > through:
+            continue
         try:
             verify(path)
         except Damaged as damage:
@@ -105,6 +113,19 @@ def latest(run_dir: Path) -> Path | None:
         else:
             return path
     return None
+
+
+def restore_networks(path: Path, policy: Policy, critic: Critic | None, reference: Reference | None) -> Progress:
+    """Bring networks to where a checkpoint was saved."""
+    policy.restore(path)
+    if critic is not None:
+        critic.restore(path)
+    if reference is not None:
+        reference.restore(path)
+    progress = Progress(**json.loads((path / PROGRESS).read_text(encoding="utf-8")))
+    if progress.version != policy.version:
+        raise RunError(f"{path} has version {progress.version} in {PROGRESS}, and {policy.version} in its policy")
+    return progress
 
 
 class Checkpoints:
@@ -123,6 +144,20 @@ class Checkpoints:
         self._model = model
         self._clock = clock
         self._saved_at = clock()
+        self._scores = CheckpointScores(run_dir / FOLDER)
+        self._measured: dict[int, CheckpointScore] = {}
+        """Scores by step, of steps that may be saved yet."""
+        self._of_step: dict[int, Path] = {}
+        """Checkpoints that hold the weights of this start's steps."""
+        self._lock = threading.Lock()
+        """A validation may end, and score its step, while another thread saves."""
+
+    def score(self, step: int, score: CheckpointScore) -> None:
+        """Say how good the weights after a step are; where they are saved, or will be, that decides `best`."""
+        with self._lock:
+            self._measured[step] = score
+            if step in self._of_step and self._of_step[step].is_dir():
+                self._scores.add(self._of_step[step], score)
 
     def save(
         self,
@@ -132,7 +167,7 @@ class Checkpoints:
         state: Mapping[str, Any],
         reference: Reference | None = None,
     ) -> Path:
-        """Save everything after training step `step`, then delete what is no longer kept."""
+        """Save everything after training step `step`, then delete what is no longer kept. The best one is kept."""
         folder = self._run_dir / FOLDER
         remove_leftovers(folder)
         last = max((_order(path) for path in _saved(self._run_dir)), default=0)
@@ -148,7 +183,15 @@ class Checkpoints:
             (draft / PROGRESS).write_text(json.dumps(progress), encoding="utf-8")
             write_manifest(draft)
         self._saved_at = self._clock()
-        self._prune()
+        with self._lock:
+            self._of_step[step] = target
+            link(folder, LATEST, target)
+            if step in self._measured:
+                self._scores.add(target, self._measured[step])
+            trash = [move_to_trash(path) for path in self._outdated()]
+            self._scores.drop_missing()
+        for path in trash:
+            delete(path)
         return target
 
     def find(self) -> Path | None:
@@ -173,14 +216,9 @@ class Checkpoints:
         path = self.find()
         if path is None:
             return None
-        policy.restore(path)
-        if critic is not None:
-            critic.restore(path)
-        if reference is not None:
-            reference.restore(path)
-        progress = Progress(**json.loads((path / PROGRESS).read_text(encoding="utf-8")))
-        if progress.version != policy.version:
-            raise RunError(f"{path} has version {progress.version} in {PROGRESS}, and {policy.version} in its policy")
+        progress = restore_networks(path, policy, critic, reference)
+        if path.parent == self._run_dir / FOLDER:
+            self._of_step[progress.step] = path
         return progress
 
     def is_due(self, step: int) -> bool:
@@ -190,19 +228,20 @@ class Checkpoints:
             return True
         return save_every_s is not None and self._clock() - self._saved_at >= save_every_s
 
-    def _prune(self) -> None:
-        """Keep the newest whole checkpoint of each of the last k steps saved. One that is not whole goes with them."""
+    def _outdated(self) -> list[Path]:
+        """All but the newest whole checkpoint of each of the last k steps saved, and but the best.
+
+        One that is not whole goes with them."""
         keep_last = self._checkpoint.keep_last
         if keep_last is None:
-            return
+            return []
         saved = _saved(self._run_dir)
         kept: dict[int, Path] = {}
         for path in reversed(saved):
             if len(kept) < keep_last and _looks_whole(path):
-                kept.setdefault(_step(path), path)
-        for path in saved[:-1]:
-            if path not in kept.values():
-                remove(path)
+                kept.setdefault(step_of(path), path)
+        best = self._scores.best()
+        return [path for path in saved[:-1] if path != best and path not in kept.values()]
 
 
 def _saved(run_dir: Path) -> list[Path]:
@@ -218,7 +257,8 @@ def _order(path: Path) -> int:
     return int(found[1])
 
 
-def _step(path: Path) -> int:
+def step_of(path: Path) -> int:
+    """The step after which a checkpoint was saved, by its name."""
     found = _NAME.fullmatch(path.name)
     assert found is not None, f"{path} is no checkpoint"
     return int(found[2])

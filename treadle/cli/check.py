@@ -31,11 +31,13 @@ def register(commands: Commands) -> None:
 
     examples:
       treadle check calculator
+      treadle check my.yaml --sft
       treadle check my.yaml trainer.mode=fully_async rollout.nnodes=1
       treadle check my.yaml --json | jq '.findings[] | select(.kind == "wrong")'
     """
     parser = add_command(commands, "check", check, examples)
     add_words(parser)
+    parser.add_argument("--sft", action="store_true", help="check what treadle sft would run")
     parser.add_argument("--json", action="store_true", help="findings, plan and first prompt as one JSON object")
 
 
@@ -48,7 +50,7 @@ def check(arguments: Arguments) -> int:
 
     report, config, plan = PreflightReport(), None, None
     with report.gather():
-        config = load_words(arguments.words)
+        config = load_words(arguments.words, sft=arguments.sft)
     if config is not None:
         from treadle.preflight.checks import run_preflight
 

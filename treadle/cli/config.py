@@ -41,8 +41,6 @@ def register(commands: Commands) -> None:
         help="a variable of the script's environment, such as DEVICE=gpu; wins over what the script assigns",
     )
 
-    add_command(group, "recipes", recipes, "example: treadle config recipes")
-
 
 def show(arguments: Arguments) -> None:
     """Print the resolved config as YAML that loads again."""
@@ -60,10 +58,11 @@ def explain(arguments: Arguments) -> None:
 
 def check(arguments: Arguments) -> None:
     """Say that a config is fine, or list every mistake in it (status 2)."""
-    from treadle.config import TrainConfig
+    from treadle.config import SFTRunConfig, TrainConfig
 
     config = load_words(arguments.words)
     kind = "a training run" if isinstance(config, TrainConfig) else "a rollout that stands alone"
+    kind = "supervised fine-tuning" if isinstance(config, SFTRunConfig) else kind
     say(f"fine: {kind}")
 
 
@@ -105,10 +104,3 @@ def _variable(word: str) -> tuple[str, str]:
         fix = "as in --set DEVICE=gpu, or --set 1=8 for the first argument of the script"
         raise ConfigError([Mistake("--set", f"{word!r} is not NAME=VALUE", word, fix=fix)])
     return name, value
-
-
-def recipes(arguments: Arguments) -> None:
-    """List the configs that come with treadle."""
-    from treadle.config.load import recipe_names
-
-    say("\n".join(recipe_names()))

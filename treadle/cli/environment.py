@@ -15,9 +15,9 @@ if TYPE_CHECKING:
 
 
 def find_machines(cluster: "ClusterConfig") -> list["Machine"]:
-    """Those of the cluster whose address is given, or this one."""
+    """Machines of the cluster whose address is given, or this one."""
     if cluster.backend == "local" or cluster.address is None:
-        from treadle.cluster.machine import this_machine
+        from treadle.engine.gpus import this_machine
 
         return [this_machine()]
     from treadle.cluster.ray import require_ray
@@ -44,6 +44,6 @@ def described_machines(words: list[str]) -> list["Machine"]:
 
 
 def read_api_keys(config: "Config") -> dict[str, str]:
-    """Those that are set, by variable."""
+    """API keys that are set, by variable."""
     variables = (config.rollout.openai.api_key_env, *config.reward.api_key_variables())
     return {name: os.environ[name] for name in variables if os.environ.get(name)}

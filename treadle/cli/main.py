@@ -13,11 +13,13 @@ from pathlib import Path
 from types import FrameType
 from typing import NoReturn
 
-from treadle.cli import check, config, inspect, plan, rollout, simulate, train
+from treadle import __version__
+from treadle.cli import check, config, init, inspect, plan, recipes, results, rollout, serve, sft, simulate, train, view
 from treadle.cli.parser import Parser, new_parser, parse
 from treadle.disk import explain_disk_error
 from treadle.errors import ConfigError, Failure, RunError
 from treadle.exit_status import STATUS_CONFIG, STATUS_FAILED, STATUS_INTERRUPTED
+from treadle.process.interrupt_watcher import discount_interrupt
 from treadle.terminal import show_cursor, warn
 
 LAST_WARNING = 2
@@ -36,19 +38,34 @@ def build_parser() -> Parser:
         KEY=VALUE words win over every file.
 
           treadle train calculator                    an agent that learns, in two minutes on two cores
+          treadle recipes                             what comes with treadle, with the curves we measured
+          treadle sft my.yaml                         supervised fine-tuning: chat files, or a run's best trajectories
+          treadle init my-project --task tools        a project of your own, which trains as it stands
           treadle check my.yaml                       files, prompts, rewards, model and machine, before a run
           treadle plan calculator rollout.n=16        what would run where, and how batches divide
+          treadle view RUN                            a run in the browser, down to single tokens
+          treadle show RUN --worst                    trajectories of a run; also: metrics RUN, export RUN DIR
           treadle config show calculator --origins    every value and where it came from
           treadle config migrate run.sh > my.yaml     move over from verl
         """,
     )
+    parser.add_argument("--version", action="version", version=f"treadle {__version__}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
+    recipes.register(commands)
+    init.register(commands)
     train.register(commands)
+    sft.register(commands)
     check.register(commands)
     plan.register(commands)
     simulate.register(commands)
     rollout.register(commands)
+    serve.register(commands)
+    view.register(commands)
+    results.register_show(commands)
+    results.register_metrics(commands)
+    results.register_export(commands)
     inspect.register_replay(commands)
+    inspect.register_annotate(commands)
     inspect.register_audit(commands)
     inspect.register_timeline(commands)
     config.register(commands)
@@ -108,6 +125,7 @@ def _count_interrupts() -> Callable[[], int]:
     def repeat() -> None:
         nonlocal repeats
         repeats = True
+        discount_interrupt()
         os.kill(os.getpid(), signal.SIGINT)
 
     def handle(number: int, frame: FrameType | None) -> None:

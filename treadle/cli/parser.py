@@ -5,17 +5,32 @@ commands run.
 """
 
 import argparse
+import re
 import warnings
 from collections.abc import Callable
+from difflib import get_close_matches
 from inspect import cleandoc
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from treadle.terminal import warn
 
 if TYPE_CHECKING:
     from treadle.config import Config
 
-Parser = argparse.ArgumentParser
+_CHOICES = re.compile(r"invalid choice: '(.*?)' \(choose from (.*)\)")
+
+
+class Parser(argparse.ArgumentParser):
+    """The standard library's parser; a word that is nearly one of its choices is answered with that one."""
+
+    def error(self, message: str) -> NoReturn:
+        if found := _CHOICES.search(message):
+            near = get_close_matches(found[1], [word.strip(" '") for word in found[2].split(",")], 1)
+            message += f"\ndid you mean {near[0]!r}?" if near else ""
+        super().error(message)
+
+
 Commands = Any
 """What `add_subparsers` returns; argparse gives it no public name."""
 
@@ -57,13 +72,26 @@ def parse(parser: Parser, arguments: list[str]) -> Arguments:
     return parsed
 
 
-def add_words(parser: Parser) -> None:
+def add_words(parser: Parser, metavar: str = "CONFIG | KEY=VALUE", *, what: str = "files or recipes") -> None:
     """The configs and overrides most commands take."""
-    parser.add_argument("words", nargs="+", metavar="CONFIG | KEY=VALUE", help="files or recipes, then values that win")
+    parser.add_argument("words", nargs="+", metavar=metavar, help=f"{what}, then values that win")
 
 
-def load_words(words: list[str]) -> "Config":
-    """The config that words on the command line describe; warnings go to standard error."""
+LATEST = "latest"
+"""Stands for the newest run below `runs/` where a command takes a run directory."""
+
+
+def run_path(word: str) -> Path:
+    """The run directory that a word names; `latest`, where no directory has that name, is the newest one."""
+    if word != LATEST or Path(word).exists():
+        return Path(word)
+    from treadle.inspect.run_records import newest_runs
+
+    return next(iter(newest_runs()), Path(word))
+
+
+def load_words(words: list[str], *, sft: bool = False, rollout: bool = False) -> "Config":
+    """The config that words on the command line describe; warnings go to standard error. The rest: as `load` has it."""
     from treadle.config import ConfigWarning, LegacyKeyWarning, load
 
     overrides = [word for word in words if _is_override(word)]
@@ -73,7 +101,7 @@ def load_words(words: list[str]) -> "Config":
         warnings.simplefilter("always", LegacyKeyWarning)
         warnings.simplefilter("always", ConfigWarning)
         try:
-            return load(files, overrides)
+            return load(files, overrides, sft=sft, rollout=rollout)
         finally:
             for warning in caught:
                 warn(f"warning: {warning.message}")

@@ -8,7 +8,7 @@ from treadle.cli.parser import Arguments, Commands, add_command, add_words, load
 from treadle.terminal import say
 
 if TYPE_CHECKING:
-    from treadle.config import Config, Plan
+    from treadle.config import Config, Plan, SFTRunConfig
     from treadle.config.placement import RewardPlacement
     from treadle.config.plan import BatchPlan
 
@@ -40,9 +40,11 @@ def plan(arguments: Arguments) -> None:
 
 def describe_plan(config: "Config", plan: "Plan") -> str:
     """A plan in words."""
-    from treadle.config import TrainConfig
+    from treadle.config import SFTRunConfig, TrainConfig
     from treadle.config.transport import describe_transport
 
+    if isinstance(config, SFTRunConfig):
+        return _describe_sft_plan(config, plan)
     rows = [("mode", "rollout that stands alone" if plan.mode == "rollout" else plan.mode)]
     rows += [("where" if at == 0 else "", str(placement)) for at, placement in enumerate(plan.placements)]
     devices = f"{_count(plan.gpus_per_replica, 'GPU')} each" if plan.gpus_per_replica else "on CPU"
@@ -62,9 +64,40 @@ def describe_plan(config: "Config", plan: "Plan") -> str:
         rows.append(("unused", f"{_count(plan.unused_gpus, 'GPU')}: {more}"))
     if isinstance(config, TrainConfig):
         rows.append(("weights", describe_transport(config)))
+    rows += _sandbox_rows(config)
     rows += _batch_rows(plan.batches) if plan.batches else [("samples", f"{config.rollout.n} per task")]
+    if plan.batches:
+        rows.append(("", _describe_prefixes(config)))
     if plan.staleness:
         rows.append(("staleness", f"{plan.staleness} policy version{'' if str(plan.staleness) == '1' else 's'}"))
+    return "\n".join(f"{name:10} {text}" for name, text in rows)
+
+
+def _sandbox_rows(config: "Config") -> list[tuple[str, str]]:
+    """Which provider runs what models write, and what it does not protect from; it is tried, with a box that ends."""
+    from treadle.reward.unsafe_calls import find_fenced
+    from treadle.sandbox.providers import check_provider
+
+    rows: list[tuple[str, str]] = []
+    for key, section, used, bridged in (
+        ("rollout.sandbox", config.rollout.sandbox, config.rollout.uses_sandbox(), config.rollout.boxes_agents()),
+        ("reward.sandbox", config.reward.sandbox, config.reward.uses_sandbox(), False),
+    ):
+        if used:
+            first, *more = check_provider(key, section, bridged).describe()
+            rows += [("boxes" if not rows else "", f"{key}: {first}"), *(("", text) for text in more)]
+    return rows + [
+        ("" if rows or at else "boxes", f"reward {text}") for at, text in enumerate(find_fenced(config.reward))
+    ]
+
+
+def _describe_sft_plan(config: "SFTRunConfig", plan: "Plan") -> str:
+    rows = [("mode", "supervised fine-tuning")]
+    rows += [("where" if at == 0 else "", str(placement)) for at, placement in enumerate(plan.placements)]
+    budget = config.actor.ppo_max_token_len_per_gpu
+    ranks = _count(config.trainer.num_ranks(), "rank")
+    rows.append(("batch", f"{config.data.train_batch_size} rows → 1 optimizer step, over {ranks}"))
+    rows.append(("", f"→ on each micro batches of up to {budget:,} tokens"))
     return "\n".join(f"{name:10} {text}" for name, text in rows)
 
 
@@ -90,6 +123,15 @@ def _validation_rows(config: "Config", plan: "Plan") -> list[tuple[str, str]]:
         ("validation", f"beside training, on the rollout's engines: {why}"),
         ("", "sampling and training go on; the next push of weights waits until all validation tasks are done"),
     ]
+
+
+def _describe_prefixes(config: "Config") -> str:
+    """Whether rows share their prefixes, and by which key."""
+    if config.model.shared_prefix == "off":
+        return "→ every row computed by itself (model.shared_prefix=off)"
+    if not config.model.parity_check:
+        return "→ every row computed by itself: model.parity_check=false leaves shared prefixes untried"
+    return "→ a prefix that rows share counts and computes once, if the parity check finds it the same"
 
 
 def _batch_rows(batches: "BatchPlan") -> list[tuple[str, str]]:

@@ -1,6 +1,9 @@
 """`treadle rollout`: agent loops, engine and rewards with no trainer."""
 
+import shlex
 import sys
+import threading
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import TYPE_CHECKING
@@ -42,20 +45,8 @@ def rollout(arguments: Arguments) -> int:
 
     Status 0 when no trajectory failed, 1 when some did, 130 when interrupted.
     """
-    config = load_words(arguments.words)
-    require_preflight(config)
-
-    from treadle.rollout.run import run_rollout
-
-    with _supplied(config) as parts:
-        result = run_rollout(
-            config,
-            validation=arguments.validation,
-            fresh=arguments.fresh,
-            command=sys.argv,
-            parts=replace(parts, api_keys=read_api_keys(config)),
-            progress=_show_progress,
-        )
+    config = load_words(arguments.words, rollout=True)
+    result = run_evaluation(config, sys.argv, validation=arguments.validation, fresh=arguments.fresh)
     if arguments.json:
         say(result.summary.to_json())
     else:
@@ -65,14 +56,41 @@ def rollout(arguments: Arguments) -> int:
     return STATUS_FAILED if result.summary.num_failed else 0
 
 
+def run_evaluation(
+    config: "Config",
+    command: Sequence[str],
+    *,
+    validation: bool = False,
+    fresh: bool = False,
+    stop: threading.Event | None = None,
+) -> "RolloutResult":
+    """Check, roll out and show how it goes: the same for the command and for a call from Python."""
+    config = config.without_training()
+    require_preflight(config)
+
+    from treadle.rollout.run import run_rollout
+
+    with _supplied(config) as parts:
+        return run_rollout(
+            config,
+            validation=validation,
+            fresh=fresh,
+            command=command,
+            parts=replace(parts, api_keys=read_api_keys(config)),
+            progress=_show_progress,
+            stop=stop,
+        )
+
+
 def _supplied(config: "Config") -> AbstractContextManager["RolloutParts"]:
     """What the runtime supplies: nothing where the rollout builds its own parts."""
     from treadle.rollout import RolloutParts
 
     if config.cluster.backend == "local":
-        from treadle.cluster.machine import reward_gpus
+        from treadle.engine.gpus import plan_here
+        from treadle.rollout.engines import RolloutBackend
 
-        return nullcontext(RolloutParts(gpus=reward_gpus(config)))
+        return nullcontext(RolloutParts(RolloutBackend(plan_here(config))))
     from treadle.cluster.ray import require_ray
 
     require_ray(config.cluster)
@@ -92,6 +110,6 @@ def _print_summary(result: "RolloutResult") -> None:
 
     make_console().print(render_summary(result.summary))
     if result.run_dir is not None:
-        say(f"everything is in {result.run_dir}")
+        say(f"everything is in {result.run_dir}; treadle show {shlex.quote(str(result.run_dir))} prints trajectories")
     if result.interrupted:
         say("interrupted: the same command goes on from here")

@@ -1,16 +1,18 @@
 """`treadle train`: an agent that learns."""
 
-import asyncio
 import sys
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from treadle.cli.check import require_preflight
 from treadle.cli.environment import read_api_keys
 from treadle.cli.parser import Arguments, Commands, add_command, add_words, load_words
+from treadle.cli.results import next_commands
 from treadle.errors import ConfigError, Mistake
-from treadle.terminal import cell, make_console, say, warn
+from treadle.terminal import cell, make_console, note, say
 
 if TYPE_CHECKING:
+    from treadle.cluster.signals import StopSignals
     from treadle.cluster.training import TrainingResult
     from treadle.config import TrainConfig
     from treadle.types import Trajectory
@@ -39,46 +41,72 @@ def train(arguments: Arguments) -> int:
 
     Status 0 when the run is done, 130 when interrupted.
     """
-    from treadle.cli.environment import find_machines
-    from treadle.cli.plan import describe_plan
-    from treadle.config import TrainConfig, make_plan
+    from treadle.config import SFTRunConfig, TrainConfig
 
     config = load_words(arguments.words)
+    if isinstance(config, SFTRunConfig):
+        fix = (
+            "train it with treadle sft; then treadle train with model.path=RUN goes on from its best checkpoint. For "
+            "both in one file, put what is for fine-tuning alone inside sft, such as sft.data.train_files"
+        )
+        raise ConfigError([Mistake("sft", "this config has an sft section: it is supervised fine-tuning", fix=fix)])
     if not isinstance(config, TrainConfig):
         fix = "add `trainer: {}` to train, or use treadle rollout"
         raise ConfigError([Mistake("trainer", "this config has no trainer section: it is a rollout", fix=fix)])
-    require_preflight(config)
-    warn(describe_plan(config, make_plan(config, find_machines(config.cluster))))
-    result = _train(config, arguments)
-    _print_result(result)
+    result = run_training(config, sys.argv, fresh=arguments.fresh, allow_changes=arguments.allow_changes)
+    print_result(result)
     return STATUS_INTERRUPTED if result.interrupted else 0
 
 
-def _train(config: "TrainConfig", arguments: Arguments) -> "TrainingResult":
+def run_training(
+    config: "TrainConfig",
+    command: Sequence[str],
+    *,
+    fresh: bool = False,
+    allow_changes: bool = False,
+    on_signals: "Callable[[StopSignals], None] | None" = None,
+) -> "TrainingResult":
+    """Check, print the plan, train and show how it goes: the same for the command and for a call from Python."""
+    import asyncio  # not before it is needed: help and mistakes do without
+
+    from treadle.cli.environment import find_machines
+    from treadle.cli.plan import describe_plan
     from treadle.cluster.training import train as train_here
-    from treadle.data.tasks import load_training_tasks
+    from treadle.config import make_plan
     from treadle.observe.training_progress import TrainingView
-    from treadle.trainer.terms import total_steps
 
-    steps, quiet = total_steps(config, load_training_tasks(config.data)), "console" not in config.logging.logger
-    with TrainingView(steps, quiet=quiet) as view:
-        changes = {"fresh": arguments.fresh, "allow_changes": arguments.allow_changes}
-        return asyncio.run(train_here(config, view, sys.argv, read_api_keys(config), **changes))
+    require_preflight(config)
+    note(describe_plan(config, make_plan(config, find_machines(config.cluster))))
+    with TrainingView(quiet="console" not in config.logging.logger) as view:
+        work = train_here(
+            config,
+            view,
+            command,
+            read_api_keys(config),
+            fresh=fresh,
+            allow_changes=allow_changes,
+            on_signals=on_signals,
+        )
+        return asyncio.run(work)
 
 
-def _print_result(result: "TrainingResult") -> None:
+def print_result(result: "TrainingResult") -> None:
     if len(result.validations) > 1:
         _print_comparison(result)
-    say(f"\n{result.steps} steps, {result.trained} of them now; everything is in {result.run_dir}")
-    if not result.trained and not result.interrupted and result.steps:
-        say("nothing was trained: the run was done already (trainer.total_training_steps makes it longer)")
-    for note in result.notes:
-        say(f"note: {note}")
+    say(f"\n{describe_end(result)}")
     if result.interrupted:
         say("interrupted and saved: the same command goes on from here")
     else:
-        say(f"try next:  treadle replay {result.run_dir}    the same weights once more, from the journal")
-        say("           treadle plan my.yaml              what your own config would do")
+        say(next_commands(result.run_dir))
+
+
+def describe_end(result: "TrainingResult") -> str:
+    """The last lines of a run before the commands that come next: steps, directory, notes and findings."""
+    lines = [f"{result.steps} steps, {result.trained} of them now; everything is in {result.run_dir}"]
+    if not result.trained and not result.interrupted and result.steps:
+        lines.append("nothing was trained: the run was done already (trainer.total_training_steps makes it longer)")
+    lines += [f"note: {text}" for text in result.notes]
+    return "\n".join([*lines, *(f"look at: {text}" for text in result.findings)])
 
 
 def _print_comparison(result: "TrainingResult") -> None:

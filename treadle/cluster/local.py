@@ -5,12 +5,13 @@
               (`rollout.nnodes: 0`); in processes of their own where it does not
               vllm: always in processes of its own
 
-Owns which device each part is on, whether weights travel (not at all, within the process, or by the transport that
-`trainer.weights` asks for), and how an engine that was started again gets the policy's weights. The policy lives on
-the run's loop, engines on the rollout's; calls that concern both cross over.
+The plan says which device each part is on. Owns whether weights travel (not at all, within the process, or by the
+transport that `trainer.weights` asks for), and how an engine that was started again gets the policy's weights. The
+policy lives on the run's loop, engines on the rollout's; calls that concern both cross over.
 
-What waits for what: a successor's weights wait until the policy's are those that engines have, then for another push
-to end; a start on the policy's own GPU waits until no step trains, and a step waits for such a start.
+What waits for what: a replacement's weights wait until the policy's are those that engines have (those of validation's
+engine: until no step trains), then for another push to end; a start on the policy's own GPU waits until no step trains,
+and a step waits for such a start.
 """
 
 import asyncio
@@ -23,21 +24,18 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 
 from treadle.aio import first_error
-from treadle.cluster.machine import reward_gpus, this_machine
-from treadle.cluster.runtime import Networks, Runtime, load_networks, trainer_devices
-from treadle.config import ModelConfig, TrainConfig
-from treadle.config.plan import make_plan, validates_beside
+from treadle.cluster.runtime import Networks, load_networks, name_devices
+from treadle.config import ModelConfig, Plan, RolloutConfig, TrainConfig
 from treadle.config.transport import engines_are_processes
 from treadle.cores import num_cores
-from treadle.data.tasks import TaskSource
-from treadle.engine.gpus import visible_gpus
+from treadle.data.renderer import Renderer
+from treadle.engine.gpus import replica_gpus, visible_gpus
 from treadle.engine.native.engine import NativeEngine, choose_dtype
 from treadle.engine.protocol import Engine, ProcessEngine, SupportsSleep, WeightUpdate
-from treadle.engine.remote import start_native_remote
-from treadle.engine.replica_supervisor import ReplicaSupervisor
-from treadle.engine.vllm.engine import VLLMEngine
+from treadle.engine.replica_supervisor import ReplicaSupervisor, StartedEngines
 from treadle.policy.policy import SinglePolicy
-from treadle.rollout import RolloutParts
+from treadle.policy.protocol import Policy
+from treadle.rollout.engines import RolloutBackend, start_process_engine
 from treadle.weights.sync import PolicySender, Transport, WeightReceiver, WeightSync
 from treadle.weights.transports import TransportSpec
 
@@ -97,7 +95,7 @@ class LocalReplicas:
                         for name, once in self._starts.items()
                     ]
         except BaseException:
-            await self.supervisor.dismiss()
+            await self.supervisor.close_engines()
             raise
         first = False
         return [task.result() for task in added]
@@ -126,124 +124,166 @@ class LocalReplicas:
             return version
 
 
-@asynccontextmanager
-async def started(config: TrainConfig, tasks: TaskSource) -> AsyncIterator[Runtime]:
-    """The networks, loaded; closed again."""
-    with _cores_shared(config):
-        networks = await asyncio.to_thread(load_networks, config, tasks)
-        transport = _route(config, networks).open() if engines_are_processes(config) else None
-        try:
-            yield _runtime(config, networks, transport)
-        finally:
-            if transport is not None:
-                await asyncio.to_thread(transport.close)
-            networks.close()
+class LocalRuntime:
+    """The parts of a training run on this machine, where its plan places them. Made by `start`."""
+
+    def __init__(self, config: TrainConfig, plan: Plan, networks: Networks, transport: Transport | None) -> None:
+        """`transport` carries weights to engines in other processes; None: the engine is in this one."""
+        policy = networks.step.policy
+        own = None
+        if isinstance(policy, SinglePolicy) and transport is None and _same_dtype(config.rollout, plan, policy):
+            own = policy.module
+        dtype = choose_dtype(config.rollout, _engine_device(plan))
+        self.networks = networks.step
+        self.weights = WeightSync.of(
+            config, PolicySender(policy, dtype=dtype, transport=transport, shared=own is not None)
+        )
+        self.rollout: RolloutBackend
+        if transport is None:
+            self.rollout = EngineHere(
+                config.model if own is None else own, plan, parity_check=config.model.parity_check
+            )
+        else:
+            self.rollout = EngineProcesses(config.rollout, config.model, plan, self.weights)
+        self.validation = None if plan.validation is None else ValidationEngine(plan, self.weights, policy)
+        self._networks = networks
+
+    @classmethod
+    @asynccontextmanager
+    async def start(cls, config: TrainConfig, plan: Plan, total_steps: int) -> AsyncIterator["LocalRuntime"]:
+        """The networks, loaded; closed again."""
+        with _cores_shared(plan):
+            networks = await asyncio.to_thread(load_networks, config, total_steps, plan.trainer_gpus())
+            transport = None
+            if engines_are_processes(config):
+                transport = _transport_spec(config, plan, networks).open()
+            try:
+                yield cls(config, plan, networks, transport)
+            finally:
+                if transport is not None:
+                    await asyncio.to_thread(transport.close)
+                networks.close()
+
+    async def watch(self) -> None:
+        """Raise when a rank dies between two calls to it."""
+        await self._networks.watch()
+
+
+class EngineHere(RolloutBackend):
+    """A native engine in this process: on the policy's own module, or with one that it loads."""
+
+    def __init__(self, source: "ModelConfig | PreTrainedModel", plan: Plan, *, parity_check: bool) -> None:
+        super().__init__(plan)
+        self._source = source
+        self._device = _engine_device(plan)
+        self._parity_check = parity_check
+
+    async def start_engines(
+        self, rollout: RolloutConfig, model: ModelConfig, renderer: Renderer, api_key: str | None
+    ) -> StartedEngines:
+        check = self._parity_check
+        return StartedEngines(
+            [await NativeEngine.create(rollout, self._source, device=self._device, parity_check=check)]
+        )
+
+
+class EngineProcesses(RolloutBackend):
+    """Engines in processes of their own, which are started again when they die. Made on the run's loop."""
+
+    def __init__(self, rollout: RolloutConfig, model: ModelConfig, plan: Plan, weights: WeightSync) -> None:
+        super().__init__(plan)
+        named = {f"{rollout.name}-{at}": gpus for at, gpus in enumerate(replica_gpus(plan))}
+        threads = _threads(plan)
+        starts = {
+            name: partial(start_process_engine, rollout, model, name, gpus, threads) for name, gpus in named.items()
+        }
+        self._replicas = LocalReplicas(starts, weights)
+        self._shares_gpu = plan.shares_devices and bool(plan.trainer_gpus())
+
+    async def start_engines(
+        self, rollout: RolloutConfig, model: ModelConfig, renderer: Renderer, api_key: str | None
+    ) -> StartedEngines:
+        engines = await self._replicas.start_all(shares_gpu=self._shares_gpu, sleeps=rollout.free_cache_engine)
+        return StartedEngines(engines, self._replicas.supervisor)
+
+
+class ValidationEngine(RolloutBackend):
+    """One further engine in a process of its own, where the plan has a place for it. Made on the run's loop.
+
+    When it dies it is started again with the weights it had, while the policy still has them, and the validation goes
+    on; once a step has changed them, that validation is lost, and the next one brings its weights.
+    """
+
+    def __init__(self, plan: Plan, weights: WeightSync, policy: Policy) -> None:
+        super().__init__(plan)
+        assert plan.validation is not None
+        self._gpus, self._threads = plan.validation.gpus, _threads(plan)
+        self._weights = weights
+        self._policy = policy
+        self._home = asyncio.get_running_loop()
+        self._engine: Engine | None = None
+        self.supervisor = ReplicaSupervisor(1, restore=self._restore)
+
+    async def start_engines(
+        self, rollout: RolloutConfig, model: ModelConfig, renderer: Renderer, api_key: str | None
+    ) -> StartedEngines:
+        name, here = "validation-0", visible_gpus()
+        gpus = [here[gpu] for gpu in self._gpus]
+        start = partial(start_process_engine, rollout, model, name, gpus, self._threads)
+        self._engine = await self.supervisor.add(name, start)
+        return StartedEngines([self._engine], self.supervisor)
+
+    async def _restore(self, engine: Engine, wanted: Callable[[], bool]) -> int | None:
+        assert self._engine is not None, "it has died, so it was started"
+        distant, lost = _EngineOnLoop(engine, asyncio.get_running_loop()), self._engine.version
+        restored = await across(self._home, self._push_again(distant, lost, wanted))
+        if restored is None and wanted():
+            self.supervisor.interrupt(
+                f"{engine.name} died while it sampled with version {lost}, and the policy has newer weights by now"
+            )
+        return restored
+
+    async def _push_again(self, engine: WeightReceiver, version: int, wanted: Callable[[], bool]) -> int | None:
+        async with self._weights.lock.idle():
+            if not wanted() or self._policy.version != version:
+                return None
+            await self._weights.push_to(engine, version)
+            return version
 
 
 @contextmanager
-def _cores_shared(config: TrainConfig) -> Iterator[None]:
+def _cores_shared(plan: Plan) -> Iterator[None]:
     """Leave the engines their cores, where they compute beside the trainer: two that spin for one core both crawl."""
     before = torch.get_num_threads()
-    if config.rollout.nnodes and not config.trainer.n_gpus_per_node:
-        torch.set_num_threads(min(before, _threads(config)))  # counts for threads that have not computed yet
+    if not plan.shares_devices and not plan.trainer_gpus():
+        torch.set_num_threads(min(before, _threads(plan)))  # counts for threads that have not computed yet
     try:
         yield
     finally:
         torch.set_num_threads(before)
 
 
-def _route(config: TrainConfig, networks: Networks) -> TransportSpec:
+def _transport_spec(config: TrainConfig, plan: Plan, networks: Networks) -> TransportSpec:
     """Through a GPU only where both ends are on one: the same, or for a collective the policy's own."""
     device = "cpu"
     if config.trainer.weights.transport == "collective" and isinstance(networks.step.policy, SinglePolicy):
-        device = trainer_devices(config)[0]
-    elif config.rollout.nnodes == 0:
-        device = str(_engine_device(config))
-    return TransportSpec.of(config, replicas=len(_replica_gpus(config)), device=device)
+        device = name_devices(config.trainer, plan.trainer_gpus())[0]
+    elif plan.shares_devices:
+        device = str(_engine_device(plan))
+    return TransportSpec.of(config, replicas=plan.replicas, device=device)
 
 
-def _runtime(config: TrainConfig, networks: Networks, transport: Transport | None) -> Runtime:
-    policy, apart = networks.step.policy, transport is not None
-    dtype = choose_dtype(config.rollout, _engine_device(config))
-    own = policy.module if isinstance(policy, SinglePolicy) and not apart and _same_dtype(config, policy) else None
-    sender = PolicySender(policy, dtype=dtype, transport=transport, shared=own is not None)
-    weights = WeightSync.of(config, sender)
-    gpus = reward_gpus(config)
-    if apart:
-        engines = LocalReplicas(_starts(config), weights)
-        shares_gpu = config.rollout.nnodes == 0 and bool(config.trainer.n_gpus_per_node)
-        start = partial(engines.start_all, shares_gpu=shares_gpu, sleeps=config.rollout.free_cache_engine)
-        rollout = RolloutParts(engines=start, attend=engines.supervisor.attend, gpus=gpus)
-    else:
-        rollout = RolloutParts(engines=partial(_start_here, config, config.model if own is None else own), gpus=gpus)
-    return Runtime(networks.step, rollout, weights, _validation(config), networks.watch)
-
-
-def _same_dtype(config: TrainConfig, policy: SinglePolicy) -> bool:
+def _same_dtype(rollout: RolloutConfig, plan: Plan, policy: SinglePolicy) -> bool:
     """Whether the engine may compute with the policy's own module: it computes in the dtype that was asked for."""
-    if config.rollout.dtype == "auto":
-        return True
-    return policy.module.dtype == choose_dtype(config.rollout, _engine_device(config))
+    return rollout.dtype == "auto" or policy.module.dtype == choose_dtype(rollout, _engine_device(plan))
 
 
-def _validation(config: TrainConfig) -> RolloutParts | None:
-    """A further engine, where the plan has a place for it."""
-    placement = make_plan(config, [this_machine()]).validation if validates_beside(config) else None
-    if placement is None:
-        return None
-    return RolloutParts(engines=partial(_start_validation, config, placement.gpus), gpus=reward_gpus(config))
+def _threads(plan: Plan) -> int:
+    """Threads of each engine, and of the trainer: on a CPU they share the cores, as all of them compute at once."""
+    return max(1, num_cores() // (plan.replicas + 1))
 
 
-async def _start_here(config: TrainConfig, source: "ModelConfig | PreTrainedModel") -> list[NativeEngine]:
-    prove = config.model.prove
-    return [await NativeEngine.create(config.rollout, source, device=_engine_device(config), prove=prove)]
-
-
-def _starts(config: TrainConfig) -> dict[str, StartProcessEngine]:
-    """What starts each engine, by its name."""
-    named = {f"{config.rollout.name}-{at}": gpus for at, gpus in enumerate(_replica_gpus(config))}
-    return {name: partial(_start_one, config, name, gpus) for name, gpus in named.items()}
-
-
-async def _start_one(config: TrainConfig, name: str, gpus: Sequence[int]) -> ProcessEngine:
-    start = _start_vllm if config.rollout.name == "vllm" else _start_native
-    return await start(config, name, gpus, None if gpus else _threads(config))
-
-
-async def _start_validation(config: TrainConfig, gpus: Sequence[int]) -> Sequence[Engine]:
-    return [await _start_one(config, "validation-0", gpus)]
-
-
-async def _start_vllm(config: TrainConfig, name: str, gpus: Sequence[int], num_threads: int | None) -> ProcessEngine:
-    here, device = visible_gpus(), "cuda" if gpus else "cpu"
-    environment = {"OMP_NUM_THREADS": str(num_threads)}
-    if gpus:
-        environment = {"CUDA_VISIBLE_DEVICES": ",".join(here[gpu].name for gpu in gpus)}
-    return await VLLMEngine.create(config.rollout, config.model, name=name, device=device, environment=environment)
-
-
-async def _start_native(config: TrainConfig, name: str, gpus: Sequence[int], num_threads: int | None) -> ProcessEngine:
-    device = f"cuda:{gpus[0]}" if gpus else "cpu"
-    return await start_native_remote(config.rollout, config.model, name, device, num_threads)
-
-
-def _threads(config: TrainConfig) -> int:
-    """Of each engine, and of the trainer: on a CPU they share the cores while all of them compute at once."""
-    return max(1, num_cores() // (len(_replica_gpus(config)) + 1))
-
-
-def _engine_device(config: TrainConfig) -> torch.device:
+def _engine_device(plan: Plan) -> torch.device:
     """Where the first engine is."""
-    gpus = _replica_gpus(config)[0]
+    gpus = plan.replica_gpus()[0]
     return torch.device(f"cuda:{gpus[0]}" if gpus else "cpu")
-
-
-def _replica_gpus(config: TrainConfig) -> list[tuple[int, ...]]:
-    """The GPUs of each engine: the trainer's, or those after them; none on a CPU."""
-    trainer, rollout = config.trainer, config.rollout
-    shares = rollout.nnodes == 0
-    first, count = (0, trainer.n_gpus_per_node) if shares else (trainer.n_gpus_per_node, rollout.n_gpus_per_node)
-    if not count:
-        return [()] * (1 if shares else rollout.replicas_per_node)
-    size = rollout.tensor_model_parallel_size
-    return [tuple(range(at, at + size)) for at in range(first, first + count, size)]

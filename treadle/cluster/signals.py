@@ -6,6 +6,8 @@ Owns the handlers while a run goes on. What stopping means is the run's.
     after that                       the run is asked to stop: sampling ends at once, the step under way is finished and
                                      saved; after SIGTERM and SIGHUP within `checkpoint.grace_s`, or the process ends
                                      without it, at its last checkpoint
+    where code holds the interpreter the process is killed at the third Ctrl-C, or after the grace, from outside
+                                     (treadle/process/interrupt_watcher.py)
 `run.json` says "interrupted" from the moment of the signal, whatever comes after it.
 """
 
@@ -15,11 +17,13 @@ import os
 import signal
 import threading
 from collections.abc import Callable
-from types import TracebackType
+from contextlib import ExitStack, suppress
+from types import FrameType, TracebackType
 from typing import Self
 
 from treadle.errors import TreadleError
 from treadle.journal import Journal, RunStatus
+from treadle.process.interrupt_watcher import watched_interrupts
 from treadle.terminal import show_cursor, warn
 
 log = logging.getLogger(__name__)
@@ -30,7 +34,7 @@ _CLOSE_S = 5.0
 
 
 class StopSignals:
-    """Used as a context around a run, on its loop and in the main thread; elsewhere it does nothing."""
+    """Used as a context around a run, on its loop; signals reach the main thread alone, `request` any other."""
 
     def __init__(self, grace_s: float, leave: Callable[[int], None] = os._exit) -> None:
         self._grace_s = grace_s
@@ -39,11 +43,13 @@ class StopSignals:
         self._task = asyncio.current_task()
         self._stop: Callable[[], None] | None = None
         self._before: dict[signal.Signals, object] = {}
+        self._watcher = ExitStack()
         self.journal: Journal | None = None
         """Told of the signal, once there is one."""
         self.received: str | None = None
 
     def __enter__(self) -> Self:
+        self._watcher.enter_context(watched_interrupts(self._grace_s))
         self.install()
         return self
 
@@ -53,16 +59,16 @@ class StopSignals:
             return
         for number in _SIGNALS:
             before = signal.getsignal(number)
-            if before is not signal.SIG_IGN:  # as nohup asks for
+            if before not in (signal.SIG_IGN, self._handle):  # ignored, as nohup asks for
                 self._before.setdefault(number, before)
-                self._loop.add_signal_handler(number, self._receive, number)
+                signal.signal(number, self._handle)  # the loop's own handlers would take the watcher's socket
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         for number, before in self._before.items():
-            self._loop.remove_signal_handler(number)
             signal.signal(number, before)  # type: ignore[arg-type]
+        self._watcher.close()
 
     def stop_with(self, stop: Callable[[], None]) -> None:
         """From now on a signal calls `stop`; one that came before does so now."""
@@ -71,11 +77,23 @@ class StopSignals:
         if self.received is not None:
             stop()
 
+    def request(self) -> None:
+        """Stop as after SIGINT; from any thread."""
+        with suppress(RuntimeError):  # the loop is closed, and the run over
+            self._loop.call_soon_threadsafe(self._stop_once)
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        with suppress(RuntimeError):
+            self._loop.call_soon_threadsafe(self._receive, signal.Signals(number))
+
+    def _stop_once(self) -> None:
+        if self.received is None:
+            self._receive(signal.SIGINT)
+
     def _receive(self, number: signal.Signals) -> None:
         first, self.received = self.received is None, self.received or number.name
         if number is signal.SIGINT and not first:
             warn("interrupted again: once more ends it at once")
-            self._loop.remove_signal_handler(number)
             signal.signal(number, signal.SIG_DFL)
             show_cursor()
             return
@@ -92,7 +110,7 @@ class StopSignals:
             self._loop.call_later(self._grace_s, self._give_up)
 
     def _give_up(self) -> None:
-        """The grace is over: end here, before the process is killed with its last words unwritten."""
+        """The grace is over: end here, before the process is killed with its last records unwritten."""
         warn(
             f"{self.received}: the step under way was not done and saved within checkpoint.grace_s = {self._grace_s:g} "
             "s: the run ends here, and the same command goes on from its last checkpoint"

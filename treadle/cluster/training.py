@@ -5,43 +5,48 @@ Owns the order of starting and closing, and what Ctrl-C means. Knows no schedule
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import Any
 
 from treadle.aio import first_error
 from treadle.checkpoint.store import Checkpoints
-from treadle.cluster import local
-from treadle.cluster.machine import missing_packages
+from treadle.cluster import missing_packages
+from treadle.cluster.local import LocalRuntime
 from treadle.cluster.runtime import Runtime
 from treadle.cluster.signals import StopSignals
 from treadle.config import TrainConfig, to_yaml
 from treadle.config.rules import check_rules
 from treadle.config.show import flatten, hide_in_words, hide_secret
 from treadle.data.renderer import Renderer
+from treadle.data.task_feed import load_feed
 from treadle.data.tasks import TaskSource, load_training_tasks, load_validation_tasks
+from treadle.engine.gpus import plan_here
 from treadle.errors import ConfigError, RunError
+from treadle.inspect.findings import scan_run
 from treadle.inspect.timeline import write_timeline
 from treadle.journal import Journal, logging_to, set_aside
 from treadle.model.tokenizer import resolve_model_path
+from treadle.model.vocabulary import require_same_vocabulary
 from treadle.observe.trackers import Trackers
 from treadle.rollout import AgentLoopManager, RolloutParts
 from treadle.rollout.provenance import RunInputs
 from treadle.rollout.startup_checks import survey_prompts
-from treadle.trainer.parts import RunInterrupted, RunView, TrainerParts, Validator, train_in_thread
-from treadle.trainer.resume import RunHistory, check_changes, config_items, record_config
+from treadle.trainer.recorder import RunView
+from treadle.trainer.resume import RunHistory, check_changes, config_items, record_config, settings_digest
 from treadle.trainer.schedules import SCHEDULES
-from treadle.trainer.step import StepReport
-from treadle.trainer.terms import settings_digest, total_steps
+from treadle.trainer.state import RunInterrupted
+from treadle.trainer.step import Learner
 from treadle.trainer.trainer import Trainer
 from treadle.trainer.validation import Validation
 from treadle.types import NOTHING, Task
 
 log = logging.getLogger(__name__)
+
+FINDINGS_READ = 512
+"""Trajectories that are looked at when a run ends: the newest."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +61,8 @@ class TrainingResult:
     """What a reader should not miss: rewards that taught nothing, batches larger than the data."""
     trained: int = 0
     """Those of `steps` that this start did."""
+    findings: tuple[str, ...] = ()
+    """What to look at in the newest groups, as `treadle show RUN --findings` has it: one line for each kind."""
 
 
 async def train(
@@ -66,17 +73,21 @@ async def train(
     *,
     fresh: bool = False,
     allow_changes: bool = False,
+    on_signals: Callable[[StopSignals], None] | None = None,
 ) -> TrainingResult:
     """Train as the config says. Ctrl-C, SIGTERM and SIGHUP end it in order and save; the same call goes on from there.
 
     A run directory whose run had another model, other tasks or other settings is refused with what changed: `fresh`
-    sets it aside, `allow_changes` goes on with other settings.
+    sets it aside, `allow_changes` goes on with other settings. `on_signals` is given what stops the run, for a caller
+    in another thread, which signals do not reach.
     """
     check(config)
     run_dir = Path(config.logging.directory())
     if fresh:
         set_aside(run_dir)
     with StopSignals(config.checkpoint.grace_s) as signals:
+        if on_signals is not None:
+            on_signals(signals)
         try:
             return await _train_here(config, run_dir, _TrainRequest(view, command, api_keys, allow_changes), signals)
         except asyncio.CancelledError:
@@ -109,7 +120,19 @@ async def _train_here(
         finally:
             await _draw_timeline(run, run_dir)
         validations = tuple(sorted(run.validations, key=lambda found: found.step))
-        return TrainingResult(run_dir, run.step, interrupted, validations, run.notes, run.trained)
+        findings = () if interrupted or not run.trained else await _look_for_findings(run, run_dir)
+        return TrainingResult(run_dir, run.step, interrupted, validations, run.notes, run.trained, findings)
+
+
+async def _look_for_findings(run: Trainer, run_dir: Path) -> tuple[str, ...]:
+    """What a reader should look at in the newest groups, one line for each kind; counts go to the trackers."""
+    try:
+        found = await asyncio.to_thread(scan_run, run_dir, FINDINGS_READ)
+        run.record_findings(found.metrics())
+        return tuple(found.lines())
+    except Exception as error:  # noqa: BLE001  a courtesy: it changes nothing about how the run ends
+        log.warning("findings could not be looked for: %r", error)
+        return ()
 
 
 async def _draw_timeline(run: Trainer, run_dir: Path) -> None:
@@ -129,13 +152,19 @@ def check(config: TrainConfig) -> None:
         raise ConfigError(mistakes)
 
 
-def _runtime(config: TrainConfig, tasks: TaskSource) -> AbstractAsyncContextManager[Runtime]:
-    """The parts where the config wants them."""
+@asynccontextmanager
+async def _start_runtime(config: TrainConfig, total_steps: int) -> AsyncIterator[Runtime]:
+    """The parts, where the plan places them."""
     if config.cluster.backend == "local":
-        return local.started(config, tasks)
-    from treadle.cluster.ray import runtime  # needs Ray
+        async with LocalRuntime.start(config, plan_here(config), total_steps) as local:
+            yield local
+        return
+    from treadle.cluster.ray.rollout import planned  # needs Ray
+    from treadle.cluster.ray.runtime import RayRuntime
 
-    return runtime.started(config, tasks)
+    with planned(config) as plan:
+        async with RayRuntime.start(config, plan, total_steps) as runtime:
+            yield runtime
 
 
 @asynccontextmanager
@@ -145,8 +174,11 @@ async def _assembled(
     """Every part, started; closed again in the opposite order."""
     logging, view, api_keys = config.logging, request.view, request.api_keys
     tasks = load_training_tasks(config.data)
+    feed = load_feed(tasks, config.data, success_threshold=config.reward.success_threshold)
     validation_tasks = tuple(load_validation_tasks(config.data)) if config.data.val_files else ()
     resolve_model_path(config.model.path, origin=config.model.origin("path"))  # before there is a run directory
+    if config.ref.path is not None:
+        require_same_vocabulary(config.model, config.ref.path, "ref.path", config.origin("ref.path"))
     await _look_at_prompts(config, tasks, validation_tasks)
     inputs = RunInputs.of(config.rollout, config.model, config.reward)
     items = config_items(config, inputs, tasks)
@@ -156,7 +188,7 @@ async def _assembled(
         journal = Journal.open(run_dir, max_mb=logging.journal_max_mb, config_yaml=resolved, command=words)
         await parts.enter_async_context(journal)
         parts.enter_context(logging_to(run_dir))
-        parts.push(_log_end)
+        parts.push(log_end)
         log.info("started: %s", " ".join(words))
         signals.journal = journal
         record_config(journal, items, changed)
@@ -167,66 +199,58 @@ async def _assembled(
         parts.callback(trackers.close)
         scored = config.reward.gives_scores() and not config.reward.scores_groups()  # which are recorded before it
         settings, bounds = settings_digest(config, inputs), config.reward.bounds
-        lineage = RunHistory.read(run_dir, settings=settings, scored=scored, bounds=bounds)
-        parts.callback(lineage.close)
-        runtime = await parts.enter_async_context(_runtime(config, tasks))
-        brought = RolloutParts(journal=journal if logging.journal else None, api_keys=api_keys, inputs=inputs)
-        start = partial(_start_rollout, config, brought, parts)
-        wanted = [runtime.rollout]
+        history = RunHistory.read(run_dir, settings=settings, scored=scored, bounds=bounds, inputs=inputs)
+        parts.callback(history.close)
+        runtime = await parts.enter_async_context(_start_runtime(config, config.total_steps(len(tasks))))
+        shared = RolloutParts(journal=journal if logging.journal else None, api_keys=api_keys, inputs=inputs)
+        backends = [runtime.rollout]
         if runtime.validation and validation_tasks:
-            wanted.append(runtime.validation)
+            backends.append(runtime.validation)
         with first_error():
             async with asyncio.TaskGroup() as starting:
-                rollouts = [starting.create_task(start(supplied)) for supplied in wanted]
+                rollouts = [
+                    starting.create_task(_start_rollout(config, replace(shared, backend=backend), parts))
+                    for backend in backends
+                ]
         rollout, *validation = [started.result() for started in rollouts]
         yield Trainer(
             config,
-            TrainerParts(
-                step=runtime.step,
-                rollout=rollout,
-                push=partial(runtime.weights.push, rollout),
-                tasks=tasks,
-                validation_tasks=validation_tasks,
-                checkpoints=Checkpoints(run_dir, checkpoint=config.checkpoint, model=config.model),
-                journal=journal,
-                trackers=trackers,
-                view=view,
-                lineage=lineage,
-                inputs=inputs,
-                train=partial(_train, runtime),
-                validator=next((Validator(own, partial(runtime.weights.push_to, own)) for own in validation), None),
-                watch=runtime.watch,
-                needs_push=runtime.weights.lock.requested,
-            ),
+            learner=Learner(runtime.networks, runtime.weights.lock),
+            rollout=rollout,
+            weights=runtime.weights,
+            tasks=feed,
+            checkpoints=Checkpoints(run_dir, checkpoint=config.checkpoint, model=config.model),
+            journal=journal,
+            trackers=trackers,
+            view=view,
+            history=history,
+            validation_tasks=validation_tasks,
+            validation_rollout=validation[0] if validation else None,
+            monitor=runtime,
         )
 
 
 async def _look_at_prompts(config: TrainConfig, tasks: TaskSource, validation_tasks: Sequence[Task]) -> None:
     """Find prompts that are too long, and tasks that cannot run, before anything is loaded for them."""
     renderer = await asyncio.to_thread(Renderer.create, config.model)
-    admitted = total_steps(config, tasks) * config.data.train_batch_size
+    admitted = config.total_steps(len(tasks)) * config.data.train_batch_size
     admitted *= config.algorithm.filter_groups.max_num_gen_batches
-    seen = [tasks.at(position) for position in range(min(admitted, len(tasks)))]
+    any_may_come = admitted >= len(tasks) or config.data.sampler is not None
+    seen = tasks.tasks if any_may_come else [tasks.at(position) for position in range(admitted)]
     survey = await survey_prompts([*seen, *validation_tasks], config.rollout, renderer)
     if note := survey.note(config.rollout):
         log.warning("%s", note)
 
 
-async def _train(runtime: Runtime, *arguments: Any) -> StepReport:
-    async with runtime.weights.lock.training():
-        return await train_in_thread(runtime.step, *arguments)
-
-
-async def _start_rollout(
-    config: TrainConfig, brought: RolloutParts, parts: AsyncExitStack, supplied: RolloutParts
-) -> AgentLoopManager:
-    """A rollout around what the runtime supplies; `runtime` closes it."""
-    own = replace(supplied, journal=brought.journal, api_keys=brought.api_keys, inputs=brought.inputs)
-    rollout = await AgentLoopManager.create(rollout=config.rollout, model=config.model, reward=config.reward, parts=own)
+async def _start_rollout(config: TrainConfig, brought: RolloutParts, parts: AsyncExitStack) -> AgentLoopManager:
+    """A rollout, which `parts` closes."""
+    rollout = await AgentLoopManager.create(
+        rollout=config.rollout, model=config.model, reward=config.reward, parts=brought
+    )
     return await parts.enter_async_context(rollout)
 
 
-def _log_end(kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+def log_end(kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
     """The last line of a run's log: how it ended, with the whole traceback, of which people see a sentence."""
     if error is None:
         log.info("ended")

@@ -14,6 +14,7 @@ from treadle.config.rollout import (
     AgentConfig,
     AgentLoopConfig,
     FailureConfig,
+    GatewayConfig,
     LimitsConfig,
     MCPServerConfig,
     ModelConfig,
@@ -23,7 +24,17 @@ from treadle.config.rollout import (
     SamplingConfig,
     ScriptedConfig,
 )
-from treadle.config.root import ClusterConfig, Config, DataConfig, LoggingConfig, TrainConfig
+from treadle.config.root import (
+    ClusterConfig,
+    Config,
+    DataConfig,
+    HardReplayConfig,
+    LoggingConfig,
+    SFTRunConfig,
+    SuccessBandConfig,
+    TrainConfig,
+)
+from treadle.config.sandbox import SandboxConfig
 from treadle.config.section import Origin, Section, Source, key
 from treadle.config.show import diff, to_yaml
 from treadle.config.training import (
@@ -37,10 +48,12 @@ from treadle.config.training import (
     FSDPCriticConfig,
     FSDPRefConfig,
     KLControlConfig,
+    LoraConfig,
     OptimConfig,
     PolicyLossConfig,
     RefConfig,
     RolloutCorrectionConfig,
+    SFTConfig,
     TrainerConfig,
     WeightsConfig,
 )
@@ -63,12 +76,15 @@ __all__ = [
     "FSDPRefConfig",
     "FailureConfig",
     "FilterGroupsConfig",
+    "GatewayConfig",
+    "HardReplayConfig",
     "JudgeConfig",
     "JudgeEngineConfig",
     "KLControlConfig",
     "LegacyKeyWarning",
     "LimitsConfig",
     "LoggingConfig",
+    "LoraConfig",
     "MCPServerConfig",
     "Machine",
     "ModelConfig",
@@ -83,10 +99,14 @@ __all__ = [
     "RewardFunctionConfig",
     "RolloutConfig",
     "RolloutCorrectionConfig",
+    "SFTConfig",
+    "SFTRunConfig",
     "SamplingConfig",
+    "SandboxConfig",
     "ScriptedConfig",
     "Section",
     "Source",
+    "SuccessBandConfig",
     "TrainConfig",
     "TrainerConfig",
     "WeightsConfig",

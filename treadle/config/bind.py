@@ -14,7 +14,7 @@ from difflib import get_close_matches
 from typing import Any
 
 from treadle.config.parse import KeyPath, Layer, dotted, put_leaf
-from treadle.config.root import Config, TrainConfig
+from treadle.config.root import Config, SFTRunConfig, TrainConfig
 from treadle.config.section import TARGET, Key, Leaf, Origin, Section, fields_of, types_of
 from treadle.config.tree import (
     KeySlot,
@@ -40,8 +40,9 @@ _MAX_SEARCHES = 20
 
 
 def bind(tree: Tree, mistakes: list[Mistake]) -> SectionOutline:
-    """Fit leaves to a training run where they have a trainer section, and to a stand-alone rollout otherwise."""
-    root = TrainConfig if "trainer" in tree else Config
+    """Fit leaves to SFT where they have an sft section, to a training run where they have a trainer section, and to a
+    stand-alone rollout otherwise."""
+    root = SFTRunConfig if "sft" in tree else TrainConfig if "trainer" in tree else Config
     return _Binder(root, mistakes).section(root, (), tree, None, "")
 
 

@@ -5,9 +5,10 @@ from dataclasses import dataclass
 from types import NoneType, UnionType
 from typing import Any, Literal, Union, get_args, get_origin
 
-from treadle.config.root import TrainConfig
+from treadle.config.root import SFTRunConfig
 from treadle.config.section import TARGET, Key, Leaf, Section, Unset, fields_of, types_of
 from treadle.config.show import ABSENT, as_yaml, flatten
+from treadle.config.stages import STAGE_SECTIONS
 from treadle.config.tree import is_section, public_name, section_in_map, subclasses
 from treadle.config.validate import Bounds, describe_type, shorten
 from treadle.errors import ConfigError, Mistake, nearest
@@ -156,7 +157,9 @@ _SIMPLE = {bool: "boolean", int: "integer", float: "number", str: "string", None
 def json_schema() -> Schema:
     """One schema for training and stand-alone rollout, and for files that say only some of it: nothing is required."""
     definitions: Schema = {}
-    root = _section(TrainConfig, definitions)
+    root = _section(SFTRunConfig, definitions)
+    stages = {name: root["properties"][name] for name in STAGE_SECTIONS}
+    definitions["SFTConfig"]["properties"].update(stages)  # a section of the first stage alone
     return {
         "$schema": "http://json-schema.org/draft-07/schema#",
         "title": "treadle config",
@@ -172,7 +175,7 @@ def _section(cls: type[Section], definitions: Schema) -> Schema:
     for variant in variants:
         for name, item in fields_of(variant).items():
             properties[name] = _property(types_of(variant)[name], item, definitions)
-    if cls is not TrainConfig:
+    if cls is not SFTRunConfig:
         names = [public_name(variant) for variant in variants]
         properties["_target_"] = {"enum": names, "description": "class of this section", "default": names[0]}
     kinds = ["object", "null"]  # an empty section is null in YAML

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any, get_args
 
 from treadle.config.parse import KeyPath, Layer
-from treadle.config.root import TrainConfig
+from treadle.config.root import SFTRunConfig
 from treadle.config.section import REQUIRED, TARGET, Leaf, Section, fields_of, types_of
 from treadle.config.tree import is_free_map, is_section, section_in_map, subclasses
 from treadle.config.validate import UNBOUNDED, Bounds, check_value
@@ -44,7 +44,7 @@ class KeyDeclaration:
 
 def find_declaration(path: KeyPath) -> KeyDeclaration | None:
     """Where `path` leads, or None if it is no key of ours."""
-    return _in_section(TrainConfig, path, None)
+    return _in_section(SFTRunConfig, path, None)
 
 
 def is_ours(path: KeyPath) -> bool:
@@ -87,7 +87,7 @@ class Translation:
 
 
 def translate(layers: Sequence[Layer]) -> Translation:
-    """The same layers with verl's keys replaced by ours. A mistake names each key that cannot be replaced."""
+    """The layers with verl's keys replaced by ours. A mistake names each key that cannot be replaced."""
     if not any(is_legacy(layer) for layer in layers):
         return Translation(tuple(layers))
     from treadle.migrate.translate import translate_layers

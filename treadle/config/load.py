@@ -12,9 +12,10 @@ from typing import Any, get_args
 from treadle.config import legacy
 from treadle.config.bind import bind, nested, resolve
 from treadle.config.parse import UNDECIDED, KeyPath, Layer, dotted, read_file, read_scalar, read_text, read_words
-from treadle.config.root import Config, TrainConfig
+from treadle.config.root import Config, SFTRunConfig
 from treadle.config.rules import UNKNOWN, check_cautions, check_rules
 from treadle.config.section import TARGET, Leaf, Origin, Section, Source, Trace
+from treadle.config.stages import first_stage, has_stages, own_names, second_stage
 from treadle.config.tree import KeySlot, SectionOutline, hints_at, is_free_map, is_section, merge
 from treadle.config.validate import FrozenDict, check_value, choices, shorten
 from treadle.errors import ConfigError, Mistake, nearest
@@ -63,17 +64,33 @@ class ConfigWarning(UserWarning):
     """A config that works, and is perhaps not what was meant; the message names the key and the fix."""
 
 
-def load(files: Sequence[str | FilePath] | str | FilePath = (), overrides: Iterable[str] = ()) -> Config:
+def load(
+    files: Sequence[str | FilePath] | str | FilePath = (),
+    overrides: Iterable[str] = (),
+    *,
+    sft: bool = False,
+    rollout: bool = False,
+) -> Config:
     """The config that `files` (paths or recipe names, later ones win) and then `key=value` words describe.
 
-    A config with a `trainer` section is a TrainConfig. Raises ConfigError with every mistake there is.
+    A config with an `sft` section, or any with `sft`, is an SFTRunConfig, one with a `trainer` section a TrainConfig.
+    With `rollout` it is a Config, whatever else the files have: for a rollout that stands alone, where the rules of
+    training do not apply. One whose `sft` has sections of its own is both (`stages.py`): `sft` says which of them.
+    Raises ConfigError with every mistake there is.
     """
     mistakes: list[Mistake] = []
     names = [files] if isinstance(files, str | FilePath) else files
     layers = [read_config(name, mistakes) for name in names]
-    layers += _read_overrides(overrides, mistakes)
-    named = any(_EXPERIMENT in layer for layer in layers)
-    return build([*([] if named else _named_after(names)), *layers], mistakes)
+    if sft and not any(path[0] == "sft" for layer in layers for path in layer):
+        layers.insert(0, {("sft",): Leaf({}, Origin(Source.CODE, "treadle sft"))})
+    given = _read_overrides(overrides, mistakes)
+    if not any(_EXPERIMENT in layer for layer in (*layers, *given)):
+        layers = [*_named_after(names), *layers]
+    if not has_stages((*layers, *given)):
+        return build([*layers, *given], mistakes, rollout=rollout)
+    if sft:
+        return build([*first_stage(layers), own_names([*layers, *given]), *first_stage(given)], mistakes)
+    return build(second_stage([*layers, *given], mistakes), mistakes, rollout=rollout)
 
 
 def _named_after(files: Sequence[str | FilePath]) -> list[Layer]:
@@ -86,7 +103,8 @@ def _named_after(files: Sequence[str | FilePath]) -> list[Layer]:
 def loads(text: str, name: str = "text", overrides: Iterable[str] = ()) -> Config:
     """The config that YAML text describes; `name` stands for the file in origins and errors."""
     mistakes: list[Mistake] = []
-    return build([read_text(text, name, mistakes), *_read_overrides(overrides, mistakes)], mistakes)
+    layers = [read_text(text, name, mistakes), *_read_overrides(overrides, mistakes)]
+    return build(second_stage(layers, mistakes) if has_stages(layers) else layers, mistakes)
 
 
 def _read_overrides(overrides: Iterable[str], mistakes: list[Mistake]) -> list[Layer]:
@@ -95,8 +113,8 @@ def _read_overrides(overrides: Iterable[str], mistakes: list[Mistake]) -> list[L
     return [read_words([word], mistakes) for word in words]
 
 
-def build(layers: Sequence[Layer], mistakes: list[Mistake]) -> Config:
-    """The config that layers of leaves describe. `mistakes` are those found in reading them."""
+def build(layers: Sequence[Layer], mistakes: list[Mistake], *, rollout: bool = False) -> Config:
+    """The config that layers of leaves describe. `mistakes` are those found in reading them; `rollout`: see `load`."""
     unread, found = tuple(mistakes), list[Mistake]()
     translation = legacy.translate(layers)
     found.extend(translation.mistakes)
@@ -108,6 +126,8 @@ def build(layers: Sequence[Layer], mistakes: list[Mistake]) -> Config:
     missing: list[Mistake] = []
     config = _Builder(merged.overrode, found, missing).section(drawn)
     assert isinstance(config, Config), "the root of an outline is a config"
+    if rollout:
+        config = config.without_training()
     if not unread:  # what could not be read may well have said what is missing
         found.extend((*check_rules(config), *missing))
     if unread or found:
@@ -118,7 +138,7 @@ def build(layers: Sequence[Layer], mistakes: list[Mistake]) -> Config:
 
 
 def _is_section_path(path: KeyPath) -> bool:
-    return any(is_section(hint) for hint in hints_at(TrainConfig, path))
+    return any(is_section(hint) for hint in hints_at(SFTRunConfig, path))
 
 
 def _in_reading_order(mistakes: Iterable[Mistake], layers: Sequence[Layer]) -> list[Mistake]:

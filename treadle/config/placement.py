@@ -120,15 +120,17 @@ def place_rewards(config: Config, placements: Sequence[Placement], room: FreeGPU
     wanted = list(reward_gpu_requests(config))
     if not wanted:
         return None
-    fixed = [wish for wish in wanted if wish.fixed is not None]
+    fixed = [request for request in wanted if request.fixed is not None]
     if fixed and config.cluster.backend == "ray":
-        raise ConfigError([_refuse(config, wish, "names a GPU, but Ray chooses it", "write cuda") for wish in fixed])
+        raise ConfigError(
+            [_refuse(config, request, "names a GPU, but Ray chooses it", "write cuda") for request in fixed]
+        )
     largest = max((machine.num_gpus for machine in room.machines), default=0)
-    if missing := [wish for wish in fixed if wish.fixed is not None and wish.fixed >= largest]:
-        refused = [_refuse(config, wish, "no machine has that GPU", "write cuda, or cpu") for wish in missing]
+    if missing := [request for request in fixed if request.fixed is not None and request.fixed >= largest]:
+        refused = [_refuse(config, request, "no machine has that GPU", "write cuda, or cpu") for request in missing]
         raise ConfigError([replace(mistake, missing="GPU") for mistake in refused])
-    free = [wish for wish in wanted if wish.fixed is None]
-    own = room.take(REWARD, 0, sum(wish.num_gpus for wish in free)) if free else None
+    free = [request for request in wanted if request.fixed is None]
+    own = room.take(REWARD, 0, sum(request.num_gpus for request in free)) if free else None
     if own is not None:
         gpus = {**_deal(free, own.gpus), **_named(fixed)}
         return RewardPlacement(own, None, gpus)
@@ -139,10 +141,10 @@ def _share_gpus(
     config: Config, free: Sequence[GPURequest], fixed: Sequence[GPURequest], placements: Sequence[Placement]
 ) -> RewardPlacement:
     """GPUs that a role has already: an engine's before those of a trainer alone."""
-    most = max((wish.num_gpus for wish in free), default=0)
+    most = max((request.num_gpus for request in free), default=0)
     hosts = sorted((item for item in placements if len(item.gpus) >= most), key=lambda item: "rollout" not in item.role)
     if free and (not hosts or not hosts[0].gpus):
-        largest = max(free, key=lambda wish: wish.num_gpus)
+        largest = max(free, key=lambda request: request.num_gpus)
         problem = (
             f"{most} GPUs of one machine wanted for the reward model {largest.name!r}: none has them free, or to share"
         )
@@ -159,14 +161,14 @@ def _share_gpus(
 def _deal(wanted: Sequence[GPURequest], gpus: Sequence[int]) -> dict[str, tuple[int, ...]]:
     """To each model the next ones, beginning again when there are no more."""
     dealt, at = {}, 0
-    for wish in wanted:
-        dealt[wish.name] = tuple(gpus[number % len(gpus)] for number in range(at, at + wish.num_gpus))
-        at += wish.num_gpus
+    for request in wanted:
+        dealt[request.name] = tuple(gpus[number % len(gpus)] for number in range(at, at + request.num_gpus))
+        at += request.num_gpus
     return dealt
 
 
 def _named(fixed: Sequence[GPURequest]) -> dict[str, tuple[int, ...]]:
-    return {wish.name: (wish.fixed,) for wish in fixed if wish.fixed is not None}
+    return {request.name: (request.fixed,) for request in fixed if request.fixed is not None}
 
 
 def _overfull(
@@ -175,17 +177,17 @@ def _overfull(
     """Models that want more of a GPU than the engine and the models before them leave."""
     engines = config.rollout.gpu_memory_utilization if "rollout" in host.role and config.rollout.uses_gpus() else 0.0
     filled = dict.fromkeys(host.gpus, engines)
-    for wish in wanted:
-        for gpu in gpus[wish.name]:
-            filled[gpu] = filled.get(gpu, 0.0) + wish.share
+    for request in wanted:
+        for gpu in gpus[request.name]:
+            filled[gpu] = filled.get(gpu, 0.0) + request.share
             if filled[gpu] > 1:
                 problem = (
-                    f"{wish.name!r} shares GPU {gpu} with {host.role}: {filled[gpu]:.2f} of its memory is asked for"
+                    f"{request.name!r} shares GPU {gpu} with {host.role}: {filled[gpu]:.2f} of its memory is asked for"
                 )
-                yield _refuse(config, wish, problem, "lower gpu_memory_utilization, or add a GPU")
+                yield _refuse(config, request, problem, "lower gpu_memory_utilization, or add a GPU")
                 break
 
 
-def _refuse(config: Config, wish: GPURequest, problem: str, fix: str) -> Mistake:
-    value = wish.num_gpus if wish.fixed is None else f"cuda:{wish.fixed}"
-    return Mistake(wish.key, problem, value, config.origin(wish.key), fix)
+def _refuse(config: Config, request: GPURequest, problem: str, fix: str) -> Mistake:
+    value = request.num_gpus if request.fixed is None else f"cuda:{request.fixed}"
+    return Mistake(request.key, problem, value, config.origin(request.key), fix)

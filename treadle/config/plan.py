@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from math import ceil
 
 from treadle.config.placement import FreeGPUs, Machine, Placement, RewardPlacement, place_rewards, reward_gpu_requests
-from treadle.config.root import Config, TrainConfig
+from treadle.config.root import Config, SFTRunConfig, TrainConfig
 from treadle.config.rules import check_rules
 from treadle.config.transport import TransportKind, choose_transport
 from treadle.errors import ConfigError, Mistake
@@ -69,6 +69,18 @@ class Plan:
     def nodes(self, role: str) -> tuple[Placement, ...]:
         return tuple(placement for placement in self.placements if placement.role == role)
 
+    def replica_gpus(self) -> tuple[tuple[int, ...], ...]:
+        """The GPUs of each engine, numbered as on its machine; none for an engine on a CPU."""
+        size = self.gpus_per_replica
+        if not size:
+            return ((),) * self.replicas
+        hosts = [placement.gpus for placement in self.placements if "rollout" in placement.role]
+        return tuple(gpus[at : at + size] for gpus in hosts for at in range(0, len(gpus), size))[: self.replicas]
+
+    def trainer_gpus(self) -> tuple[int, ...]:
+        """The GPUs of the trainer's nodes, node by node."""
+        return tuple(gpu for placement in self.placements if "trainer" in placement.role for gpu in placement.gpus)
+
     def held(self) -> tuple[Placement, ...]:
         """Every node of every role that has something to itself."""
         rewards = self.rewards
@@ -79,6 +91,8 @@ def make_plan(config: Config, machines: Sequence[Machine]) -> Plan:
     """The plan for a config on these machines; refuses, with the numbers that clash, what does not fit."""
     if mistakes := check_rules(config):
         raise ConfigError(mistakes)
+    if isinstance(config, SFTRunConfig):
+        config = config.without_sampling()
     room = FreeGPUs(machines)
     placements = _place(config, room)
     training = config if isinstance(config, TrainConfig) else None
@@ -101,6 +115,16 @@ def make_plan(config: Config, machines: Sequence[Machine]) -> Plan:
     )
 
 
+def place_trainer(config: TrainConfig, machine: Machine) -> tuple[int, ...]:
+    """The GPUs of one of the trainer's nodes on a machine where nothing samples: for training again from a journal."""
+    room = FreeGPUs([machine])
+    want = replace(next(_role_requests(config)), nodes=1)
+    placement = room.take(want.role, 0, want.gpus)
+    if placement is None:
+        raise ConfigError([replace(_too_few(config, want, room.machines), missing="GPU", count=want.gpus)])
+    return placement.gpus
+
+
 def validates_beside(config: TrainConfig) -> bool:
     """Whether there is validation between steps that goes on beside them."""
     return config.trainer.mode != "sync" and config.trainer.test_freq > 0 and bool(config.data.val_files)
@@ -118,7 +142,8 @@ def _role_requests(config: Config) -> Iterator[_RoleRequest]:
     rollout = config.rollout
     if isinstance(config, TrainConfig):
         trainer = config.trainer
-        role = "trainer + rollout" if rollout.nnodes == 0 else "trainer"
+        samples = rollout.nnodes == 0 and not isinstance(config, SFTRunConfig)
+        role = "trainer + rollout" if samples else "trainer"
         yield _RoleRequest(role, trainer.nnodes, trainer.n_gpus_per_node, "trainer.n_gpus_per_node")
         if rollout.nnodes:
             yield _RoleRequest("rollout", rollout.nnodes, rollout.n_gpus_per_node, "rollout.n_gpus_per_node")
@@ -131,7 +156,9 @@ def asked_machines(config: Config) -> list[Machine]:
     asked = [want.gpus for want in _role_requests(config) for _ in range(want.nodes)]
     rewards = list(reward_gpu_requests(config))
     if rewards:
-        asked.append(max(sum(wish.num_gpus for wish in rewards), *(1 + (wish.fixed or 0) for wish in rewards)))
+        asked.append(
+            max(sum(request.num_gpus for request in rewards), *(1 + (request.fixed or 0) for request in rewards))
+        )
     return [Machine(f"node{at}", gpus) for at, gpus in enumerate(asked)]
 
 
@@ -154,7 +181,7 @@ def _place(config: Config, room: FreeGPUs) -> tuple[Placement, ...]:
 
 def _place_validation(config: TrainConfig, placements: Sequence[Placement], room: FreeGPUs) -> Placement | None:
     """Free GPUs for validation; on a CPU, beside the last engines. None: it shares the engines of the rollout."""
-    if not validates_beside(config) or any(wish.share > 0.5 for wish in reward_gpu_requests(config)):
+    if not validates_beside(config) or any(request.share > 0.5 for request in reward_gpu_requests(config)):
         return None  # it has reward models of its own, on the same GPUs
     if not _engine_gpus(config):
         return replace(placements[-1], role="validation", node=0)
@@ -213,12 +240,15 @@ def _batches(config: TrainConfig) -> BatchPlan:
     actor, trainer, rollout, tasks = config.actor, config.trainer, config.rollout, config.data.train_batch_size
     ranks = trainer.num_ranks()
     mini_batches = tasks // actor.ppo_mini_batch_size
-    per_rank = ceil(actor.ppo_mini_batch_size * rollout.n / ranks)
-    per_micro_batch = actor.ppo_max_token_len_per_gpu // rollout.trajectory_length()
+    samples, longest = rollout.n, rollout.trajectory_length()
+    if isinstance(config, SFTRunConfig):
+        samples, longest = 1, config.longest_row()
+    per_rank = ceil(actor.ppo_mini_batch_size * samples / ranks)
+    per_micro_batch = actor.ppo_max_token_len_per_gpu // longest
     return BatchPlan(
         tasks=tasks,
-        samples=rollout.n,
-        trajectories=tasks * rollout.n,
+        samples=samples,
+        trajectories=tasks * samples,
         mini_batches=mini_batches,
         epochs=actor.ppo_epochs,
         optimizer_steps=mini_batches * actor.ppo_epochs,
@@ -230,9 +260,9 @@ def _batches(config: TrainConfig) -> BatchPlan:
 
 
 def _staleness(config: TrainConfig) -> StalenessRange:
-    return StalenessRange(1 if config.trainer.mode == "one_step_off" else 0, max_lag(config))
+    return StalenessRange(1 if config.trainer.mode == "one_step_off" else 0, staleness_bound(config))
 
 
-def max_lag(config: TrainConfig) -> int:
+def staleness_bound(config: TrainConfig) -> int:
     """How many policy versions a token may be behind the weights it trains."""
     return {"sync": 0, "one_step_off": 1, "fully_async": config.trainer.max_staleness}[config.trainer.mode]

@@ -2,24 +2,29 @@
 
 import sys
 from collections.abc import Mapping
+from functools import cache
 from hashlib import sha256
 from importlib import import_module
-from importlib.util import module_from_spec, spec_from_file_location
+from importlib.util import find_spec, module_from_spec, spec_from_file_location
 from pathlib import Path
 from types import ModuleType
 from typing import Any, TypeVar
 
+from treadle.config.serialized import SUFFIX, load_serialized
 from treadle.errors import ConfigError, Mistake, nearest
 
 
 def load_object(path: str, key: str) -> Any:
     """The object at `package.module:name` or `path/to/file.py:name`. Anything wrong is a mistake of `key`.
 
-    Modules are found as Python finds them, and in the working directory, whichever command was started.
+    `path/to/file.pkl:name` is a serialized function of a script or a notebook. Modules are found as Python finds them,
+    and in the working directory, whichever command was started.
     """
     module_name, colon, name = path.rpartition(":")
     if not colon or not module_name or not name:
         raise _mistake(key, path, f"{path!r} is not an import path", "write package.module:name, or file.py:name")
+    if module_name.endswith(SUFFIX):
+        return _load_serialized(Path(module_name).expanduser().resolve(), name, key)
     module = _import(module_name, path, key)
     value: Any = module
     for part in name.split("."):
@@ -27,6 +32,12 @@ def load_object(path: str, key: str) -> Any:
             raise _mistake(key, path, f"{module_name} has no {name!r}", nearest(name, dir(module)))
         value = getattr(value, part)
     return value
+
+
+@cache
+def _load_serialized(file: Path, name: str, key: str) -> Any:
+    """Loaded once in each process: a function and a class that refers to it share what they share."""
+    return load_serialized(file, name, key)
 
 
 def _import(name: str, path: str, key: str) -> Any:
@@ -79,3 +90,16 @@ def find_by_name(name: str, known: Mapping[str, T], key: str) -> T:
     if not callable(found):
         raise ConfigError([Mistake(key, f"{name} is not a function", name)])
     return found
+
+
+def source_file(module: str) -> Path | None:
+    """The file of a module, or the file itself; None where it is no source, or not found."""
+    if module.endswith((".py", ".pkl")):
+        file = Path(module).expanduser()
+        return file if file.is_file() else None
+    try:
+        spec = find_spec(module)
+    except Exception:  # noqa: BLE001 - a parent package may do anything when it is imported; the real import reports it
+        return None
+    origin = None if spec is None else spec.origin
+    return Path(origin) if origin and origin.endswith(".py") and Path(origin).is_file() else None

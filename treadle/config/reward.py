@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from typing import Literal
 
 from treadle.config.rollout import FailureConfig, LimitsConfig, ModelConfig, OpenAIConfig, RolloutConfig, ScriptedConfig
+from treadle.config.sandbox import SandboxConfig
 from treadle.config.section import REQUIRED, Options, Section, Strings, key
 from treadle.config.validate import Clashes
 
@@ -23,6 +24,9 @@ REWARD_FUNCTIONS = (
 
 GROUP_FUNCTIONS = ("length_penalty",)
 """Those of them that see all samples of a task at once."""
+
+BOXED_FUNCTIONS = ("code_tests",)
+"""Those of them that run what a model wrote, in boxes of their own."""
 
 SESSION_PARTS = ("environment", "tools")
 """The parts of a score that a session brings with it: rewards for turns, from its environment or its agent loop, and
@@ -45,10 +49,11 @@ class RewardFunctionConfig(Section):
         "what it sees: a sample, or the group of all samples of a task at once, of which it returns a list of scores; "
         "null for what a built-in has, and sample for others",
     )
-    sandbox: bool = key(
-        False,
+    sandbox: bool | None = key(
+        None,
         "fence it off from files, network and other processes, each score in a process of its own: for a function that "
-        "evaluates what a model wrote; `math` and `reasoning_gym` always are",
+        "evaluates what a model wrote; null for one whose file calls exec, eval, compile, subprocess or a shell; "
+        "`math` and `reasoning_gym` always are",
     )
     env: Strings = key((), "environment variables it is given beside PATH, HOME and the like; keys and tokens are not")
 
@@ -184,7 +189,12 @@ class RewardConfig(Section):
         "processes that run functions of yours, and as many for sandboxed ones; 0 runs them in this process",
         ge=0,
     )
-    timeout_s: float = key(10.0, "deadline of the functions of one score", gt=0)
+    max_gradings: int | None = key(
+        None, "programs that code_tests grades at once, in this process; null for one on each core", ge=1
+    )
+    timeout_s: float = key(
+        10.0, "deadline of the functions of one score; code_tests has kwargs.timeout_s for each test instead", gt=0
+    )
     on_timeout: float | None = key(None, "score of a function that ran past its deadline; null for a failure")
     cpu_time_s: float = key(60.0, "CPU time of the functions of one score", gt=0)
     memory_mb: int = key(2048, "memory of one worker process", ge=64)
@@ -196,6 +206,12 @@ class RewardConfig(Section):
         "scores of functions and classifiers, and questions to judges, started per second; null for no limit",
         gt=0,
     )
+
+    sandbox: SandboxConfig = key(SandboxConfig(), "the boxes of code_tests, fresh ones for each score")
+
+    def uses_sandbox(self) -> bool:
+        """Whether a function of the config runs programs in boxes."""
+        return any(item.path in BOXED_FUNCTIONS for item in self.functions.values())
 
     def weights(self) -> dict[str, float]:
         """The share of each part of a score: functions first, then classifiers, then judges."""

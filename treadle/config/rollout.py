@@ -6,13 +6,21 @@ A rollout reads these sections and `reward`, and no other; so it runs with or wi
 from collections.abc import Mapping
 from typing import Literal
 
+from treadle.config.sandbox import SandboxConfig
 from treadle.config.section import REQUIRED, Options, Section, Strings, key
+
+OnWeightUpdate = Literal["continue", "recompute", "wait", "drop"]
+"""What becomes of sessions that are open when new weights arrive."""
 
 
 class ModelConfig(Section):
     """A Hugging Face model directory and everything that says how to read it."""
 
     path: str = key(REQUIRED, "Hugging Face model directory, or the name of a bundled model")
+    adapter: str | None = key(
+        None,
+        "PEFT LoRA adapter directory: merged into the weights, or trained further where actor.lora.r is set",
+    )
     tokenizer_path: str | None = key(None, "tokenizer directory, where it is not the model's own")
     custom_chat_template: str | None = key(None, "Jinja chat template that replaces the tokenizer's")
     apply_chat_template_kwargs: Options = key({}, "extra variables for the chat template, such as enable_thinking")
@@ -24,14 +32,28 @@ class ModelConfig(Section):
     )
     trust_remote_code: bool = key(False, "run Python code that ships inside the model directory")
     override_config: Options = key({}, "values that replace those of the model's own config.json")
-    prove: bool = key(
+    parity_check: bool = key(
         True, "compare a small model of the same kind with its own forward first, and refuse one that differs"
     )
     enable_gradient_checkpointing: bool = key(True, "recompute activations in backward instead of storing them")
+    shared_prefix: Literal["auto", "off"] = key(
+        "auto",
+        "auto computes a prefix that rows of a micro batch share, such as the prompt of a group, once; "
+        "off computes every row by itself",
+    )
 
 
-AGENT_LOOPS = ("single_turn_agent", "tool_agent", "environment_agent")
+AGENT_LOOPS = (
+    *("single_turn_agent", "tool_agent", "environment_agent"),
+    *("program_agent", "function_agent", "verifiers_agent"),
+)
 """The agent loops that come with treadle."""
+
+GATEWAY_LOOPS = ("program_agent", "function_agent", "verifiers_agent")
+"""Those that run agents which talk to the gateway."""
+
+BOX_TOOLS = ("python", "bash", "edit", "submit")
+"""The tools that come with treadle: those of a session share one box."""
 
 TOOL_FORMATS = (
     "hermes",
@@ -53,6 +75,10 @@ TOOL_FORMATS = (
 """The tool-call formats that come with treadle."""
 
 
+ENVIRONMENT_SCHEMES = ("textarena", "gem", "skyrl_gym", "openenv", "gymnasium")
+"""Packages whose environments come by scheme."""
+
+
 class SamplingConfig(Section):
     """How validation samples, where it differs from training."""
 
@@ -70,9 +96,11 @@ class SamplingConfig(Section):
 
 
 class AgentLoopConfig(Section):
-    """A named agent loop: a class by import path, and the arguments it is built with."""
+    """A named agent loop: a class, and the arguments it is built with."""
 
-    path: str = key(REQUIRED, "the class", names=())
+    path: str | None = key(
+        None, "the class; null for the loop that comes with treadle by the name of this section", names=AGENT_LOOPS
+    )
     kwargs: Options = key({}, "keyword arguments for the class")
 
 
@@ -81,8 +109,9 @@ class AgentConfig(Section):
 
     num_workers: int | None = key(
         None,
-        "agent worker processes; 0 runs loops and tools inside the manager's own process. null: 1 where a tool or the "
-        "environment is plain Python, which may hold the interpreter up and is killed past its deadline; else 0",
+        "agent worker processes; 0 runs loops and tools inside the manager's own process. null: 1 where a loop, a "
+        "tool, the environment or the parser is code of yours, which may hold the interpreter up and is killed past "
+        "its deadline, and for program_agent and function_agent; else 0",
         ge=0,
     )
     max_concurrent_sessions: int | None = key(
@@ -107,6 +136,12 @@ class MCPServerConfig(Section):
     url: str | None = key(None, "address of a server that speaks streamable HTTP")
     env: Mapping[str, str] = key({}, "environment variables for the program")
     tools: Strings = key((), "names of the tools to offer; empty for all")
+    scope: Literal["run", "session"] = key(
+        "run",
+        "run: one server for all sessions of an agent worker; session: one for each session that calls it, closed with "
+        "it, for servers that keep state, such as browsers and shells",
+    )
+    warm: int = key(2, "servers of scope session that are started ahead of the sessions that will need them", ge=0)
     startup_timeout_s: float = key(30.0, "how long the server may take to answer its first request", gt=0)
 
 
@@ -115,14 +150,31 @@ class MultiTurnConfig(Section):
 
     max_assistant_turns: int | None = key(None, "assistant turns per trajectory; null for no limit", ge=1)
     max_user_turns: int | None = key(None, "turns an environment may add; null for no limit", ge=1)
-    tools: Strings = key((), "functions, or classes with one instance per session", names=())
+    tools: Strings = key(
+        (), "tools in the session's box, functions, or classes with one instance per session", names=BOX_TOOLS
+    )
     mcp_servers: Mapping[str, MCPServerConfig] = key({}, "MCP servers by name, whose tools are offered too")
-    environment: str | None = key(None, "the environment or user simulator of environment_agent", names=())
+    environment: str | None = key(
+        None,
+        "the environment or user simulator of environment_agent; or one of another package, such as "
+        "textarena:GuessTheNumber-v0",
+        names=(),
+        schemes=ENVIRONMENT_SCHEMES,
+    )
+    environment_python: str | None = key(
+        None, "interpreter of another virtual environment, whose process the environment runs in; null for this one"
+    )
     environment_kwargs: Options = key({}, "keyword arguments for the environment")
     environment_timeout_s: float = key(
         120.0,
         "deadline of one call of the environment; one that takes longer is abandoned, and its trajectory fails",
         gt=0,
+    )
+    opponents: Strings = key(
+        (), "models, runs or checkpoints that play against the policy in episodes of several agents; none: self-play"
+    )
+    opponent_share: float = key(
+        1.0, "share of tasks that are played against an opponent; the others are self-play", ge=0, le=1
     )
     format: str = key("hermes", "tool-call format the model writes", names=TOOL_FORMATS)
     max_parallel_calls: int = key(4, "tool calls of one turn that run at once", ge=1)
@@ -179,6 +231,20 @@ class ScriptedConfig(Section):
     hang_rate: float = key(0.0, "fraction of requests that never answer", ge=0, le=1)
 
 
+class GatewayConfig(Section):
+    """The gateway of program_agent and function_agent: where agents reach it, and what of theirs trains."""
+
+    host: str = key("127.0.0.1", "address to listen on; anything else lets other machines try keys")
+    port: int = key(0, "port to listen on; 0 takes a free one, which several agent workers need", ge=0, le=65535)
+    url: str = key("http://{host}:{port}", "address that agents are given, such as http://host.docker.internal:{port}")
+    max_body_mb: int = key(64, "longest request, in MB", ge=1)
+    train: Literal["main", "all"] = key(
+        "main",
+        "main: turns that the agent went on from, or read last, of the model that it asks for by the name policy; all: "
+        "also those it asked for again, never received, or had from other models",
+    )
+
+
 class RolloutConfig(Section):
     """Everything a rollout needs to know."""
 
@@ -210,6 +276,8 @@ class RolloutConfig(Section):
 
     agent: AgentConfig = key(AgentConfig(), "agent loops and workers")
     multi_turn: MultiTurnConfig = key(MultiTurnConfig(), "turns, tools and environments")
+    gateway: GatewayConfig = key(GatewayConfig(), "the API that agent programs talk to")
+    sandbox: SandboxConfig = key(SandboxConfig(), "the box of each session that runs what the model writes")
     limits: LimitsConfig = key(LimitsConfig(), "deadlines")
     failures: FailureConfig = key(FailureConfig(), "retries and failure budgets")
 
@@ -222,6 +290,9 @@ class RolloutConfig(Section):
     enable_prefix_caching: bool = key(True, "reuse the KV cache of shared prefixes")
     enable_chunked_prefill: bool = key(
         True, "split long prompts over several engine steps; native splits those over max_num_batched_tokens alone"
+    )
+    overlap_weight_updates: bool = key(
+        True, "native in a process of its own: go on sampling while new weights arrive; takes room for them twice"
     )
     free_cache_engine: bool = key(
         False, "give the engine's memory back while the policy trains on the same devices: slower, and room for more"
@@ -242,6 +313,20 @@ class RolloutConfig(Section):
         """Sessions that may be open at once over this many engines: as told, or as many as keep them full."""
         agent = self.agent
         return agent.max_concurrent_sessions or max(agent.num_workers or 1, 2 * replicas * self.max_num_seqs)
+
+    def uses_gateway(self) -> bool:
+        """Whether a loop of the config talks to the gateway."""
+        agent = self.agent
+        names = {agent.default_agent_loop, *(loop.path or name for name, loop in agent.loops.items())}
+        return not names.isdisjoint(GATEWAY_LOOPS)
+
+    def uses_sandbox(self) -> bool:
+        """Whether a tool or an agent program of the config runs in a box."""
+        return not set(BOX_TOOLS).isdisjoint(self.multi_turn.tools) or self.boxes_agents()
+
+    def boxes_agents(self) -> bool:
+        """Whether an agent program runs in a box, out of which it reaches the gateway."""
+        return any(loop.kwargs.get("sandbox") for loop in self.agent.loops.values())
 
     def uses_gpus(self) -> bool:
         """Whether the engine runs on the rollout's devices, where it has any; the others compute elsewhere."""

@@ -9,9 +9,11 @@ from typing import Any, NoReturn
 
 from treadle.config.reward import group_rewards_are_whole, reward_models_are_whole, scores_are_bounded
 from treadle.config.rollout import AGENT_LOOPS
-from treadle.config.root import Config, TrainConfig
+from treadle.config.root import SAMPLERS, Config, DataConfig, SFTRunConfig, TrainConfig
+from treadle.config.sandbox import box_is_whole
 from treadle.config.section import TARGET, Section
-from treadle.config.training_rules import TRAINING_CAUTIONS, TRAINING_RULES
+from treadle.config.show import flatten
+from treadle.config.training_rules import SFT_RULES, TRAINING_CAUTIONS, TRAINING_RULES
 from treadle.config.validate import Bounds, Clashes
 from treadle.errors import Mistake, nearest
 
@@ -36,13 +38,15 @@ UNKNOWN: Any = _Unknown()
 
 def check_rules(config: Config) -> list[Mistake]:
     """Every clash between the values of a config."""
-    rules: list[Callable[..., Clashes]] = [*ROLLOUT_RULES, *(TRAINING_RULES if isinstance(config, TrainConfig) else ())]
+    training: tuple[Callable[..., Clashes], ...] = TRAINING_RULES if isinstance(config, TrainConfig) else ()
+    rules = [*ROLLOUT_RULES, *(SFT_RULES if isinstance(config, SFTRunConfig) else training)]
     return [_mistake(config, *clash) for rule in rules for clash in _known(rule(config))]
 
 
 def check_cautions(config: Config) -> list[Mistake]:
     """What works and is perhaps not meant: a warning each, and never a reason to stop."""
-    rules: list[Callable[..., Clashes]] = list(TRAINING_CAUTIONS if isinstance(config, TrainConfig) else ())
+    samples = isinstance(config, TrainConfig) and not isinstance(config, SFTRunConfig)
+    rules: list[Callable[..., Clashes]] = list(TRAINING_CAUTIONS if samples else ())
     return [_mistake(config, *clash) for rule in rules for clash in _known(rule(config))]
 
 
@@ -143,6 +147,47 @@ def agent_loop_exists(config: Config) -> Clashes:
     if name == "environment_agent" and name not in agent.loops and not multi_turn.environment:
         fix = "give the import path of an environment (package.module:Class)"
         yield "rollout.multi_turn.environment", "is needed by the agent loop environment_agent", fix
+    if multi_turn.environment_python is not None and multi_turn.environment is None:
+        fix = "set rollout.multi_turn.environment, or leave it out"
+        yield "rollout.multi_turn.environment_python", "is an interpreter for an environment, and there is none", fix
+    for at, loop in agent.loops.items():
+        if loop.path is None and at not in AGENT_LOOPS:
+            fix = nearest(at, AGENT_LOOPS) or "give the import path of a class, as package.module:Class"
+            yield f"rollout.agent.loops.{at}.path", f"is needed: no loop called {at!r} comes with treadle", fix
+    needed = {"program_agent": "argv", "function_agent": "function", "verifiers_agent": "python"}.get(name)
+    if needed and name not in agent.loops:
+        fix = f"set rollout.agent.loops.{name}.kwargs.{needed}"
+        yield "rollout.agent.default_agent_loop", f"{name} needs to know what to run", fix
+
+
+def opponents_can_play(config: Config) -> Clashes:
+    rollout = config.rollout
+    if not rollout.multi_turn.opponents:
+        if rollout.multi_turn.opponent_share != 1.0:
+            problem = f"{rollout.multi_turn.opponent_share:g}, but there are no rollout.multi_turn.opponents"
+            yield "rollout.multi_turn.opponent_share", problem, "name some, or leave it out"
+        return
+    if rollout.multi_turn.environment is None:
+        problem = "play in an environment of several agents, and there is no environment"
+        yield "rollout.multi_turn.opponents", problem, "set rollout.multi_turn.environment"
+    if rollout.name == "openai":
+        problem = "are engines of their own, and rollout.name is openai"
+        yield "rollout.multi_turn.opponents", problem, "use rollout.name: native or vllm"
+    if config.cluster.backend == "ray":
+        problem = "play on the machine of the driver, and the rollout runs on Ray"
+        yield "rollout.multi_turn.opponents", problem, "use cluster.backend: local"
+
+
+def gateway_has_an_address(config: Config) -> Clashes:
+    gateway = config.rollout.gateway
+    if gateway.host in ("0.0.0.0", "::", "") and "{host}" in gateway.url:
+        problem = f"{gateway.host!r} listens on every address of this machine, and is none that an agent could be given"
+        fix = "set rollout.gateway.url to the address that agents see, such as http://172.17.0.1:{port}"
+        yield "rollout.gateway.host", problem, fix
+    try:
+        gateway.url.format(host="h", port=1)
+    except (KeyError, IndexError, ValueError):
+        yield "rollout.gateway.url", "is a template of {host} and {port}", "write braces that are meant as such twice"
 
 
 def every_worker_has_sessions(config: Config) -> Clashes:
@@ -195,6 +240,49 @@ def reward_models_can_score(config: Config) -> Clashes:
     yield from group_rewards_are_whole(config.reward)
 
 
+def every_file_has_a_weight(config: Config) -> Clashes:
+    """`data.train_weights` has one number for each entry of `data.train_files`, in their order."""
+    files, weights = config.data.train_files, config.data.train_weights
+    if weights and len(weights) != len(files):
+        problem = f"{len(weights)} weights for {len(files)} entries of data.train_files"
+        yield "data.train_weights", problem, "give one number for each entry, in the same order"
+
+
+def sampler_has_its_settings(config: Config) -> Clashes:
+    """Settings of a task sampler that is not the one chosen would be ignored in silence."""
+    data = config.data
+    if data.success_band.low > data.success_band.high:
+        problem = f"{data.success_band.low} is more than data.success_band.high {data.success_band.high}"
+        yield "data.success_band.low", problem, None
+    if data.sampler_kwargs and (data.sampler is None or data.sampler in SAMPLERS):
+        fix = "they are for an import path in data.sampler; built-in samplers have sections of their own"
+        yield "data.sampler_kwargs", f"are not used by data.sampler {data.sampler or 'null'}", fix
+    unset, settings = flatten(DataConfig()), flatten(data)
+    for name in SAMPLERS:
+        for key in (key for key in settings if key.startswith(f"{name}.") and data.sampler != name):
+            if settings[key] != unset[key]:
+                problem = f"is not used by data.sampler {data.sampler or 'null'}"
+                yield f"data.{key}", problem, f"set data.sampler={name}, or leave it out"
+
+
+def boxes_are_whole(config: Config) -> Clashes:
+    yield from box_is_whole("rollout.sandbox", config.rollout.sandbox)
+    yield from box_is_whole("reward.sandbox", config.reward.sandbox)
+
+
+def engines_take_an_adapter(config: Config) -> Clashes:
+    """Engines that load the weights themselves merge no adapter; in training they are sent merged weights."""
+    name, adapter = config.rollout.name, config.model.adapter
+    if adapter is None or name == "native" or (name == "vllm" and isinstance(config, TrainConfig)):
+        return
+    if name == "vllm":
+        problem = "vLLM reads the weights of model.path by itself: the adapter would not be in them"
+        fix = "merge it first (treadle export RUN DIR of the run that trained it), or set rollout.name=native"
+    else:
+        problem, fix = f"has no effect: rollout.name {name} reads no weights from here", "leave it out"
+    yield "model.adapter", problem, fix
+
+
 ROLLOUT_RULES: tuple[Callable[[Config], Clashes], ...] = (
     sequence_fits,
     engine_takes_arguments,
@@ -202,10 +290,16 @@ ROLLOUT_RULES: tuple[Callable[[Config], Clashes], ...] = (
     endpoint_is_named,
     faults_are_fractions,
     agent_loop_exists,
+    opponents_can_play,
+    gateway_has_an_address,
     every_worker_has_sessions,
     mcp_servers_have_command_or_url,
     groups_can_be_complete,
     cluster_is_asked_for,
     several_nodes_need_ray,
     reward_models_can_score,
+    every_file_has_a_weight,
+    sampler_has_its_settings,
+    boxes_are_whole,
+    engines_take_an_adapter,
 )

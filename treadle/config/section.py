@@ -114,9 +114,10 @@ def key(
     le: float | None = None,
     lt: float | None = None,
     names: tuple[str, ...] | None = None,
+    schemes: tuple[str, ...] = (),
 ) -> Any:
-    """Declare a key of a section. With `names`, a string must be one of them or an import path."""
-    return Key(freeze(default), description, Bounds(ge, gt, le, lt, names))
+    """Declare a key of a section. With `names`, a string must be one of them, an import path or `scheme:name`."""
+    return Key(freeze(default), description, Bounds(ge, gt, le, lt, names, schemes))
 
 
 @dataclass_transform(frozen_default=True, kw_only_default=True)

@@ -7,7 +7,7 @@ named by their environment variable, which is no secret.
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from hashlib import blake2b
 from typing import Any
@@ -15,7 +15,7 @@ from typing import Any
 import yaml
 
 from treadle.config.bind import escape
-from treadle.config.parse import YamlLoader, read_scalar
+from treadle.config.parse import YamlLoader, compose, construct, read_scalar
 from treadle.config.section import TARGET, Section, Source, types_of
 from treadle.config.tree import public_name, section_in_map, usual_class
 
@@ -25,6 +25,8 @@ _SECRET = re.compile(
 )
 _CREDENTIALS = re.compile(r"(?<=://)[^/@\s]+@")
 _ENVIRONMENT = "env"
+_OPTIONS = ("--key",)
+"""Options of commands whose values are secret."""
 
 
 def hide_secret(key: str, value: Any, *, digest: bool = False) -> Any:
@@ -33,26 +35,44 @@ def hide_secret(key: str, value: Any, *, digest: bool = False) -> Any:
 
 
 def hide_in_words(words: Sequence[str]) -> list[str]:
-    """A command line with the values of `key=value` words hidden that are secret."""
-    return [_hide_word(word) for word in words]
+    """A command line with the values hidden that are secret: of `key=value` words, inside them, and of `--key`."""
+    before = ["", *words]
+    return [HIDDEN if option in _OPTIONS else _hide_word(word) for option, word in zip(before, words, strict=False)]
 
 
 def _hide_word(word: str) -> str:
     key, equals, value = word.partition("=")
     parts = key.split(".")
-    if equals and (_ENVIRONMENT in parts or _SECRET.search(parts[-1])):
+    if equals and (_ENVIRONMENT in parts or _SECRET.search(parts[-1]) or key in _OPTIONS):
         return f"{key}={HIDDEN}"
+    if equals and value.lstrip().startswith(("{", "[")):
+        value = _hide_inside(value)
     return f"{key}{equals}{_CREDENTIALS.sub(HIDDEN + '@', value)}"
+
+
+def _hide_inside(text: str) -> str:
+    """A list or a map as text; as it was written, where nothing in it is secret."""
+    try:
+        node = compose(text)
+        value = None if node is None else construct(node)
+    except yaml.YAMLError:
+        return HIDDEN  # it cannot be read, and so nothing of it can be judged
+    hidden = _hide(value, False, False)
+    return text if as_yaml(hidden) == as_yaml(value) else as_yaml(hidden)
 
 
 def _hide(value: Any, secret: bool, digest: bool) -> Any:
     if isinstance(value, Mapping):
-        return {name: _hide(item, secret or bool(_SECRET.search(str(name))), digest) for name, item in value.items()}
+        return {name: _hide(item, secret or _is_secret(name, item), digest) for name, item in value.items()}
     if isinstance(value, list | tuple):
         return tuple(_hide(item, secret, digest) for item in value)
     if not secret:
         return _CREDENTIALS.sub(f"{HIDDEN}@", value) if isinstance(value, str) else value
     return f"{HIDDEN[:-1]} {blake2b(str(value).encode(), digest_size=4).hexdigest()})" if digest else HIDDEN
+
+
+def _is_secret(name: object, value: object) -> bool:
+    return bool(_SECRET.search(str(name))) or (name == _ENVIRONMENT and isinstance(value, Mapping))
 
 
 _WORD = re.compile(r"[A-Za-z][\w./-]*", re.ASCII)
@@ -77,35 +97,58 @@ _Dumper.add_representer(tuple, lambda dumper, value: dumper.represent_sequence("
 _Dumper.add_multi_representer(dict, lambda dumper, value: dumper.represent_dict(dict(value).items()))
 
 
-def to_yaml(config: Section, *, origins: bool = False, secrets: bool = True) -> str:
-    """Every value, in an order a reader expects; loading it again gives an equal config. `secrets` may be left out."""
-    return "\n".join(_lines(config, "", origins, secrets)) + "\n"
+def to_yaml(config: Section, *, origins: bool = False, secrets: bool = True, given: bool = False) -> str:
+    """Every value, in an order a reader expects; loading it again gives an equal config. `secrets` may be left out.
+
+    With `given`, only what a file, the command line or code gave: everything else is the default.
+    """
+    return "\n".join(_lines(config, "", _YamlOptions(origins, secrets, given))) + "\n"
 
 
-def _lines(section: Section, indent: str, origins: bool, secrets: bool) -> Iterator[str]:
+@dataclass(frozen=True, slots=True)
+class _YamlOptions:
+    origins: bool
+    secrets: bool
+    given: bool
+
+
+def _lines(section: Section, indent: str, options: _YamlOptions) -> Iterator[str]:
     for name, value in section.values().items():
         if isinstance(value, Section):
-            yield f"{indent}{name}:"
-            yield from _section_lines(value, usual_class(type(section), name), f"{indent}  ", origins, secrets)
+            below = list(_section_lines(value, usual_class(type(section), name), f"{indent}  ", options))
+            if below or not options.given:
+                yield f"{indent}{name}:"
+                yield from below
         elif section_in_map(types_of(type(section))[name]) and value:
             yield f"{indent}{name}:"
-            for inner, below in value.items():
+            for inner, item in value.items():
                 yield f"{indent}  {as_yaml(inner)}:"
-                yield from _section_lines(below, usual_class(type(section), name), f"{indent}    ", origins, secrets)
-        else:
-            value = value if secrets else hide_secret(name, value)
-            yield f"{indent}{name}: {as_yaml(value)}{_note(section, name) if origins else ''}"
+                yield from _section_lines(item, usual_class(type(section), name), f"{indent}    ", options)
+        elif not options.given or _is_given(section, name):
+            value = value if options.secrets else hide_secret(name, value)
+            yield f"{indent}{name}: {as_yaml(value)}{_note(section, name, options)}"
 
 
-def _section_lines(section: Section, usual: type[Section], indent: str, origins: bool, secrets: bool) -> Iterator[str]:
+def _section_lines(section: Section, usual: type[Section], indent: str, options: _YamlOptions) -> Iterator[str]:
     if type(section) is not usual:
-        yield f"{indent}{TARGET}: {public_name(type(section))}{_note(section, TARGET) if origins else ''}"
-    yield from _lines(section, indent, origins, secrets)
+        yield f"{indent}{TARGET}: {public_name(type(section))}{_note(section, TARGET, options)}"
+    yield from _lines(section, indent, options)
 
 
-def _note(section: Section, name: str) -> str:
-    found = dict.fromkeys(str(section.origin(key)) for key in section.traced(name) or [name])
-    return f"  # {'; '.join(found)}"
+def _is_given(section: Section, name: str) -> bool:
+    return any(section.origin(key).source is not Source.DEFAULT for key in section.traced(name) or [name])
+
+
+def _note(section: Section, name: str, options: _YamlOptions) -> str:
+    if not options.origins:
+        return ""
+    origins = [section.origin(key) for key in section.traced(name) or [name]]
+    if not options.secrets:  # a word of the command line is told as it was given
+        origins = [
+            replace(origin, place=_hide_word(origin.place)) if origin.source is Source.COMMAND_LINE else origin
+            for origin in origins
+        ]
+    return f"  # {'; '.join(dict.fromkeys(map(str, origins)))}"
 
 
 def as_yaml(value: Any) -> str:

@@ -2,7 +2,8 @@
 
 from typing import Literal
 
-from treadle.config.section import Section, key
+from treadle.config.rollout import ModelConfig, OnWeightUpdate
+from treadle.config.section import Section, Strings, key
 
 POLICY_LOSSES = (
     "vanilla",
@@ -72,6 +73,23 @@ class PolicyLossConfig(Section):
     tau_neg: float = key(1.05, "how fast it closes elsewhere", gt=0)
 
 
+ALL_LINEAR = "all-linear"
+"""Every linear module of the decoder: attention and MLP, and not the output layer."""
+
+
+class LoraConfig(Section):
+    """Low-rank adapters: they alone train, beside the model's frozen weights."""
+
+    r: int | None = key(None, "rank of the adapters; null: no adapters, all parameters train", ge=1)
+    alpha: float | None = key(None, "numerator of the scale alpha / r; null for 2 r", gt=0)
+    target_modules: Strings = key(
+        (ALL_LINEAR,), "linear modules with an adapter: ends of their names such as q_proj, or all-linear"
+    )
+    exclude_modules: Strings = key((), "modules without one after all, likewise")
+    use_rslora: bool = key(False, "scale alpha / sqrt(r) instead of alpha / r (rank-stabilized LoRA)")
+    seed: int = key(42, "seed of the first factor at the start; the second one starts at 0", ge=0)
+
+
 class ActorConfig(Section):
     """The policy, trained on one device per process."""
 
@@ -96,7 +114,12 @@ class ActorConfig(Section):
     grad_clip: float = key(1.0, "gradient norm above which gradients are scaled down", gt=0)
     model_dtype: Dtype = key("fp32", "dtype of the trained parameters")
     dtype: Dtype = key("bf16", "dtype of the computation")
+    lora: LoraConfig = key(LoraConfig(), "low-rank adapters (LoRA)")
     optim: OptimConfig = key(OptimConfig(), "optimizer")
+
+    def lends_reference(self, ref: "RefConfig") -> bool:
+        """Whether the frozen weights beside the adapters are the reference policy, so that it needs no copy."""
+        return ref.path is None and self.lora.r is not None and self.dtype == ref.dtype and ref.sync_freq <= 0
 
 
 class FSDPActorConfig(ActorConfig):
@@ -106,12 +129,26 @@ class FSDPActorConfig(ActorConfig):
 
 
 class RefConfig(Section):
-    """The reference policy: the model as it was before training, or one that follows the policy."""
+    """The reference policy: the model as it was before training, one that follows the policy, or a teacher."""
 
+    path: str | None = key(
+        None, "another model as reference, such as a teacher (algorithm.distill_coef); same tokenizer"
+    )
+    prompt_template: str | None = key(
+        None,
+        "Jinja template of the last user's message as the reference alone reads it, over prompt, answer and the task's "
+        "other fields: a teacher that knows more; null for what the student reads",
+    )
     log_prob_max_token_len_per_gpu: int = key(16384, "tokens packed into one forward pass", ge=1)
     dtype: Dtype = key("bf16", "dtype of the computation")
     sync_freq: int = key(-1, "mix the policy's weights in every this many steps; -1 for never", ge=-1)
     sync_mix: float = key(0.6, "the policy's part of that mix", gt=0, le=1)
+
+    def model_of(self, model: ModelConfig) -> ModelConfig:
+        """The model of the reference, where `model` is the policy's."""
+        if self.path is None:
+            return model
+        return ModelConfig(path=self.path, trust_remote_code=model.trust_remote_code, parity_check=model.parity_check)
 
     def syncs_after(self, step: int) -> bool:
         """Whether the policy's weights are mixed in after this training step."""
@@ -154,13 +191,18 @@ GROUP_ESTIMATORS = (
     "opo",
     "optimal_token_baseline",
     "reinforce_plus_plus_baseline",
+    "dpo",
+    "ipo",
 )
 """Advantages that compare the samples of one task, so that one sample alone has none."""
 
 TURN_ESTIMATORS = ("grpo", "dr_grpo", "rloo", "reinforce_plus_plus_baseline")
 """Those of them that can compare turn by turn."""
 
-OTHER_ESTIMATORS = ("reinforce_plus_plus", "remax", "gae")
+PREFERENCE_ESTIMATORS = ("dpo", "ipo")
+"""Those of them that prefer the best sample of a task to its worst, by how far each is from a reference policy."""
+
+OTHER_ESTIMATORS = ("reinforce_plus_plus", "remax", "gae", "on_policy_distill")
 """The other advantages that come with treadle."""
 
 
@@ -228,6 +270,15 @@ class AlgorithmConfig(Section):
     )
     use_kl_in_reward: bool = key(False, "subtract the KL divergence from the reference policy from the reward")
     kl_penalty: Literal["k1", "k2", "k3"] = key("k1", "its estimator")
+    distill_coef: float = key(
+        0.0,
+        "weight of on-policy distillation: each token's advantage gets this times log(teacher / policy), with ref.path "
+        "as the teacher; adv_estimator on_policy_distill leaves rewards out",
+        ge=0,
+    )
+    preference_beta: float = key(
+        0.1, "how much dpo and ipo weigh the distance from the reference policy: the larger, the nearer they stay", gt=0
+    )
     kl_ctrl: KLControlConfig = key(KLControlConfig(), "its weight")
     filter_groups: FilterGroupsConfig = key(FilterGroupsConfig(), "dynamic sampling")
     rollout_correction: RolloutCorrectionConfig = key(RolloutCorrectionConfig(), "off-policy correction")
@@ -236,12 +287,13 @@ class AlgorithmConfig(Section):
         """Whether the estimator reads how far each token's gradient goes."""
         return self.adv_estimator == "optimal_token_baseline"
 
+    def needs_reference(self) -> bool:
+        """Whether a step reads the logprobs of a reference, beside the loss."""
+        return self.use_kl_in_reward or self.distill_coef > 0 or self.adv_estimator in PREFERENCE_ESTIMATORS
+
     def needs_critic(self) -> bool:
         """Whether the estimator reads a value model."""
         return self.adv_estimator == "gae"
-
-
-OnWeightUpdate = Literal["continue", "recompute", "wait", "drop"]
 
 
 class WeightsConfig(Section):
@@ -301,6 +353,20 @@ class TrainerConfig(Section):
         return self.nnodes * (self.n_gpus_per_node or self.processes_per_node)
 
 
+class SFTConfig(Section):
+    """Supervised fine-tuning: which conversations train, from data files or from the journals of earlier runs."""
+
+    messages_key: str = key("messages", "field of a row that holds a whole conversation as chat messages")
+    response_key: str = key(
+        "response", "field of a row that holds the answer to data.prompt_key, as text or as chat messages"
+    )
+    min_reward: float | None = key(
+        None, "least reward of the trajectories of a run directory that train; needed where data names one"
+    )
+    max_length: int | None = key(None, "tokens a conversation may have; null for actor.ppo_max_token_len_per_gpu", ge=2)
+    overlong: Literal["error", "drop"] = key("error", "what happens to a longer one; those dropped are counted")
+
+
 class CheckpointConfig(Section):
     """What is saved, how often, and where a run picks up."""
 
@@ -311,7 +377,7 @@ class CheckpointConfig(Section):
         "null for never by time",
         gt=0,
     )
-    keep_last: int | None = key(2, "steps whose checkpoints are kept; null for all", ge=1)
+    keep_last: int | None = key(2, "steps whose checkpoints are kept, beside the best one; null for all", ge=1)
     grace_s: float = key(
         25.0,
         "after SIGTERM or SIGHUP: seconds in which the step under way must end and be saved, else the run ends without",

@@ -7,16 +7,18 @@ its name says. Both yield the key to blame, what is wrong, and how to mend it, a
 from collections.abc import Callable
 
 from treadle.config.reward import SESSION_PARTS
-from treadle.config.root import Config, TrainConfig
+from treadle.config.root import Config, SFTRunConfig, TrainConfig
 from treadle.config.section import TARGET, Source
 from treadle.config.training import (
     GROUP_ESTIMATORS,
     OTHER_ESTIMATORS,
+    PREFERENCE_ESTIMATORS,
     SEQUENCE_MEAN_LOSSES,
     TURN_ESTIMATORS,
     FSDPActorConfig,
     FSDPCriticConfig,
     FSDPRefConfig,
+    LoraConfig,
 )
 from treadle.config.transport import transport_can_work
 from treadle.config.validate import Clashes
@@ -133,7 +135,7 @@ def mini_batches_are_equal(config: TrainConfig) -> Clashes:
 def micro_batches_hold_a_sequence(config: TrainConfig) -> Clashes:
     longest = config.rollout.trajectory_length()
     budgets = {"actor.ppo_max_token_len_per_gpu": config.actor.ppo_max_token_len_per_gpu}
-    if config.actor.use_kl_loss or config.algorithm.use_kl_in_reward:
+    if config.actor.use_kl_loss or config.algorithm.needs_reference():
         budgets["ref.log_prob_max_token_len_per_gpu"] = config.ref.log_prob_max_token_len_per_gpu
     if config.algorithm.needs_critic():
         budgets["critic.ppo_max_token_len_per_gpu"] = config.critic.ppo_max_token_len_per_gpu
@@ -267,10 +269,28 @@ def dual_clip_is_above_the_clip(config: TrainConfig) -> Clashes:
 
 
 def reference_exists_to_follow(config: TrainConfig) -> Clashes:
-    freq = config.ref.sync_freq
-    if freq > 0 and not (config.actor.use_kl_loss or config.algorithm.use_kl_in_reward):
+    freq, path, estimator = config.ref.sync_freq, config.ref.path, config.algorithm.adv_estimator
+    is_read = config.actor.use_kl_loss or config.algorithm.needs_reference()
+    if freq > 0 and not is_read:
         problem = f"{freq}, but nothing reads a reference policy"
         yield "ref.sync_freq", problem, "set actor.use_kl_loss or algorithm.use_kl_in_reward, or leave it -1"
+    if path is not None and not is_read:
+        problem = f"{path!r}, but nothing reads a reference policy"
+        yield "ref.path", problem, "set algorithm.distill_coef, actor.use_kl_loss or algorithm.use_kl_in_reward"
+    if path is not None and freq > 0:
+        problem = f"{freq}, but ref.path is another model, which cannot take the policy's weights"
+        yield "ref.sync_freq", problem, "leave it -1"
+    if estimator == "on_policy_distill" and not config.algorithm.distill_coef:
+        problem = "0, but adv_estimator on_policy_distill has no other signal"
+        yield "algorithm.distill_coef", problem, "set it to 1"
+    template = config.ref.prompt_template
+    if template is not None and not config.algorithm.distill_coef:
+        problem = "is of a teacher, but algorithm.distill_coef is 0"
+        yield "ref.prompt_template", problem, "set algorithm.distill_coef=1, or leave it out"
+    if config.algorithm.distill_coef and path is None and template is None:
+        problem = "is needed by algorithm.distill_coef: the teacher"
+        fix = "give the directory of a model with the same tokenizer, or ref.prompt_template: the model, shown more"
+        yield "ref.path", problem, fix
 
 
 def aggregation_is_the_losses_own(config: TrainConfig) -> Clashes:
@@ -288,6 +308,13 @@ def dr_grpo_has_its_aggregation(config: TrainConfig) -> Clashes:
         yield "actor.loss_agg_mode", problem, "seq-mean-token-sum-norm"
 
 
+def preferences_sum_tokens(config: TrainConfig) -> Clashes:
+    mode, estimator = config.actor.loss_agg_mode, config.algorithm.adv_estimator
+    if estimator in PREFERENCE_ESTIMATORS and mode != "seq-mean-token-sum":
+        problem = f"{mode}, but {estimator} is a loss of whole answers, whose tokens add up"
+        yield "actor.loss_agg_mode", problem, "seq-mean-token-sum"
+
+
 def kl_in_the_loss_has_a_gradient(config: TrainConfig) -> Clashes:
     actor = config.actor
     if actor.use_kl_loss and actor.kl_loss_type == "k1":
@@ -300,6 +327,46 @@ def reference_can_take_small_steps(config: TrainConfig) -> Clashes:
     if ref.sync_freq > 0 and ref.dtype == "bf16" and ref.sync_mix < 0.05:
         problem = f"{ref.sync_mix:g} of a difference is mostly less than bf16 can add to a weight"
         yield "ref.sync_mix", problem, "set ref.dtype=fp32, or mix more in at a time"
+
+
+def supervision_runs_here(config: SFTRunConfig) -> Clashes:
+    if config.cluster.backend != "local":
+        problem = f"{config.cluster.backend}, but supervised fine-tuning runs on this machine alone"
+        yield "cluster.backend", problem, "leave it local; trainer.n_gpus_per_node shards over the GPUs of this machine"
+    if not config.data.train_files:
+        fix = "list data files with conversations, or run directories"
+        yield "data.train_files", "is empty: there is nothing to train on", fix
+    if not config.data.val_files and config.trainer.test_freq > 0:
+        problem = f"is empty, but trainer.test_freq {config.trainer.test_freq} asks for validation"
+        yield "data.val_files", problem, "list data files with conversations, or leave trainer.test_freq -1"
+    if config.trainer.val_only:
+        yield "trainer.val_only", "true, but treadle sft trains", "treadle rollout CONFIG --validation evaluates"
+
+
+def a_micro_batch_holds_a_conversation(config: SFTRunConfig) -> Clashes:
+    longest, budget = config.longest_row(), config.actor.ppo_max_token_len_per_gpu
+    if longest > budget:
+        problem = f"{longest}, but actor.ppo_max_token_len_per_gpu {budget} holds no row of that length"
+        yield "sft.max_length", problem, f"lower it, or raise actor.ppo_max_token_len_per_gpu to {longest}"
+
+
+def adapters_are_asked_for(config: TrainConfig) -> Clashes:
+    """Keys of `actor.lora` have an effect with a rank alone; adapters are fp32, whatever the weights beside them."""
+    lora, default = config.actor.lora, LoraConfig()
+    if lora.r is None:
+        for name, value in lora.values().items():
+            if value != getattr(default, name):
+                yield f"actor.lora.{name}", "is given, but actor.lora.r is null: no adapter trains", "set actor.lora.r"
+    elif config.actor.model_dtype != "fp32":
+        problem = f"{config.actor.model_dtype}, but adapters (actor.lora.r {lora.r}) train in fp32"
+        yield "actor.model_dtype", problem, "leave it fp32; the frozen weights have actor.dtype"
+
+
+def adapters_learn_faster(config: TrainConfig) -> Clashes:
+    lr, r = config.actor.optim.lr, config.actor.lora.r
+    if r is not None and config.origin("actor.optim.lr").source is Source.DEFAULT:
+        problem = f"{lr:g} is the default for all parameters; adapters learn with about ten times as much"
+        yield "actor.optim.lr", problem, f"set it, to {10 * lr:g} for instance"
 
 
 TRAINING_RULES: tuple[Callable[[TrainConfig], Clashes], ...] = (
@@ -323,12 +390,24 @@ TRAINING_RULES: tuple[Callable[[TrainConfig], Clashes], ...] = (
     geometric_bounds_bind,
     dual_clip_is_above_the_clip,
     reference_exists_to_follow,
+    adapters_are_asked_for,
     resume_path_is_read,
 )
 TRAINING_CAUTIONS: tuple[Callable[[TrainConfig], Clashes], ...] = (
     samples_come_from_the_policy,
     aggregation_is_the_losses_own,
     dr_grpo_has_its_aggregation,
+    preferences_sum_tokens,
     kl_in_the_loss_has_a_gradient,
     reference_can_take_small_steps,
+    adapters_learn_faster,
+)
+SFT_RULES: tuple[Callable[..., Clashes], ...] = (
+    supervision_runs_here,
+    a_micro_batch_holds_a_conversation,
+    a_gpu_has_one_process,
+    ranks_divide_into_copies,
+    several_ranks_are_sharded,
+    adapters_are_asked_for,
+    resume_path_is_read,
 )

@@ -15,7 +15,7 @@ from typing import Any, Literal, NoReturn, Self, Union, get_args, get_origin
 Clashes = Iterator[tuple[str, str, str | None]]
 """What a rule between keys yields: the key to blame, what is wrong, and how to mend it."""
 
-_IMPORT_PATH = re.compile(r"([^\W\d]\w*(\.[^\W\d]\w*)*|[^:\0]+\.py):[^\W\d]\w*(\.[^\W\d]\w*)*")
+_IMPORT_PATH = re.compile(r"([^\W\d]\w*(\.[^\W\d]\w*)*|[^:\0]+\.(?:py|pkl)):[^\W\d]\w*(\.[^\W\d]\w*)*")
 _LONGEST_SHOWN = 120
 
 
@@ -41,7 +41,7 @@ class FrozenDict(dict[str, Any]):
 
 
 def freeze(value: Any) -> Any:
-    """The same value with dicts and lists made immutable, all the way down."""
+    """A value with dicts and lists made immutable, all the way down."""
     if isinstance(value, Mapping):
         return FrozenDict({name: freeze(item) for name, item in value.items()})
     if isinstance(value, list | tuple):
@@ -58,12 +58,16 @@ class Bounds:
     le: float | None = None
     lt: float | None = None
     names: tuple[str, ...] | None = None
+    schemes: tuple[str, ...] = ()
 
     def problem(self, value: Any) -> str | None:
         fits = self._has_name(value) if isinstance(value, str) else self._in_range(value)
         return None if fits else f"must be {self}, got {show(value)}"
 
     def _has_name(self, value: str) -> bool:
+        scheme, _, name = value.partition(":")
+        if name and scheme in self.schemes:
+            return True
         return self.names is None or value in self.names or _IMPORT_PATH.fullmatch(value) is not None
 
     def _in_range(self, value: float) -> bool:
@@ -77,6 +81,8 @@ class Bounds:
     def __str__(self) -> str:
         if self.names is not None:
             path = "an import path (package.module:name or file.py:name)"
+            if self.schemes:
+                path += f", or {', '.join(f'{scheme}:NAME' for scheme in self.schemes)}"
             return f"one of {', '.join(self.names)}, or {path}" if self.names else path
         words = (("≥", self.ge), (">", self.gt), ("≤", self.le), ("<", self.lt))
         return " and ".join(f"{word} {bound:g}" for word, bound in words if bound is not None)

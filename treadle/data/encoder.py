@@ -17,9 +17,10 @@ such spellings by name.
 """
 
 import re
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from secrets import token_hex
 from typing import Any
 
@@ -64,6 +65,13 @@ class Encoder:
             ids.append(self.cuts[rest[at]])
             ids += self._segment(rest[at + 1])
         return ids
+
+    @cached_property
+    def longest_token(self) -> int:
+        """Characters of the longest token: a text has at least one token for so many that are no spaces."""
+        if not self._tokenizer.is_fast:
+            return sys.maxsize  # of unknown length
+        return max(map(len, self._tokenizer.backend_tokenizer.get_vocab()))
 
     def encode_after(self, text: str) -> list[int]:
         """The ids of a text that follows a special token."""
@@ -223,7 +231,8 @@ class ControlTokens:
 
     def mark(self, messages: Sequence[Any], tools: Sequence[Any] = ()) -> MarkedText | None:
         """The conversation with marks in it; None where no string spells a control token, or a part that could be."""
-        texts = [text for value in (*messages, *tools) for text in _strings(value)]
+        texts = [text for message in messages for text in _message_strings(message)]
+        texts += [text for tool in tools for text in _strings(tool)]
         if not any(map(self._touches, texts)):
             return None
         used = set().union(*texts)
@@ -234,7 +243,8 @@ class ControlTokens:
         def change(text: str, is_key: bool) -> str:
             return text if is_key and not self._cut.search(text) else self._mark(text, mark)
 
-        return MarkedText([_walk(item, change) for item in messages], [_walk(item, change) for item in tools], mark)
+        marked = [_walk_message(message, change) for message in messages]
+        return MarkedText(marked, [_walk(tool, change) for tool in tools], mark)
 
     def encode(self, text: str, mark: str = "", *, after: bool = False) -> list[int]:
         """The ids of a rendering. `after`: it follows a control token."""
@@ -327,23 +337,32 @@ def _mend_text(text: str) -> str:
     return text if text.isascii() else text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
 
 
-def _strings(value: Any, key: str = "") -> Iterator[str]:
-    """Every string of a message or a schema, keys included; roles are not text."""
+def _strings(value: Any) -> Iterator[str]:
+    """Every string of a value, keys included."""
     if isinstance(value, str):
-        if key != "role":
-            yield value
+        yield value
     elif isinstance(value, Mapping):
         for name, item in value.items():
-            yield from (name, *_strings(item, name))
+            yield from (name, *_strings(item))
     elif isinstance(value, list | tuple):
         for item in value:
             yield from _strings(item)
 
 
-def _walk(value: Any, change: Callable[[str, bool], str], key: str = "") -> Any:
-    """The same value with its strings changed; keys, which name the fields that templates read, only if they must."""
+def _message_strings(message: Mapping[str, Any]) -> Iterator[str]:
+    """The strings of a message, without its own role: a word that templates compare, and no text."""
+    return _strings({**message, "role": None})
+
+
+def _walk(value: Any, change: Callable[[str, bool], str]) -> Any:
+    """A value with its strings changed; keys, which name the fields that templates read, only if they must."""
     if isinstance(value, str):
-        return value if key == "role" else change(value, False)
+        return change(value, False)
     if isinstance(value, Mapping):
-        return {change(name, True): _walk(item, change, name) for name, item in value.items()}
+        return {change(name, True): _walk(item, change) for name, item in value.items()}
     return [_walk(item, change) for item in value] if isinstance(value, list | tuple) else value
+
+
+def _walk_message(message: Mapping[str, Any], change: Callable[[str, bool], str]) -> Any:
+    walked = _walk(message, change)
+    return {**walked, "role": message["role"]} if "role" in message else walked

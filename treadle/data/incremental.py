@@ -80,7 +80,7 @@ class TurnPattern:
         return "".join(parts)
 
     def written_by(self, field: str, write: Callable[[str], str]) -> "TurnPattern":
-        """The same pattern with another writer for one field."""
+        """This pattern with another writer for one field."""
         slots = (PatternSlot(slot.message, field, write) if slot.field == field else slot for slot in self.slots)
         return TurnPattern(self.literals, tuple(slots))
 
@@ -199,7 +199,7 @@ def _texts(messages: Sequence[Message]) -> list[tuple[int, str]]:
 
 
 def _fill(messages: Sequence[Message], text: Callable[[int, str], str]) -> list[Message]:
-    """The same messages with other texts where they have any."""
+    """The messages with other texts where they have any."""
     fields = set(_texts(messages))
     return [
         {field: text(at, field) if (at, field) in fields else value for field, value in message.items()}

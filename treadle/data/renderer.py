@@ -2,7 +2,7 @@
 
 Owns how a prompt and what follows a sampled turn become ids, which ids end a turn, and the text parsers see. Does not
 know what a session did before: a turn's ids are kept as they were sampled and never rendered again.
-Invariant: where `proof` says that a boundary agrees, prompt ids + sampled ids + observation ids are the ids of the
+Invariant: where `parity` says that a boundary agrees, prompt ids + sampled ids + observation ids are the ids of the
 full rendering.
 
 Text of messages is not trusted, and not changed either: a special token that is spelled out in a user's, a tool's or
@@ -12,16 +12,16 @@ a row's text is encoded as the plain text it is (see `ControlTokens`), so no tex
 
 import copy
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Literal
+from typing import Any, Literal
 
 from treadle.config.rollout import ModelConfig
 from treadle.data.chat_template import PROBE, ChatTemplate, open_arguments, to_json
 from treadle.data.encoder import ControlTokens, Encoder, MarkedText, special_tokens
 from treadle.data.incremental import MARK, IncrementalTemplate, MessageShape, Tools, TurnPattern, shape_of
-from treadle.data.rendering_proof import BoundaryVerdict, RenderingProof, TurnEnding, prove
+from treadle.data.rendering_parity import BoundaryVerdict, RenderingParity, TurnEnding, check_parity
 from treadle.errors import ConfigError, Mistake, PromptFailure
 from treadle.model.tokenizer import ChatTokenizer, find_model_path, load_tokenizer, read_stop_ids
 from treadle.types import Message
@@ -45,7 +45,7 @@ class EncodedPattern:
 class Renderer:
     """Turns messages into ids. Built by `create`; safe to share between sessions."""
 
-    proof: RenderingProof
+    parity: RenderingParity
     stop_token_ids: Ids
     """Ids that end a turn: the template's end-of-turn token first, then the tokenizer's and the model's own."""
 
@@ -67,13 +67,16 @@ class Renderer:
         self._incremental = IncrementalTemplate(template, [encoder.decode([at]) for at in stop_token_ids], closer)
         self._patterns: tuple[dict[MessageShape, EncodedPattern | None], ...] = ({}, {})  # without tools, with tools
         self._prompt = lru_cache(CACHED_PROMPTS)(self._render_prompt)
+        self._drops_reasoning = lru_cache(4)(self._probe_reasoning)
         self._refused: dict[tuple[str, bool], str] = {}
-        self.proof = prove(self, template, encoder, control, TurnEnding(model.path, closer, not self._trusts_prompts))
-        self._refused = _find_refused(self.proof)
+        self.parity = check_parity(
+            self, template, encoder, control, TurnEnding(model.path, closer, not self._trusts_prompts)
+        )
+        self._refused = _find_refused(self.parity)
 
     @classmethod
     def create(cls, model: ModelConfig, tokenizer: ChatTokenizer | None = None) -> "Renderer":
-        """A renderer with its proof. A given tokenizer is copied: its owner may switch truncation on."""
+        """A renderer with its parity. A given tokenizer is copied: its owner may switch truncation on."""
         tokenizer = load_tokenizer(model) if tokenizer is None else copy.deepcopy(tokenizer)
         template = ChatTemplate.create(tokenizer, model)
         closed = _render_closed_turn(template)
@@ -104,6 +107,47 @@ class Renderer:
         ids = self._encoder.encode_whole(encoded.middle.fill(messages))
         return (*encoded.head, *ids[encoded.skip :], *encoded.tail)
 
+    def turn(self, messages: Sequence[Message], tools: Tools = (), following: Sequence[Message] = ()) -> Ids:
+        """The ids of the last message, an assistant's, as a model samples them: its text and calls, and a stop token.
+
+        `following`: the messages before the next turn; in some templates they decide what ends this one. Special tokens
+        that the text spells out are those tokens, as a model writes them; one that ends a turn is refused.
+        """
+        *before, last = messages
+        if isinstance(last.get("content"), str) and (found := self._find_stop(last["content"])) is not None:
+            raise PromptFailure(f"an assistant's text spells out {self._encoder.decode([found[1]])!r}: it ends a turn")
+        asked = self._template.render(before, tools)
+        said = self._say(asked, [*before, last], tools)
+        end, stop = self._find_stop(said) or (len(said), self._stop_before(asked + said, messages, following, tools))
+        return (*self._encoder.encode_after(said[:end]), stop)
+
+    def _say(self, asked: str, messages: Sequence[Message], tools: Tools) -> str:
+        """What the template writes after the header of the last turn, up to its end."""
+        last = messages[-1]
+        whole = self._template.render(messages, tools, ask=False)
+        if whole.startswith(asked):
+            return whole[len(asked) :]
+        if isinstance(last.get("content"), str) and not last.get("tool_calls"):
+            return _answer(last, is_thinking=asked.rstrip().endswith("<think>"))
+        raise PromptFailure(
+            "the chat template writes an assistant's turn otherwise than it asks for one, so its ids are not known: "
+            "give the turn as plain content"
+        )
+
+    def _find_stop(self, text: str) -> tuple[int, int] | None:
+        """Where a text first spells a stop token, and which."""
+        spelled = [(text.find(stop), at) for at in self.stop_token_ids if (stop := self._encoder.decode([at]))]
+        return min((found for found in spelled if found[0] >= 0), default=None)
+
+    def _stop_before(self, text: str, messages: Sequence[Message], following: Sequence[Message], tools: Tools) -> int:
+        """The stop token of a turn that the template does not close: the header of what follows, or the first."""
+        if following:
+            rest = self._template.render([*messages, *following], tools, ask=False).removeprefix(text)
+            found = self._find_stop(rest)
+            if found is not None and not rest[: found[0]].strip():
+                return found[1]
+        return self.stop_token_ids[0]
+
     def decode(self, ids: Sequence[int]) -> str:
         """The text of sampled ids without the stop token at its end. Other special tokens stay: parsers read them."""
         end = len(ids)
@@ -114,6 +158,36 @@ class Renderer:
     def encode(self, text: str) -> Ids:
         """The ids of the text of a scripted or remote model, special tokens in it included; a header precedes it."""
         return tuple(self._encoder.encode_after(text))
+
+    def drops_reasoning(self, *, has_calls: bool, user_follows: bool) -> bool:
+        """Whether the template leaves out the reasoning of an earlier assistant turn.
+
+        `has_calls`: the turn calls a tool; `user_follows`: a user's message comes somewhere after it.
+        """
+        return self._drops_reasoning(has_calls, user_follows)
+
+    def _probe_reasoning(self, has_calls: bool, user_follows: bool) -> bool:
+        function = {"name": "probe", "arguments": {"x": "1"}}
+        turn: dict[str, Any] = {"role": "assistant", "content": "Well.", "reasoning_content": MARK}
+        conversation: list[Message] = [*PROBE, turn]
+        if has_calls:
+            turn["tool_calls"] = [{"id": "zqcall000", "type": "function", "function": function}]
+            conversation.append({"role": "tool", "name": "probe", "tool_call_id": "zqcall000", "content": "1"})
+        if has_calls and user_follows:
+            conversation.append({"role": "assistant", "content": "Done."})
+        if user_follows or not has_calls:
+            conversation += PROBE
+        inline = [{**message} for message in conversation]
+        inline[1] |= {"content": f"<think>\n{MARK}\n</think>\n\nWell."}
+        del inline[1]["reasoning_content"]
+        try:
+            return not any(MARK in self._template.render(shown) for shown in (conversation, inline))
+        except PromptFailure:
+            return False
+
+    def least_tokens(self, texts: Iterable[str]) -> int:
+        """A number of tokens that texts have at least, whatever a template makes of their spaces; encodes nothing."""
+        return sum(sum(map(len, text.split())) // self._encoder.longest_token for text in texts)
 
     def is_fast(self, messages: Sequence[Message], tools: Tools = ()) -> bool:
         """Whether observations of this shape do without the template."""
@@ -143,6 +217,16 @@ class Renderer:
             pattern = self._incremental.learn(messages, tools=tools)
             patterns[shape] = None if pattern is None else _encode_pattern(pattern, self._encoder)
         return patterns[shape]
+
+
+def _answer(message: Message, *, is_thinking: bool) -> str:
+    """The text of a turn; after a header that opens the reasoning, with that reasoning, or an empty one, closed."""
+    content, reasoning = str(message["content"]), message.get("reasoning_content")
+    if not is_thinking:
+        return content if not reasoning else f"<think>\n{reasoning}\n</think>\n\n{content}"
+    if content.lstrip().startswith("<think>"):
+        return content.lstrip().removeprefix("<think>").removeprefix("\n")
+    return content if "</think>" in content else f"{reasoning or ''}\n</think>\n\n{content}"
 
 
 def truncate(ids: Sequence[int], length: int, side: Literal["left", "middle", "right"]) -> Ids:
@@ -186,14 +270,14 @@ def _find_closer(template: ChatTemplate, tokenizer: ChatTokenizer) -> str:
     return max((token for token in special_tokens(tokenizer) if token and after.startswith(token)), key=len, default="")
 
 
-def _find_refused(proof: RenderingProof) -> dict[tuple[str, bool], str]:
+def _find_refused(parity: RenderingParity) -> dict[tuple[str, bool], str]:
     """Why observations that begin with a message of this role, with or without tools, would come out wrong."""
     boundaries = {
         ("user", False): "assistant → user",
         ("user", True): "assistant → user, with tools",
         ("tool", True): "assistant calls → tool",
     }
-    checks = {kind: proof[boundary] for kind, boundary in boundaries.items()}
+    checks = {kind: parity[boundary] for kind, boundary in boundaries.items()}
     return {kind: check.detail for kind, check in checks.items() if check.verdict is BoundaryVerdict.DIFFERS}
 
 

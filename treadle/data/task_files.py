@@ -1,90 +1,27 @@
-"""Task files: rows of JSONL and Parquet, each read into a Task.
+"""Task rows: each row of a data file read into a Task, or into a conversation for supervised fine-tuning.
 
-Owns the file formats and which fields of a row mean what: the keys that `data` names, treadle's own optional fields,
-and the places where verl's rows keep the same things (`reward_model.ground_truth`, `extra_info`).
-Invariant: every line or row comes out, in order, with its place; one that cannot be read comes out with its problem.
-A field is understood, or kept in `extra`; a wrong one is a mistake that names place, field and the row's keys.
+Owns which fields of a row mean what: the keys that `data` names, treadle's own optional fields, the places where verl's
+rows keep the same things (`reward_model.ground_truth`, `extra_info`); and the prompt that `data.system_prompt` and
+`data.prompt_template` make of them.
+Invariant: a field is understood, or kept in `extra`; a wrong one is a mistake that names place, field and the row's
+keys.
 """
 
 import json
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
-from itertools import count
-from pathlib import Path
-from typing import Any, cast
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any, cast
 
 from treadle.config.root import DataConfig
 from treadle.config.section import Source
+from treadle.config.training import SFTConfig
+from treadle.data.file_formats import TaskRow
 from treadle.errors import ConfigError, Mistake, nearest
 from treadle.types import Message, Task
 
-FORMATS = (".jsonl", ".ndjson", ".json", ".parquet")
-SOURCE_FORMS = "JSONL or Parquet files, reasoning_gym:NAME, or package.module:function"
-"""What an entry of a file list may be, for the error message about one that is not."""
-
-
-@dataclass(frozen=True, slots=True)
-class TaskRow:
-    """One row as it was read: its place, its id unless it has its own, and its fields."""
-
-    place: str
-    uid: str
-    fields: Mapping[str, Any] = field(default_factory=dict)
-    problem: str | None = None
-
-
-def read_records(file: str, label: str, key: str) -> Iterator[TaskRow]:
-    """The rows of a file. `label` stands for the file in ids; `key` is the config key that named it."""
-    path = Path(file).expanduser()
-    if not path.is_file():
-        raise ConfigError([Mistake(key, f"no file {file!r}", value=file, fix=f"give {SOURCE_FORMS}", missing="file")])
-    if path.suffix not in FORMATS:
-        raise ConfigError([Mistake(key, f"{file!r} is not one of {', '.join(FORMATS)}", value=file)])
-    rows = _read_parquet(path, key) if path.suffix == ".parquet" else _read_jsonl(path)
-    for number, (fields, problem) in zip(count(1), rows, strict=False):
-        yield TaskRow(f"{file}:{number}", f"{label}:{number}", fields, problem)
-
-
-def _read_jsonl(path: Path) -> Iterator[tuple[Mapping[str, Any], str | None]]:
-    with path.open("rb") as lines:  # as bytes: only a line feed ends a line, whatever else the text holds
-        for number, line in enumerate(lines):
-            text = line.removeprefix(b"\xef\xbb\xbf") if number == 0 else line
-            yield _parse_line(text.rstrip(b"\r\n"))
-
-
-def _parse_line(line: bytes) -> tuple[Mapping[str, Any], str | None]:
-    if not line.strip():
-        return {}, "the line is blank"
-    try:
-        fields = json.loads(line.decode("utf-8"))
-    except UnicodeDecodeError as error:
-        return {}, f"the line is not UTF-8: {error.reason} at byte {error.start + 1}"
-    except json.JSONDecodeError as error:
-        return {}, f"the line is not JSON: {error.msg} at column {error.colno}"
-    except RecursionError:
-        return {}, "the line is not usable JSON: nested too deeply"
-    if not isinstance(fields, dict):
-        return {}, f"the line must hold an object with named fields, it holds a {type(fields).__name__}"
-    return fields, None
-
-
-def _read_parquet(path: Path, key: str) -> Iterator[tuple[Mapping[str, Any], str | None]]:
-    try:
-        from pyarrow import ArrowInvalid
-        from pyarrow.parquet import ParquetFile
-    except ImportError as error:
-        fix = "pip install 'treadle[parquet]'"
-        problem = f"reading {path} needs pyarrow"
-        raise ConfigError([Mistake(key, problem, value="pyarrow", fix=fix, missing="package")]) from error
-    try:
-        file = ParquetFile(path)
-    except ArrowInvalid as error:
-        raise ConfigError([Mistake(key, f"{path} is not a Parquet file: {error}", value=str(path))]) from error
-    with file:
-        for batch in file.iter_batches(batch_size=1024):
-            for fields in batch.to_pylist():
-                yield fields, None
-
+if TYPE_CHECKING:
+    from jinja2 import Template
 
 OWN_FIELDS = ("uid", "agent", "agent_name", "n", "tools", "tool_kwargs", "environment_kwargs")
 VERL_CALL_KWARGS = {"create_kwargs", "execute_kwargs", "calc_reward_kwargs", "release_kwargs"}
@@ -107,6 +44,69 @@ def to_task(record: TaskRow, data: DataConfig) -> Task:
         environment_kwargs=_read_environment_kwargs(record),
         extra={name: value for name, value in record.fields.items() if name not in known},
     )
+
+
+@dataclass(frozen=True, slots=True)
+class ChatExample:
+    """A conversation to learn from: the assistant's turns are what is learned."""
+
+    uid: str
+    messages: tuple[Message, ...]
+    tools: tuple[Mapping[str, Any], ...] | tuple[str, ...] | None = None
+    """Schemas, or names of tools of `rollout.multi_turn`; None for all of those."""
+
+
+def to_conversation(record: TaskRow, data: DataConfig, sft: SFTConfig) -> ChatExample:
+    """The conversation in a row: whole in one field, or a prompt and its response; a ConfigError otherwise."""
+    if record.problem is not None:
+        raise _mistake(record, record.problem)
+    messages = _read_conversation(record, data, sft)
+    first = next((at for at, message in enumerate(messages) if message["role"] == "assistant"), None)
+    if messages[-1]["role"] != "assistant" or not first:
+        roles = ", ".join(str(message["role"]) for message in messages)
+        problem = f"a conversation must begin with a prompt and end with an assistant's message; its roles are {roles}"
+        raise _mistake(record, problem)
+    return ChatExample(_read_uid(record), messages, _read_schemas(record))
+
+
+def _read_conversation(record: TaskRow, data: DataConfig, sft: SFTConfig) -> tuple[Message, ...]:
+    if sft.messages_key not in record.fields:
+        if sft.response_key not in record.fields:
+            names = f"{sft.messages_key!r} (sft.messages_key), or {sft.response_key!r} (sft.response_key)"
+            present = ", ".join(record.fields) or "no fields at all"
+            raise _mistake(record, f"there is no field {names}; the row has {present}")
+        return (*_read_messages(record, data), *_read_response(record, sft.response_key))
+    given = _from_json(record.fields[sft.messages_key])
+    if not isinstance(given, list) or not given:
+        raise _wrong(record, sft.messages_key, "a list of chat messages, not empty")
+    messages = tuple(_read_message(record, sft.messages_key, at, message) for at, message in enumerate(given))
+    return messages if messages[0]["role"] == "system" else (*_system(data), *messages)
+
+
+def _read_response(record: TaskRow, name: str) -> tuple[Message, ...]:
+    response = _from_json(record.fields[name])
+    if isinstance(response, str) and response:
+        return ({"role": "assistant", "content": response},)
+    if not isinstance(response, list) or not response:
+        raise _wrong(record, name, "a text or a list of chat messages, not empty")
+    return tuple(_read_message(record, name, at, message) for at, message in enumerate(response))
+
+
+def _from_json(value: Any) -> Any:
+    """Messages that a CSV cell holds as JSON; everything else as it is."""
+    if isinstance(value, str) and value.lstrip().startswith("[{"):
+        try:
+            return json.loads(value)
+        except ValueError:
+            return value
+    return value
+
+
+def _read_schemas(record: TaskRow) -> tuple[Mapping[str, Any], ...] | tuple[str, ...] | None:
+    tools = _from_json(record.fields.get("tools"))
+    if isinstance(tools, list) and tools and all(isinstance(tool, Mapping) for tool in tools):
+        return tuple(tools)
+    return _read_tools(record)
 
 
 def _mistake(record: TaskRow, problem: str, fix: str | None = None) -> ConfigError:
@@ -134,15 +134,74 @@ def _read_uid(record: TaskRow) -> str:
 
 
 def _read_messages(record: TaskRow, data: DataConfig) -> tuple[Message, ...]:
+    if data.prompt_template is not None:
+        prompt: Any = _fill_template(record, data)
+    elif data.prompt_key not in record.fields and _read_environment_kwargs(record):
+        return ()  # its environment writes the prompt
+    elif data.prompt_key not in record.fields:
+        raise _absent(record, data.prompt_key, "data.prompt_key")
+    else:
+        prompt = record.fields[data.prompt_key]
     name = data.prompt_key
-    prompt = record.fields.get(name)
-    if name not in record.fields:
-        raise _absent(record, name, "data.prompt_key")
     if isinstance(prompt, str) and prompt:
-        return ({"role": "user", "content": prompt},)
+        return (*_system(data), {"role": "user", "content": prompt})
     if not isinstance(prompt, list) or not prompt:
         raise _wrong(record, name, "a text or a list of chat messages, not empty")
-    return tuple(_read_message(record, name, at, message) for at, message in enumerate(prompt))
+    messages = tuple(_read_message(record, name, at, message) for at, message in enumerate(prompt))
+    if data.system_prompt is not None and any(message["role"] == "system" for message in messages):
+        fix = "leave data.system_prompt out, or take the system message out of the row"
+        raise _mistake(record, f"{name} has a system message of its own, and data.system_prompt is set", fix)
+    return (*_system(data), *messages)
+
+
+def _system(data: DataConfig) -> tuple[Message, ...]:
+    return () if data.system_prompt is None else ({"role": "system", "content": data.system_prompt},)
+
+
+def _fill_template(record: TaskRow, data: DataConfig) -> str:
+    """The user's message that `data.prompt_template` makes of a row's fields."""
+    from jinja2 import TemplateError, UndefinedError
+
+    assert data.prompt_template is not None
+    if isinstance(record.fields.get(data.prompt_key), list):
+        fix = "leave data.prompt_template out, or give the prompt as text"
+        raise _mistake(record, f"{data.prompt_key} holds chat messages, and data.prompt_template makes its own", fix)
+    try:
+        text = str(compile_template(data).render(record.fields))
+    except UndefinedError as error:
+        present = ", ".join(record.fields) or "no fields at all"
+        raise _mistake(record, f"data.prompt_template: {error.message}; the row has {present}") from error
+    except (TemplateError, TypeError, ValueError, ArithmeticError) as error:
+        raise _mistake(record, f"data.prompt_template cannot be filled with this row: {error}") from error
+    if not text.strip():
+        raise _mistake(record, "data.prompt_template gives an empty text for this row")
+    return text
+
+
+def compile_template(data: DataConfig) -> "Template":
+    """The template of `data.prompt_template`; a ConfigError where it is no Jinja."""
+    assert data.prompt_template is not None
+    return compile_jinja(data.prompt_template, "data.prompt_template", data.origin("prompt_template"))
+
+
+def compile_jinja(text: str, key: str, origin: object = None) -> "Template":
+    """A template over fields, which cannot reach anything else; a ConfigError for `key` where it is no Jinja."""
+    from jinja2 import TemplateSyntaxError
+
+    try:
+        return _compile(text)
+    except TemplateSyntaxError as error:
+        problem = f"is not a Jinja template: {error.message} in its line {error.lineno}"
+        fix = "a field is written {{ question }}; write braces of your own as {{ '{{' }}"
+        raise ConfigError([Mistake(key, problem, text, origin, fix)]) from error
+
+
+@lru_cache(maxsize=8)
+def _compile(text: str) -> "Template":
+    from jinja2 import StrictUndefined
+    from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+    return ImmutableSandboxedEnvironment(undefined=StrictUndefined, keep_trailing_newline=False).from_string(text)
 
 
 def _read_message(record: TaskRow, name: str, at: int, message: Any) -> Message:

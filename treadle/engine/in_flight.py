@@ -1,7 +1,7 @@
 """In-flight requests, and the pause gate in front of them.
 
 Owns the two waits of a request. `PauseGate` holds requests back while an engine is paused and fails them once it is
-closed. `InterruptibleWait` ends another task's wait early and tells that apart from the task being cancelled: what
+closed. `InFlightRequest` is a wait that another task may end early; it tells that apart from being cancelled: what
 `asyncio.timeout` does for itself, for other reasons too. Cheap: an open gate costs a request one attribute, a request
 that is never interrupted one small object. Knows nothing of tokens.
 Invariants: a held request leaves when the gate opens, when its session is aborted or when the gate closes, and leaves
@@ -10,6 +10,7 @@ nothing behind when cancelled. After the `with` block the task's count of cancel
 
 import asyncio
 from types import TracebackType
+from typing import Self
 
 from treadle.errors import EngineFailure
 
@@ -95,49 +96,46 @@ class WaitInterrupted(Exception):
     """The wait was ended; the text says why."""
 
 
-class InterruptibleWait:
-    """One wait of the current task: `with interrupt: await …`."""
+class InFlightRequest:
+    """The wait of the current task for one request's answer: `with InFlightRequest(…): await …`.
 
-    __slots__ = ("_before", "_task", "reason")
+    It is listed among `requests` meanwhile, and another task may end it early.
+    """
 
-    def __init__(self) -> None:
+    __slots__ = ("_before", "_requests", "_task", "due_from", "grace_until", "reason", "session", "started")
+
+    def __init__(self, requests: "InFlightRequests", session: str, started: float) -> None:
         task = asyncio.current_task()
         assert task is not None, "a wait happens in a task"
         self._task = task
         self._before = task.cancelling()
+        self._requests = requests
         self.reason: str | None = None
-
-    def fire(self, reason: str) -> None:
-        """End the wait with `WaitInterrupted(reason)`; the first reason counts. For others than the waiting task."""
-        if self.reason is None:
-            self.reason = reason
-            self._task.cancel()
-
-    def __enter__(self) -> None:
-        return None
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if self.reason is None:
-            return
-        ours_alone = self._task.uncancel() <= self._before
-        if ours_alone and kind is asyncio.CancelledError:
-            raise WaitInterrupted(self.reason) from None
-
-
-class InFlightRequest(InterruptibleWait):
-    """The wait for one request's answer."""
-
-    __slots__ = ("due_from", "grace_until", "session", "started")
-
-    def __init__(self, session: str, started: float) -> None:
-        super().__init__()
         self.session = session
         self.started = self.due_from = started
         """`due_from`: where its deadline begins to count."""
         self.grace_until: float | None = None
         """Its time is over, and its engine was asked for the tokens it has; none come later than this."""
+
+    def interrupt(self, reason: str) -> None:
+        """End the wait with `WaitInterrupted(reason)`; the first reason counts. For others than the waiting task."""
+        if self.reason is None:
+            self.reason = reason
+            self._task.cancel()
+
+    def __enter__(self) -> Self:
+        self._requests[self] = None
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._requests.remove(self)
+        if self.reason is None:
+            return
+        ours_alone = self._task.uncancel() <= self._before
+        if ours_alone and kind is asyncio.CancelledError:
+            raise WaitInterrupted(self.reason) from None
 
 
 class InFlightRequests(dict[InFlightRequest, None]):
@@ -149,17 +147,17 @@ class InFlightRequests(dict[InFlightRequest, None]):
         super().__init__()
         self._idle: asyncio.Event | None = None
 
-    def finish(self, flight: InFlightRequest) -> None:
+    def remove(self, request: InFlightRequest) -> None:
         """A request ended, however it did."""
-        del self[flight]
+        del self[request]
         if self._idle is not None and not self:
             self._idle.set()
 
-    def end(self, reason: str, session: str | None = None) -> None:
+    def interrupt(self, reason: str, session: str | None = None) -> None:
         """Interrupt the requests of one session, or all; the caller decides what follows."""
-        for flight in self:
-            if session is None or flight.session == session:
-                flight.fire(reason)
+        for request in self:
+            if session is None or request.session == session:
+                request.interrupt(reason)
 
     async def drain(self, timeout_s: float) -> bool:
         """Wait until nothing is in flight; False when that takes longer."""

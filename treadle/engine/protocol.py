@@ -88,6 +88,8 @@ class Engine(Protocol):
         """Sample until a stop token, the token limit or an abort.
 
         The ids end with the stop token where there was one. Cancelling the call ends the work in the engine too.
+        An engine that can tell tokens while it samples calls `request.on_tokens`, never after this has returned; the
+        last tokens may come with the completion alone.
         """
         ...
 

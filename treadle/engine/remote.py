@@ -10,20 +10,22 @@ it promises holds.
 """
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
-from contextlib import suppress
+import itertools
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from inspect import isawaitable
 from typing import Any, Self
 
 from treadle.config.rollout import LimitsConfig, ModelConfig, RolloutConfig
-from treadle.engine.protocol import Engine, EngineGone, WeightUpdate
+from treadle.engine.protocol import Decode, Engine, EngineGone, WeightUpdate
 from treadle.errors import EngineFailure, RequestRefused
 from treadle.process.channel import ChannelClosed, pickle_by_fields
-from treadle.process.launcher import Launcher, ProcessSpec, RemoteProcess, SubprocessLauncher
-from treadle.process.main import ParentConnection
-from treadle.types import Completion, Request, SamplingParams, ToolCall
+from treadle.process.child_handle import ProcessSpec
+from treadle.process.child_main import ParentConnection
+from treadle.process.launcher import Launcher, RemoteProcess, SubprocessLauncher
+from treadle.types import Completion, OnTokens, Request, SamplingParams, ToolCall
 
 StartEngine = Callable[[], Awaitable[Engine]]
 """Starts an engine. It travels to the process, so it is a function of a module, with arguments that can be pickled."""
@@ -42,21 +44,40 @@ class EngineCall:
 
     method: str
     arguments: Sequence[Any] = ()
+    stream: int | None = None
+    """Of `generate`: the number under which tokens are reported while they are sampled; None: they are not."""
 
 
-pickle_by_fields(EngineCall, Request, SamplingParams, Completion, ToolCall)
+@dataclass(frozen=True, slots=True)
+class TokenReport:
+    """Tokens of a request that is still being sampled, on their way to `Request.on_tokens`."""
+
+    stream: int
+    start: int
+    ids: tuple[int, ...]
+
+
+pickle_by_fields(EngineCall, TokenReport, Request, SamplingParams, Completion, ToolCall)
+
+TokenStreams = dict[int, OnTokens]
+"""What is called with the tokens of open requests, by the numbers of their calls."""
 
 
 class RemoteEngine:
     """An `Engine`, built by `create`."""
 
-    def __init__(self, process: RemoteProcess, limits: LimitsConfig, sends_text: bool) -> None:
+    def __init__(
+        self, process: RemoteProcess, limits: LimitsConfig, sends_text: bool, streams: TokenStreams | None = None
+    ) -> None:
         self.name = process.name
         self.version: int = process.started
         self.process = process
         self._limits = limits
         self._sends_text = sends_text
         self._closed = False
+        self._streams = streams
+        """None: nothing is reported from over there before an answer is whole."""
+        self._numbers = itertools.count()
 
     @classmethod
     async def create(
@@ -79,18 +100,36 @@ class RemoteEngine:
             limits.launch_timeout_s,
             "rollout.limits.launch_timeout_s",
         )
-        return cls(await launcher.launch(spec, _refuse, EngineFailure), limits, sends_text)
+        streams: TokenStreams = {}
+        process = await launcher.launch(spec, partial(_take_report, streams), EngineFailure)
+        return cls(process, limits, sends_text, streams)
 
     @property
     def pid(self) -> int:
-        """Of the process."""
+        """The id of the engine's process."""
         return self.process.pid
 
     async def generate(self, request: Request) -> Completion:
         if not self._sends_text and (request.messages or request.tools):
             request = replace(request, messages=(), tools=())
-        completion: Completion = await self._call("generate", request)
-        return completion
+        if request.on_tokens is not None:
+            return await self._generate_streamed(replace(request, on_tokens=None), request.on_tokens)
+        async with self._translated():
+            completion: Completion = await self.process.peer.request(EngineCall("generate", (request,)))
+            return completion
+
+    async def _generate_streamed(self, request: Request, on_tokens: OnTokens) -> Completion:
+        if self._streams is None:
+            return await self.generate(request)
+        number = next(self._numbers)
+        self._streams[number] = on_tokens
+        try:
+            async with self._translated():
+                call = EngineCall("generate", (request,), number)
+                completion: Completion = await self.process.peer.request(call)
+                return completion
+        finally:
+            del self._streams[number]
 
     async def abort(self, session: str | None = None) -> None:
         await self._call("abort", session)
@@ -136,16 +175,26 @@ class RemoteEngine:
         await self.process.end(max(0.0, deadline - clock()))
 
     async def _call(self, method: str, *arguments: Any) -> Any:
+        async with self._translated():
+            return await self.process.peer.request(EngineCall(method, arguments))
+
+    @asynccontextmanager
+    async def _translated(self) -> AsyncIterator[None]:
+        """Around a request: the end of the process as EngineGone, with the cause."""
         if self._closed:
             raise EngineFailure(f"{self.name} is closed")
         try:
-            return await self.process.peer.request(EngineCall(method, arguments))
+            yield
         except ChannelClosed:
             raise EngineGone(f"the process of {self.name} died: {await self.process.cause()}") from None
 
 
-async def _refuse(request: Any) -> Any:
-    raise AssertionError(f"an engine asks nothing, but it asked {request!r}")
+async def _take_report(streams: TokenStreams, report: Any) -> None:
+    """Pass tokens on to their request, unless that has ended meanwhile."""
+    assert isinstance(report, TokenReport), f"an engine asks nothing, but it asked {report!r}"
+    on_tokens = streams.get(report.stream)
+    if on_tokens is not None:
+        on_tokens(report.start, report.ids)
 
 
 async def serve_engine(parent: ParentConnection, start: StartEngine) -> None:
@@ -153,6 +202,7 @@ async def serve_engine(parent: ParentConnection, start: StartEngine) -> None:
     engine = await start()
     server = EngineServer(engine)
     peer = parent.peer(server.handle)
+    server.notify = peer.notify
     parent.started(engine.version)
     serving, broken = asyncio.ensure_future(peer.serve()), asyncio.ensure_future(server.broken())
     try:
@@ -176,35 +226,45 @@ class EngineServer:
         """Calls that are being carried out."""
         self._idle = asyncio.Event()
         self._closing = False
+        self.notify: Callable[[TokenReport], None] | None = None
+        """Sends tokens of a request that is being sampled."""
 
     async def handle(self, call: EngineCall) -> Any:
         """Carry out one call."""
         if call.method == "close":
             return await self._close()
+        method = getattr(self._engine, call.method, None)
+        if method is None and call.method in OPTIONAL:
+            return None
+        assert method is not None, f"no engine has {call.method}"
+        arguments = call.arguments if call.stream is None else self._with_reports(call.arguments[0], call.stream)
         self._open += 1
         try:
-            return await self._carry_out(call)
+            result = method(*arguments)
+            return await result if isawaitable(result) else result
         except RequestRefused:
             raise
         except EngineFailure:
-            await self._judge()
+            await self._check_health()
             raise
         finally:
             self._open -= 1
             if not self._open:
                 self._idle.set()
 
+    def _with_reports(self, request: Request, stream: int) -> tuple[Request]:
+        notify = self.notify
+        assert notify is not None
+
+        def report(start: int, ids: tuple[int, ...]) -> None:
+            with suppress(ChannelClosed):  # the request ends with the channel
+                notify(TokenReport(stream, start, ids))
+
+        return (replace(request, on_tokens=report),)
+
     async def broken(self) -> None:
         """Raise why the engine can serve no more, once it cannot: then this process has no use."""
         await self._broken
-
-    async def _carry_out(self, call: EngineCall) -> Any:
-        method = getattr(self._engine, call.method, None)
-        if method is None and call.method in OPTIONAL:
-            return None
-        assert method is not None, f"no engine has {call.method}"
-        result = method(*call.arguments)
-        return await result if isawaitable(result) else result
 
     async def _close(self) -> None:
         """Close the engine, and wait until every request has its own reply; the other end has a deadline for that."""
@@ -214,8 +274,8 @@ class EngineServer:
             self._idle.clear()
             await self._idle.wait()
 
-    async def _judge(self) -> None:
-        """After a failure: is it the request's alone, or the engine's?"""
+    async def _check_health(self) -> None:
+        """After a failure: was it the request's alone, or can the engine serve no more?"""
         if self._closing or self._broken.done():
             return
         try:
@@ -245,4 +305,13 @@ async def start_native_engine(
 
     if num_threads is not None:
         torch.set_num_threads(num_threads)
-    return await NativeEngine.create(rollout, model, name=name, device=device)
+    load_decode = partial(load_decoder, model)
+    return await NativeEngine.create(rollout, model, name=name, device=device, load_decode=load_decode)
+
+
+def load_decoder(model: ModelConfig) -> Decode:
+    """The tokenizer of a model, as far as stop strings need it."""
+    from treadle.data.encoder import Encoder
+    from treadle.model.tokenizer import load_tokenizer
+
+    return Encoder(load_tokenizer(model)).decode

@@ -13,13 +13,13 @@ other replica is left. A probe is a task of the set: one at a time for each repl
 """
 
 import asyncio
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Coroutine, Iterable, Mapping
 from dataclasses import dataclass
 from math import inf
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from treadle.engine.in_flight import InFlightRequests
-from treadle.engine.protocol import Engine
+from treadle.engine.protocol import Engine, SupportsForget
 from treadle.errors import EngineFailure, MisuseError, nearest
 
 
@@ -51,7 +51,8 @@ class Replica:
         "confirmed",
         "engine",
         "failures",
-        "flights",
+        "forgetful",
+        "in_flight",
         "last_error",
         "leaving",
         "name",
@@ -63,7 +64,9 @@ class Replica:
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
         self.name = engine.name
-        self.flights = InFlightRequests()
+        self.forgetful = engine if isinstance(engine, SupportsForget) else None
+        """The engine, where it can be told that a session is over; asked once, as a protocol check is slow."""
+        self.in_flight = InFlightRequests()
         self.ready = True
         self.leaving = False
         self.confirmed = engine.version
@@ -76,7 +79,7 @@ class Replica:
         self.probe: asyncio.Task[None] | None = None
 
     def state(self) -> ReplicaSnapshot:
-        return ReplicaSnapshot(self.name, len(self.flights), self.ready, self.engine.version, self.last_error)
+        return ReplicaSnapshot(self.name, len(self.in_flight), self.ready, self.engine.version, self.last_error)
 
 
 T = TypeVar("T")
@@ -115,7 +118,7 @@ class ReplicaSet:
             self.join(engine)
 
     @property
-    def replicas(self) -> tuple[Replica, ...]:
+    def all(self) -> tuple[Replica, ...]:
         """All replicas, those being removed included, in order of joining."""
         return tuple(self._replicas.values())
 
@@ -129,7 +132,7 @@ class ReplicaSet:
         if engine.name in self._replicas:
             raise MisuseError(f"there is a replica named {engine.name!r} already: remove it first, or use another name")
         replica = self._replicas[engine.name] = Replica(engine)
-        self.judge(replica)
+        self.refresh(replica)
         return replica
 
     def retire(self, name: str) -> Replica:
@@ -141,14 +144,14 @@ class ReplicaSet:
         replica.leaving, replica.ready = True, False
         if replica.probe is not None:
             replica.probe.cancel()
-        self._refresh()
+        self._update_ready()
         return replica
 
     def drop(self, replica: Replica) -> None:
         self._replicas.pop(replica.name, None)
 
-    def blame(self, replica: Replica, failure: EngineFailure) -> None:
-        """A request failed there. A replica that is aside already keeps the reason it is aside for."""
+    def add_failure(self, replica: Replica, failure: EngineFailure) -> None:
+        """A request failed at a replica. A replica that is aside already keeps the reason it is aside for."""
         if not replica.ready:
             return
         replica.failures += 1
@@ -162,14 +165,14 @@ class ReplicaSet:
         first, longest = self._routing.first_probe_s, self._routing.max_probe_s
         replica.backoff_s = min(longest, replica.backoff_s * 2 or first)
         replica.probe_at = asyncio.get_running_loop().time() + replica.backoff_s
-        self._refresh()
+        self._update_ready()
 
     def confirm(self, replica: Replica, version: int) -> None:
         """Weights arrived whole, or (-1) damaged."""
         replica.confirmed = version
         if version >= 0 and not replica.ready:
             replica.probe_at = -inf  # it may have waited for just this
-        self._refresh()
+        self._update_ready()
 
     def probe_due(self, now: float) -> None:
         """Probe the replicas whose backoff is over, without waiting for them."""
@@ -178,7 +181,7 @@ class ReplicaSet:
         for replica in self.members:
             if not replica.ready and replica.probe_at <= now:
                 self._start_probe(replica)
-        self._refresh()
+        self._update_ready()
 
     async def probe(self) -> None:
         """Probe every replica now, and return when each has answered or timed out."""
@@ -195,19 +198,11 @@ class ReplicaSet:
         self._raise_if_none()
 
     async def end_probes(self) -> None:
-        probes = [replica.probe for replica in self.replicas if replica.probe is not None]
+        probes = [replica.probe for replica in self.all if replica.probe is not None]
         for probe in probes:
             probe.cancel()
         if probes:
             await asyncio.wait(probes, timeout=self._routing.probe_timeout_s)
-
-    async def ask(
-        self, replicas: Iterable[Replica], call: Callable[[Engine], Awaitable[T]], timeout_s: float
-    ) -> dict[Replica, T | EngineFailure]:
-        """Make the same call on several replicas at once. A failure is an answer too."""
-        async with asyncio.TaskGroup() as group:
-            tasks = {replica: group.create_task(_ask(replica, call, timeout_s)) for replica in replicas}
-        return {replica: task.result() for replica, task in tasks.items()}
 
     def _start_probe(self, replica: Replica) -> asyncio.Task[None]:
         if replica.probe is None:
@@ -226,9 +221,9 @@ class ReplicaSet:
             self.set_aside(replica, f"no answer to a health check in {self._routing.probe_timeout_s:g} s")
         except EngineFailure as failure:
             self.set_aside(replica, str(failure))
-            replica.flights.end(f"the replica cannot serve: {failure}")
+            replica.in_flight.interrupt(f"the replica cannot serve: {failure}")
         else:
-            self.judge(replica)
+            self.refresh(replica)
 
     def _probed(self, replica: Replica, task: asyncio.Task[None]) -> None:
         """A probe that broke is a bug: the next request raises it."""
@@ -236,8 +231,8 @@ class ReplicaSet:
         if not task.cancelled() and (crash := task.exception()) is not None:
             self._crash, self.next_probe = crash, -inf
 
-    def judge(self, replica: Replica) -> None:
-        """A replica that works may serve if its weights are those of the others."""
+    def refresh(self, replica: Replica) -> None:
+        """A replica works: it may serve if its weights are those of the others."""
         replica.ready = not replica.leaving and replica.confirmed == self.version
         replica.failures = 0
         if replica.ready:
@@ -245,9 +240,9 @@ class ReplicaSet:
         elif not replica.leaving:
             had = f"version {replica.confirmed}" if replica.confirmed >= 0 else "damaged weights"
             replica.last_error = f"has {had}, the others version {self.version}: waits for the next update"
-        self._refresh()
+        self._update_ready()
 
-    def _refresh(self) -> None:
+    def _update_ready(self) -> None:
         members = self.members
         self.ready = tuple(replica for replica in members if replica.ready)
         self.next_probe = min((replica.probe_at for replica in members), default=inf)
@@ -260,10 +255,23 @@ class ReplicaSet:
             raise EngineFailure(f"no replica can serve: {reasons or 'there is none'}")
 
 
-async def _ask(replica: Replica, call: Callable[[Engine], Awaitable[T]], timeout_s: float) -> T | EngineFailure:
+async def call_all(
+    calls: Mapping[Replica, Coroutine[Any, Any, T]], timeout_s: float
+) -> dict[Replica, T | EngineFailure]:
+    """Make a call on each replica, all at once. A failure is an answer too."""
+    try:
+        async with asyncio.TaskGroup() as group:
+            tasks = {replica: group.create_task(_answer(call, timeout_s)) for replica, call in calls.items()}
+    finally:
+        for call in calls.values():
+            call.close()  # one that was cancelled before it began
+    return {replica: task.result() for replica, task in tasks.items()}
+
+
+async def _answer(call: Coroutine[Any, Any, T], timeout_s: float) -> T | EngineFailure:
     try:
         async with asyncio.timeout(timeout_s):
-            return await call(replica.engine)
+            return await call
     except TimeoutError:
         return EngineFailure(f"no answer in {timeout_s:g} s")
     except EngineFailure as failure:

@@ -1,21 +1,21 @@
 """Replica supervisor: an engine whose process dies is started again, under the same name.
 
-Owns the slots of one rollout's engines: which serve, which are being started again, and when that is given up. Requests
+Owns the replicas of one rollout: which serve, which are being started again, and when that is given up. Requests
 run in slices (`partial`): one that lost its process returns the tokens of the slices before, for its session to go on
 with; without any it is made again. On this machine and on a cluster alike.
 
-    generate, update_weights   wait for the successor, if no other engine serves; else they fail, and go elsewhere
-    tend                       one for each slot: waits for the process's end, without a deadline; then for the next one
-                               (its launch deadline) and for its weights, by the next push or by a restore
+    generate, update_weights   wait for the replacement, if no other engine serves; else they fail, and go elsewhere
+    supervision                one for each replica: waits for the process's end, without a deadline; then for the next
+                               one (its launch deadline) and for its weights, by the next push or by a restore
 
-Invariant: a successor serves nothing before it has the weights of the others. When the last slot is given up, `watch`
-raises the cause.
+Invariant: a replacement serves nothing before it has the weights of the others. When the last replica is given up, or
+open sessions are `interrupt`ed, `watch` raises the cause.
 """
 
 import asyncio
-from collections.abc import Awaitable, Callable, Coroutine, Mapping
-from dataclasses import asdict
-from typing import Any, Protocol, Self
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, Protocol
 
 from treadle.engine.in_flight import PauseGate
 from treadle.engine.protocol import (
@@ -28,9 +28,10 @@ from treadle.engine.protocol import (
     SupportsSleep,
     WeightUpdate,
 )
-from treadle.engine.requests import SAVE_S, PartialRequests, SaveSlice, join_completions
+from treadle.engine.requests import SAVE_S, PartialRequests, SlicedRequest, join_completions
 from treadle.engine.router import Router
-from treadle.errors import EngineFailure, RunError, TreadleError
+from treadle.errors import EngineFailure, EnginesLost, TreadleError
+from treadle.journal import Journal
 from treadle.process.supervisor import (
     DEFAULT_POLICY,
     Recovery,
@@ -51,7 +52,7 @@ class Restore(Protocol):
 
 
 class ReplicaSupervisor:
-    """The engines of one rollout. Without `restore`, a successor has the model's weights, or waits for a push."""
+    """The engines of one rollout. Without `restore`, a replacement has the model's weights, or waits for a push."""
 
     def __init__(
         self,
@@ -67,52 +68,68 @@ class ReplicaSupervisor:
         self.policy = policy
         self._size = size
         self._report = report
-        self._slots: list[RestartingEngine] = []
+        self._replicas: list[RestartingEngine] = []
         self._router: Router | None = None
-        self._note: Callable[[str, Mapping[str, object]], None] | None = None
+        self._journal: Journal | None = None
         self._end = asyncio.Event()
         self._cause = ""
+        self._is_watched = False
 
     async def add(self, name: str, start: Callable[[], Awaitable[ProcessEngine]]) -> "RestartingEngine":
         """An engine that `start` starts, now and whenever its process has died."""
-        slot = RestartingEngine(name, await start(), start, self)
-        self._slots.append(slot)
-        return slot
+        replica = RestartingEngine(name, await start(), start, self)
+        self._replicas.append(replica)
+        return replica
 
-    async def attend(self, router: Router, note: Callable[[str, Mapping[str, object]], None]) -> Self:
-        """Let the router know when an engine is back, and note what happens."""
-        self._router, self._note = router, note
-        return self
+    def connect(self, router: Router, journal: Journal | None = None) -> None:
+        """Let the router know when an engine is back, and the journal what happened."""
+        self._router, self._journal = router, journal
 
     async def watch(self) -> None:
-        """Wait until no engine is left, and raise why."""
-        await self._end.wait()
-        raise RunError(self._cause)
+        """Wait until no engine is left, or open sessions cannot go on; raise why."""
+        self._is_watched = True
+        try:
+            await self._end.wait()
+        except asyncio.CancelledError:
+            self._is_watched = False
+            raise
+        raise EnginesLost(self._cause)
+
+    @property
+    def ends_rollout(self) -> bool:
+        """Whether `watch` raises now: requests wait for that, instead of failing one by one."""
+        return self._is_watched and self._end.is_set()
 
     async def close(self) -> None:
         """Restart no replica from now on. The engines themselves are the router's."""
-        for slot in self._slots:
-            await slot.rest()
+        for replica in self._replicas:
+            await replica.stop_restarting()
 
-    async def dismiss(self) -> None:
+    async def close_engines(self) -> None:
         """Close every engine; for when not all of them could be started."""
-        for slot in self._slots:
-            await slot.close()
+        for replica in self._replicas:
+            await replica.close()
 
-    def serves_without(self, slot: "RestartingEngine") -> bool:
+    def serves_without(self, replica: "RestartingEngine") -> bool:
         """Whether another replica would serve a request now."""
-        return any(other.serves for other in self._slots if other is not slot)
+        return any(other.serves for other in self._replicas if other is not replica)
 
-    def relieve(self, slot: "RestartingEngine") -> None:
-        """A replica serves again: requests that wait at other slots are released."""
-        for other in self._slots:
-            if other is not slot and not other.serves:
-                other.send_away()
+    def interrupt(self, reason: str) -> None:
+        """What is sampled now cannot go on: `watch` raises, until an engine serves again."""
+        self._cause = reason
+        self._end.set()
 
-    def tell(self, recovery: Recovery) -> None:
+    def release_waiting(self, replica: "RestartingEngine") -> None:
+        """A replica serves again: requests that wait for other replicas are released."""
+        self._end.clear()
+        for other in self._replicas:
+            if other is not replica and not other.serves:
+                other.abort_waiting()
+
+    def report(self, recovery: Recovery) -> None:
         self._report(recovery)
-        if self._note is not None:
-            self._note("replica", asdict(recovery))
+        if self._journal is not None:
+            self._journal.add_event("replica", **asdict(recovery))
 
     def mark_synced(self, name: str, version: int) -> None:
         """An engine was proven to have these weights, without the router."""
@@ -120,23 +137,32 @@ class ReplicaSupervisor:
             self._router.mark_synced(name, version)
 
     def give_up(self, reason: str) -> None:
-        """A slot stays empty. With the last one the rollout ends."""
-        if sum(slot.lost or slot.absent for slot in self._slots) == self._size:
+        """A replica is not started again. With the last one the rollout ends."""
+        if sum(replica.is_lost or replica.is_absent for replica in self._replicas) == self._size:
             self._cause = f"no replica is left, and none could be started again: {reason}"
             self._end.set()
 
     def go_on_without(self, name: str, reason: str) -> None:
-        """A slot has no place for a process now: the others go on, until it has one or the run ends."""
-        slot = next(slot for slot in self._slots if slot.name == name)
-        slot.absent = True
+        """There is no place for a replica's process now: the others go on, until there is one or the run ends."""
+        replica = next(replica for replica in self._replicas if replica.name == name)
+        replica.is_absent = True
         self.give_up(reason)
-        left = sum(other.serves for other in self._slots)
+        left = sum(other.serves for other in self._replicas)
         going_on = f"{left} of {self._size} replicas go on until a node joins"
-        self.tell(Recovery(name, slot.cause, None, slot.dead_s, f"{reason}; {going_on}"))
+        self.report(Recovery(name, replica.cause, None, replica.dead_s, f"{reason}; {going_on}"))
+
+
+@dataclass(frozen=True, slots=True)
+class StartedEngines:
+    """The replicas of one rollout, and what restarts them."""
+
+    engines: Sequence[Engine]
+    supervisor: ReplicaSupervisor | None = None
+    """Restarts the engines, and ends the rollout with the last one; None: their failures are those of requests."""
 
 
 class RestartingEngine:
-    """An `Engine` around those that hold its slot in turn. Made by `ReplicaSupervisor.add`."""
+    """A replica: an `Engine` around its process, and around those that replace it. Made by `ReplicaSupervisor.add`."""
 
     def __init__(
         self,
@@ -147,26 +173,26 @@ class RestartingEngine:
     ) -> None:
         self.name = name
         self.version = first.version
-        self.lost = False
-        """No process will hold this slot again."""
-        self.absent = False
-        """No process can hold it for now."""
+        self.is_lost = False
+        """It is not started again."""
+        self.is_absent = False
+        """There is no place for its process now."""
         self._place = first.place if isinstance(first, Placed) else ""
         self._died = 0.0
         self._supervisor = supervisor
         self._start = start
         self._engine: ProcessEngine | None = first
-        self._successor: ProcessEngine | None = None
+        self._replacement: ProcessEngine | None = None
         """Started, and without weights yet."""
         self._arrived = asyncio.Event()
-        """There is an engine or a successor; or there will be none."""
+        """There is an engine or a replacement; or there will be none."""
         self._gate = PauseGate()
         self._requests = PartialRequests(supervisor.save_s, self._interrupt)
         self._interrupting: set[asyncio.Task[None]] = set()
         self._paused = False
         self._cause = ""
         self._arrived.set()
-        self._tending = asyncio.ensure_future(self._stay(first))
+        self._supervising = asyncio.ensure_future(self._supervise(first))
 
     @property
     def serves(self) -> bool:
@@ -174,36 +200,39 @@ class RestartingEngine:
 
     @property
     def restarting(self) -> bool:
-        return self._engine is None and not self.lost and not self.absent
+        return self._engine is None and not self.is_lost and not self.is_absent
 
     @property
     def cause(self) -> str:
-        """Of the last death."""
+        """Why the last process died."""
         return self._cause
 
     @property
     def dead_s(self) -> float:
-        """Since the last death."""
+        """Seconds since the last process died."""
         return asyncio.get_running_loop().time() - self._died
 
     async def generate(self, request: Request) -> Completion:
         while True:
             if self._gate.shut:
-                self._refuse()
+                if not self._supervisor.ends_rollout:
+                    self._refuse_to_wait()
                 if not await self._gate.admit(request.session):
                     return ABORTED
             engine = self._engine
             assert engine is not None, "the gate is open while there is one"
-            saved: list[Completion] = []
-            try:
-                last = await self._requests.generate(engine, request, _keeper(saved))
-            except EngineGone:
-                self._lose(engine)
-                if saved:
-                    return join_completions(saved, ABORTED, self.name)
-                self._refuse()
-            else:
-                return join_completions(saved, last, self.name)
+            with SlicedRequest(self._requests, request) as sliced:
+                try:
+                    while sliced.last is None:
+                        sliced.start_timer(engine)
+                        sliced.add(await engine.generate(sliced.rest))
+                    return join_completions(sliced.saved, sliced.last, self.name)
+                except EngineGone:
+                    self._drop(engine)
+                    if sliced.saved:
+                        return join_completions(sliced.saved, ABORTED, self.name)
+            if not self._supervisor.ends_rollout:
+                self._refuse_to_wait()
 
     def _interrupt(self, abort: Coroutine[Any, Any, None]) -> None:
         """Let a request hand its tokens over. An engine that cannot is gone, and the request itself sees that."""
@@ -214,18 +243,18 @@ class RestartingEngine:
 
     async def update_weights(self, update: WeightUpdate) -> str:
         while True:
-            engine = self._engine or self._successor
+            engine = self._engine or self._replacement
             if engine is None:
-                self._refuse()
+                self._refuse_to_wait()
                 await self._arrived.wait()
                 continue
             try:
                 confirmed = await engine.update_weights(update)
             except EngineGone:
-                self._lose(engine)
+                self._drop(engine)
                 continue
             if confirmed == update.checksum:
-                self._seat(engine, update.version)
+                self._serve_with(engine, update.version)
             return confirmed
 
     async def abort(self, session: str | None = None) -> None:
@@ -235,7 +264,7 @@ class RestartingEngine:
 
     async def pause(self) -> None:
         self._paused = True
-        self.send_away()  # those that wait for a successor count as running
+        self.abort_waiting()  # those that wait for a replacement count as running
         self._requests.end()
         await self._order(lambda engine: engine.pause())
 
@@ -246,19 +275,19 @@ class RestartingEngine:
     async def sleep(self, level: int = 1) -> None:
         """Where the engine can."""
         self._requests.end()
-        await self._order(lambda engine: engine.sleep(level) if isinstance(engine, SupportsSleep) else _nothing())
+        await self._order(lambda engine: engine.sleep(level) if isinstance(engine, SupportsSleep) else _noop())
 
     async def _order(self, call: Callable[[ProcessEngine], Awaitable[None]]) -> None:
-        """Tell the engine, or its successor. One that is gone needs not be told; the next one is as it should be."""
-        engine = self._engine or self._successor
+        """Tell the engine, or its replacement. One that is gone needs not be told; the next one is as it should be."""
+        engine = self._engine or self._replacement
         if engine is not None:
             try:
                 await call(engine)
             except EngineGone:
-                self._lose(engine)
+                self._drop(engine)
 
-    def send_away(self) -> None:
-        """End what waits for a successor, with no tokens: sessions ask again."""
+    def abort_waiting(self) -> None:
+        """End what waits for a replacement, with no tokens: sessions ask again."""
         self._gate.abort()
 
     def forget(self, session: str) -> None:
@@ -267,91 +296,92 @@ class RestartingEngine:
 
     async def health(self) -> None:
         if self._engine is None:
-            raise EngineFailure(f"{self.name} is being started again: {self._cause}")
+            happens = "could not be" if self.is_lost else "is being"
+            raise EngineFailure(f"{self.name} {happens} started again: {self._cause}")
         await self._engine.health()
 
-    async def rest(self) -> None:
+    async def stop_restarting(self) -> None:
         """Do not come back from the next death."""
-        self._tending.cancel()
-        await asyncio.wait({self._tending})
-        if not self._tending.cancelled():
-            self._tending.exception()  # already raised to the waiting calls
+        self._supervising.cancel()
+        await asyncio.wait({self._supervising})
+        if not self._supervising.cancelled():
+            self._supervising.exception()  # already raised to the waiting calls
 
     async def close(self) -> None:
         self._gate.close(f"{self.name} is closed")
         self._requests.end()
-        await self.rest()
-        for engine in (self._engine, self._successor):
+        await self.stop_restarting()
+        for engine in (self._engine, self._replacement):
             if engine is not None:
                 await engine.close()
 
-    def _refuse(self) -> None:
+    def _refuse_to_wait(self) -> None:
         """Fail where waiting is no use: other replicas serve meanwhile, or no restart follows."""
-        if self.lost:
+        if self.is_lost:
             raise EngineFailure(f"{self.name} could not be started again: {self._cause}")
         if self._supervisor.serves_without(self):
             raise EngineFailure(f"{self.name} is being started again: {self._cause}")
 
-    def _lose(self, engine: ProcessEngine) -> None:
+    def _drop(self, engine: ProcessEngine) -> None:
         """The replica is gone, as a failed call or its supervision noticed."""
-        if engine is self._engine or engine is self._successor:
-            self._engine = self._successor = None
+        if engine is self._engine or engine is self._replacement:
+            self._engine = self._replacement = None
             self._arrived.clear()
             self._gate.pause()
 
-    def _seat(self, engine: ProcessEngine, version: int) -> None:
+    def _serve_with(self, engine: ProcessEngine, version: int) -> None:
         """This one has these weights, and serves from now on."""
         self.version = version
-        if engine is self._successor:
-            self._engine, self._successor = engine, None
-            self.absent = False
+        if engine is self._replacement:
+            self._engine, self._replacement = engine, None
+            self.is_absent = False
             self._gate.resume()
-            self._supervisor.relieve(self)
+            self._supervisor.release_waiting(self)
+            place = engine.place if isinstance(engine, Placed) else ""
+            moved, self._place = "" if place == self._place else place, place
+            self._supervisor.report(Recovery(self.name, self._cause, self.name, self.dead_s, place=moved))
 
-    async def _stay(self, first: ProcessEngine) -> None:
-        """Supervise the slot; whatever fails there, no request waits forever."""
+    async def _supervise(self, first: ProcessEngine) -> None:
+        """Supervise the process; whatever fails there, no request waits forever."""
         try:
-            await self._tend(first)
+            await self._keep_filled(first)
         except Exception as error:
             self._give_up(f"{type(error).__name__}: {error}", 0.0)
             raise
 
-    async def _tend(self, engine: ProcessEngine) -> None:
-        """Keep the slot filled."""
-        clock, deaths, policy = asyncio.get_running_loop().time, 0, self._supervisor.policy
+    async def _keep_filled(self, engine: ProcessEngine) -> None:
+        """Restart the engine process whenever it ends, until the restart policy gives up."""
+        clock, quick_exits, policy = asyncio.get_running_loop().time, 0, self._supervisor.policy
         while True:
-            born = clock()
+            started_at = clock()
             self._cause = await engine.gone()
             died = self._died = clock()
-            self._lose(engine)
+            self._drop(engine)
             await engine.close()
-            deaths = deaths + 1 if died - born < policy.young_s else 1
+            quick_exits = quick_exits + 1 if died - started_at < policy.min_uptime_s else 1
             try:
-                engine = await self._succeed(deaths)
+                engine = await self._restart(quick_exits)
             except RestartFailed as failure:
                 return self._give_up(str(failure), clock() - died)
-            if self.serves:
-                place = engine.place if isinstance(engine, Placed) else ""
-                moved, self._place = "" if place == self._place else place, place
-                self._supervisor.tell(Recovery(self.name, self._cause, self.name, clock() - died, place=moved))
 
     def _give_up(self, reason: str, seconds: float) -> None:
         recovery = Recovery(self.name, self._cause, None, seconds, reason)
-        self.lost, self._cause = True, reason
-        self._gate.close(f"{self.name} could not be started again: {reason}")
-        self._arrived.set()
+        self.is_lost, self._cause = True, reason
         self._supervisor.give_up(reason)
-        self._supervisor.tell(recovery)
+        if not self._supervisor.ends_rollout:
+            self._gate.close(f"{self.name} could not be started again: {reason}")
+        self._arrived.set()
+        self._supervisor.report(recovery)
 
-    async def _succeed(self, deaths: int) -> ProcessEngine:
-        """A successor that serves, or RestartFailed: why there is none."""
+    async def _restart(self, quick_exits: int) -> ProcessEngine:
+        """A replacement that serves, or RestartFailed: why there is none."""
 
         async def attempt() -> ProcessEngine:
             engine = await self._start()
             try:
-                await self._equip(engine)
+                await self._give_weights(engine)
             except TreadleError:
-                self._lose(engine)
+                self._drop(engine)
                 await engine.close()
                 raise
             except BaseException:
@@ -359,11 +389,11 @@ class RestartingEngine:
                 raise
             return engine
 
-        return await restart(attempt, self._supervisor.policy, deaths)
+        return await restart(attempt, self._supervisor.policy, quick_exits)
 
-    async def _equip(self, engine: ProcessEngine) -> None:
-        """Let a successor begin: with weights that a push brings, or with restored ones."""
-        self._successor = engine
+    async def _give_weights(self, engine: ProcessEngine) -> None:
+        """Let a replacement begin: with weights that a push brings, or with restored ones."""
+        self._replacement = engine
         if self._paused:
             await engine.pause()
             if not self._paused:  # a resume came meanwhile
@@ -371,29 +401,22 @@ class RestartingEngine:
         self._arrived.set()
         if self._supervisor.restore is None:
             if engine.version == self.version:
-                self._seat(engine, engine.version)
+                self._serve_with(engine, engine.version)
             return
-        restoring = asyncio.ensure_future(self._supervisor.restore(engine, lambda: self._successor is engine))
+        restoring = asyncio.ensure_future(self._supervisor.restore(engine, lambda: self._replacement is engine))
         dying = asyncio.ensure_future(engine.gone())
         try:
             await asyncio.wait({restoring, dying}, return_when=asyncio.FIRST_COMPLETED)
-            if not restoring.done():  # it may wait for a push, which may wait for the next successor
+            if not restoring.done():  # it may wait for a push, which may wait for the next replacement
                 raise EngineGone(f"{self.name} died before it had weights: {dying.result()}")
         finally:
             restoring.cancel()
             dying.cancel()
         version = restoring.result()
-        if version is not None and self._successor is engine:
-            self._seat(engine, version)
+        if version is not None and self._replacement is engine:
+            self._serve_with(engine, version)
             self._supervisor.mark_synced(self.name, version)
 
 
-def _keeper(saved: list[Completion]) -> SaveSlice:
-    async def keep(part: Completion) -> None:
-        saved.append(part)
-
-    return keep
-
-
-async def _nothing() -> None:
-    """What an engine does that cannot sleep."""
+async def _noop() -> None:
+    """No-op for engines without a sleep mode."""

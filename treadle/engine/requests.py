@@ -4,20 +4,22 @@
 token that completes a stop string: its ids stay, since they were sampled; its text ends before the stop string, as in
 OpenAI's API and in vLLM. A window of the last tokens is enough, since the text of a window is a part of the whole text.
 
-`PartialRequests` samples a long request in slices, so that an engine process that dies loses few tokens: every `save_s`
-seconds a request is interrupted, hands its tokens over and goes on from there; by the Engine contract an interrupted
-answer goes on as if nothing had happened. Invariant: only an abort from outside ends a request with ABORT;
+`SlicedRequest` is a long request that is sampled in slices, so that an engine process that dies loses few tokens:
+every `save_s` seconds it is interrupted, hands its tokens over and goes on from there; by the Engine contract an
+interrupted answer goes on as if nothing had happened. Invariant: only an abort from outside ends a request with ABORT;
 interruptions between slices are never seen.
 """
 
 import asyncio
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from math import isfinite, isnan
-from typing import Any
+from types import TracebackType
+from typing import Any, Self
 
 from treadle.engine.protocol import Decode, Engine
-from treadle.errors import EngineFailure, RequestRefused
+from treadle.errors import EngineFailure, RequestRefused, TreadleError
 from treadle.types import Completion, Request, StopReason
 
 MAX_LOGPROB = 1e-3
@@ -113,6 +115,22 @@ class StopStringFinder:
         return None
 
 
+LoadDecode = Callable[[], Decode]
+"""Loads the tokenizer of an engine that writes no text, for its first request with stop strings."""
+
+
+async def load_stop_decode(load: LoadDecode | None, request: Request, engine: str) -> Decode:
+    """What finds stop strings in tokens; RequestRefused where there is no tokenizer for it."""
+    if load is None:
+        raise RequestRefused(f"{engine}: session {request.session}: stop strings need an engine with a tokenizer")
+    try:
+        return await asyncio.to_thread(load)
+    except (TreadleError, OSError, ValueError) as error:
+        raise RequestRefused(
+            f"{engine}: stop strings need the model's tokenizer, which cannot be read: {error}"
+        ) from error
+
+
 def trim_at_stop(text: str, stops: Sequence[str]) -> str:
     """The text up to the first stop string in it."""
     return text[: min((at for at in map(text.find, stops) if at >= 0), default=len(text))]
@@ -121,81 +139,69 @@ def trim_at_stop(text: str, stops: Sequence[str]) -> str:
 SAVE_S = 10.0
 """How often the tokens of a running request are brought to safety. It costs an engine one short prefill."""
 
-SaveSlice = Callable[[Completion], Awaitable[object]]
-"""Brings the tokens of a slice to safety."""
 
+class SlicedRequest:
+    """One request that is sampled in slices. `rest` is what is still to be sampled, `saved` are the slices so far."""
 
-class _SlicedRequest:
-    """One request that runs."""
+    __slots__ = ("_requests", "_save_s", "_timer", "is_ended", "last", "rest", "saved")
 
-    __slots__ = ("ended", "save_s", "session", "timer")
-
-    def __init__(self, session: str, save_s: float | None) -> None:
-        self.session = session
-        self.save_s = save_s
-        self.ended = False
+    def __init__(self, requests: "PartialRequests", request: Request) -> None:
+        self._requests = requests
+        self._save_s = requests.save_s
+        self._timer: asyncio.TimerHandle | None = None
+        self.rest = request
+        self.saved: list[Completion] = []
+        self.last: Completion | None = None
+        """The last slice, once there is one."""
+        self.is_ended = False
         """Whether its end was ordered."""
-        self.timer: asyncio.TimerHandle | None = None
+
+    def __enter__(self) -> Self:
+        self._requests.open[self] = None
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.stop_timer()
+        del self._requests.open[self]
+
+    def start_timer(self, engine: Engine) -> None:
+        """Have the slice that begins interrupted when it is time to save its tokens."""
+        if self._save_s is not None:
+            abort = partial(engine.abort, self.rest.session)
+            spawn, loop = self._requests.spawn, asyncio.get_running_loop()
+            self._timer = loop.call_later(self._save_s, lambda: spawn(abort()))
+            self._save_s *= 2  # a request that is still in the queue must not be sent to its end for ever
 
     def stop_timer(self) -> None:
-        if self.timer is not None:
-            self.timer.cancel()
+        if self._timer is not None:
+            self._timer.cancel()
+
+    def add(self, part: Completion) -> None:
+        """A slice has been sampled."""
+        self.stop_timer()
+        if part.stop is not StopReason.ABORT or self.is_ended:
+            self.last = part
+        elif part.ids:
+            self.saved.append(part)
+            self.rest, self._save_s = continuation_of(self.rest, part), self._requests.save_s
 
 
 class PartialRequests:
-    """See the module. Without `save_s` requests are only counted. `spawn` starts the calls that interrupt."""
+    """The requests that are open (see the module). Without `save_s` they are only listed; `spawn` starts aborts."""
 
     def __init__(self, save_s: float | None, spawn: Callable[[Coroutine[Any, Any, None]], object]) -> None:
-        self._save_s = save_s
-        self._spawn = spawn
-        self._turns: dict[_SlicedRequest, None] = {}
-        self._idle = asyncio.Event()
-
-    async def generate(self, engine: Engine, request: Request, keep: SaveSlice) -> Completion:
-        """What is left of a request's answer after the slices that `keep` was given."""
-        turn = _SlicedRequest(request.session, self._save_s)
-        self._turns[turn] = None
-        try:
-            part = await self._sample(engine, turn, request)
-            while part.stop is StopReason.ABORT and not turn.ended:
-                if part.ids:
-                    await keep(part)
-                    request = continuation_of(request, part)
-                if turn.ended:  # ordered while the tokens were on their way
-                    return Completion((), (), (), StopReason.ABORT, replica=part.replica)
-                part = await self._sample(engine, turn, request)
-            return part
-        finally:
-            del self._turns[turn]
-            if not self._turns:
-                self._idle.set()
+        self.save_s = save_s
+        self.spawn = spawn
+        self.open: dict[SlicedRequest, None] = {}
 
     def end(self, session: str | None = None) -> None:
         """The end of a session's requests, or of all, was ordered: the next interruption is that."""
-        for turn in self._turns:
-            if session is None or turn.session == session:
-                turn.ended = True
-                turn.stop_timer()
-
-    async def drain(self) -> None:
-        """Wait until no request runs; the caller has a deadline."""
-        while self._turns:
-            self._idle.clear()
-            await self._idle.wait()
-
-    async def _sample(self, engine: Engine, turn: _SlicedRequest, request: Request) -> Completion:
-        """One slice: to the end, or to the next interruption."""
-        if turn.save_s is not None:
-            loop = asyncio.get_running_loop()
-            turn.timer = loop.call_later(turn.save_s, lambda: self._spawn(engine.abort(turn.session)))
-            turn.save_s *= 2  # a request that is still in the queue must not be sent to its end for ever
-        try:
-            part = await engine.generate(request)
-        finally:
-            turn.stop_timer()
-        if part.ids:
-            turn.save_s = self._save_s
-        return part
+        for request in self.open:
+            if session is None or request.rest.session == session:
+                request.is_ended = True
+                request.stop_timer()
 
 
 def continuation_of(request: Request, part: Completion) -> Request:

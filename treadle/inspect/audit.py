@@ -3,6 +3,8 @@
 Owns the state of each position: admitted, then trained or removed, or still open. A resume goes back to a checkpoint,
 and the states with it: what was trained after that checkpoint is trained again, and counts once. Trusts no checkpoint:
 what one says is open must be what the events say is open, so a task that the run lost is found.
+Where a sampler chooses tasks (`data.sampler`), a position is a draw, and a task may be drawn often or not at all: those
+that it never drew are skipped, not lost, and their number must be what the draws of the journal come to.
 """
 
 from collections import Counter
@@ -40,6 +42,25 @@ class Audit:
     continued: int
     """Sessions that went on from tokens of an earlier start."""
     problems: tuple[str, ...]
+    sampler: "SamplerBooks | None" = None
+    """What a sampler chose, where one does."""
+
+
+@dataclass(frozen=True, slots=True)
+class SamplerBooks:
+    """Tasks of a run by what its sampler did with them."""
+
+    name: str
+    tasks: int
+    drawn: int
+    """Tasks that were drawn at least once."""
+    repeated: int
+    """Draws of a task that was drawn before."""
+
+    @property
+    def skipped(self) -> int:
+        """Tasks that it did not draw."""
+        return self.tasks - self.drawn
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +91,12 @@ class _TaskStates:
     """The position after the last that was admitted."""
     names: dict[int, str] = field(default_factory=dict)
     """The uid each position was admitted with."""
+    repeats: dict[int, int | None] = field(default_factory=dict)
+    """How often the task of each position was drawn before; None where no sampler chooses."""
+    sampler: Mapping[str, Any] = field(default_factory=dict)
+    """What the first start said of its sampler: its name, the tasks it has, and those drawn by then."""
+    first_draws: int = 0
+    """Positions of `statuses`, from where the record begins, whose task was not drawn before."""
     changes: list[tuple[int, _TaskStatus | None]] = field(default_factory=list)
     """Every change, as the position and its status before."""
     checkpoints: dict[_CheckpointMark, int] = field(default_factory=lambda: {_BEGINNING: 0})
@@ -115,6 +142,8 @@ class _TaskStates:
         self.step, self.admitted, self.readmitted = mark.step, mark.position, set(mark.open)
 
     def _put(self, position: int, status: _TaskStatus | None) -> None:
+        if self.repeats.get(position) == 0 and position >= self.first.position:
+            self.first_draws += (status is not None) - (position in self.statuses)
         if status is None:
             del self.statuses[position]
         else:
@@ -138,7 +167,7 @@ def audit(run_dir: Path) -> Audit:
             else:
                 _apply_event(states, event)
         states.problems += _find_damage(reader)
-    if not states.counts["starts"]:
+    if not states.counts["starts"] and not states.problems:
         raise RunError(f"{run_dir} is no training run: its journal has no start of one")
     _find_gaps(states)
     statuses = Counter(states.statuses.values())
@@ -152,6 +181,7 @@ def audit(run_dir: Path) -> Audit:
         reused=states.counts["reused"],
         continued=states.counts["continued"],
         problems=tuple(states.problems),
+        sampler=_count_draws(states),
     )
 
 
@@ -168,12 +198,17 @@ def _apply_event(states: _TaskStates, event: Event) -> None:
     if event.kind == "resume":
         mark = _CheckpointMark.of(fields)
         states.counts["starts"] += 1
+        if states.counts["starts"] == 1:
+            states.sampler = {name: fields[name] for name in ("sampler", "tasks", "drawn") if name in fields}
         if states.counts["starts"] == 1 and mark != _BEGINNING:
             states.start_from(mark)
         else:
             states.go_back(mark)
     elif event.kind == "checkpoint":
         _check(states, _CheckpointMark.of(fields))
+        if (books := _count_draws(states)) is not None and books.drawn != fields["drawn"]:
+            saved = f"the checkpoint after step {fields['step']}"
+            states.problems.append(f"{saved} has {fields['drawn']} tasks that were drawn, but {books.drawn} were")
     elif event.kind == "step":
         _train(states, fields)
     elif event.kind == "admit":
@@ -190,11 +225,14 @@ def _admit(states: _TaskStates, fields: Mapping[str, Any]) -> None:
     if position in states.readmitted:
         states.readmitted.discard(position)
         _expect(states, position, _TaskStatus.OPEN, "was admitted again")
+        if (name := states.names.get(position, fields["uid"])) != fields["uid"]:
+            states.problems.append(f"task {position} is {name}, but {fields['uid']} was admitted again for it")
     else:
         _expect(states, position, None, "was admitted")
     states.counts["reused"] += fields["finished"]
     states.counts["continued"] += fields["continued"]
     states.names[position] = fields["uid"]
+    states.repeats[position] = fields.get("repeat")
     states.move(position, _TaskStatus.OPEN)
 
 
@@ -227,6 +265,14 @@ def _expect(states: _TaskStates, position: int, expected: _TaskStatus | None, wh
     status = states.statuses.get(position)
     if status is not expected:
         states.problems.append(f"task {position} {what}, but it was {status or 'never admitted'}")
+
+
+def _count_draws(states: _TaskStates) -> SamplerBooks | None:
+    """Count the draws of a sampler: all but those of another run that this one went on from."""
+    if not states.sampler:
+        return None
+    drawn, draws = states.sampler["drawn"] + states.first_draws, states.admitted - states.first.position
+    return SamplerBooks(states.sampler["sampler"], states.sampler["tasks"], drawn, draws - states.first_draws)
 
 
 def _find_gaps(states: _TaskStates) -> None:

@@ -4,6 +4,7 @@ Owns what the spans of a run mean and how its time is divided into columns; `tim
 two starts of a run is left out. Reads the journal and nothing else, once through, whatever its size.
 """
 
+import os
 from array import array
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -96,18 +97,47 @@ class _Axis:
 def write_timeline(run_dir: Path) -> Path:
     """Draw the timeline of a run into its directory."""
     path = run_dir / FILE_NAME
-    path.write_text(draw_svg(read_timeline(run_dir)), encoding="utf-8")
+    drawn = draw_svg(read_timeline(run_dir))
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+    with os.fdopen(descriptor, "w", encoding="utf-8") as file:
+        file.write(drawn)
     return path
 
 
 def read_timeline(run_dir: Path) -> Chart:
     """The timeline of a run; RunError where it did nothing yet."""
-    sessions = _Sessions()
-    with JournalReader.open(run_dir) as reader:
-        begun = {event.start: event.time for event in reader.iter_events(RESUME)}
-        recorded = [_read_step(event) for event in reader.iter_events("spans") if event.fields["spans"]]
-        for session in reader.session_times():
-            sessions.add(session)
+    return TimelineReader(run_dir).read()
+
+
+class TimelineReader:
+    """Timeline of a run that goes on: what was read is kept, so that the next picture costs what is new."""
+
+    def __init__(self, run_dir: Path) -> None:
+        self._run_dir = run_dir
+        self._sessions = _Sessions()
+        self._begun: dict[int, float] = {}
+        self._recorded: list[_Step] = []
+        self._event = self._session = 0
+        """Ids that were read through."""
+
+    def read(self) -> Chart:
+        """The timeline up to now; RunError where the run did nothing yet."""
+        with JournalReader.open(self._run_dir) as reader:
+            through = self._event
+            for event in reader.iter_events(RESUME, after=through):
+                self._begun[event.start] = event.time
+                self._event = max(self._event, event.id)
+            for event in reader.iter_events("spans", after=through):
+                self._event = max(self._event, event.id)
+                if event.fields.get("spans"):
+                    self._recorded.append(_read_step(event))
+            for session in reader.session_times(self._session):
+                self._sessions.add(session)
+                self._session = session.id
+        return _make_chart(self._run_dir, self._begun, self._recorded, self._sessions)
+
+
+def _make_chart(run_dir: Path, begun: dict[int, float], recorded: Sequence[_Step], sessions: _Sessions) -> Chart:
     if not recorded:
         raise RunError(f"{run_dir} has no timeline: no step of a training run is recorded in it")
     axis = _Axis(_ranges(begun, recorded, sessions))
@@ -145,7 +175,7 @@ def _whole_steps(recorded: Sequence[_Step]) -> list[_Step]:
 
 
 def _named_steps(steps: Sequence[_Step], last: int) -> Iterator[_Step]:
-    """Those with round numbers, and the last."""
+    """Steps with round numbers, and the last."""
     stride = _round_up(last / _MAX_NAMED)
     yield from (item for item in steps if item.step % stride == 0 or item.step == last)
 

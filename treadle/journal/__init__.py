@@ -12,12 +12,14 @@ run_dir/
 from treadle.journal.journal import Journal, set_aside
 from treadle.journal.reader import DamagedRecord, JournalReader
 from treadle.journal.records import (
+    AnnotatedRow,
     Counts,
     Event,
     Filter,
     Headline,
     Metrics,
     PartEntry,
+    RowAnnotation,
     RunStatus,
     SessionTime,
     TrajectoryEntry,
@@ -25,6 +27,7 @@ from treadle.journal.records import (
 from treadle.journal.run_directory import RunStart, logging_to, read_starts
 
 __all__ = [
+    "AnnotatedRow",
     "Counts",
     "DamagedRecord",
     "Event",
@@ -34,6 +37,7 @@ __all__ = [
     "JournalReader",
     "Metrics",
     "PartEntry",
+    "RowAnnotation",
     "RunStart",
     "RunStatus",
     "SessionTime",

@@ -19,7 +19,7 @@ from numbers import Integral, Real
 from typing import Any
 
 from treadle.errors import Boundary
-from treadle.journal.records import Headline, PartEntry
+from treadle.journal.records import Headline, PartEntry, RowAnnotation
 from treadle.types import (
     NOTHING,
     Completion,
@@ -226,6 +226,8 @@ def _turn_fields(turn: Turn) -> dict[str, Any]:
         fields["results"] = [_result_fields(result) for result in turn.results]
     if turn.reward is not None:
         fields["reward"] = turn.reward
+    if turn.started_s is not None:
+        fields["started_s"] = turn.started_s
     return fields
 
 
@@ -269,6 +271,11 @@ def part_values(start: int, written_at: float, part: RecordedCompletion) -> Valu
             *(pack_floats(said.processed_logprobs) if said.processed_logprobs else None, encode(answer)),
         )
     )
+
+
+def annotation_values(row: RowAnnotation) -> Values:
+    """The columns of `annotations` from `position` on, then what names the trajectory."""
+    return (*sealed(row[3:]), label(row.uid), row.sample, row.attempt)
 
 
 def read_part(uid: str, stored: Sequence[Any]) -> PartEntry:

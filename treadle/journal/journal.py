@@ -22,11 +22,13 @@ from treadle.disk import explain_disk_error
 from treadle.errors import DeadlineError, MisuseError, RunError
 from treadle.journal import schema
 from treadle.journal.records import (
+    AnnotationsAdded,
     JournalEvent,
     Measurement,
     MetricsRewound,
     PartsAdded,
     Record,
+    RowAnnotation,
     RunStatus,
     SessionEnded,
     Stamped,
@@ -99,6 +101,10 @@ class Journal:
     def add_metrics(self, step: int, values: Mapping[str, float]) -> None:
         """Record what was measured at a step, in the journal and in `metrics.jsonl`."""
         self._put(Measurement(step, values))
+
+    def add_annotations(self, rows: Sequence[RowAnnotation]) -> None:
+        """Record what a step computed for the tokens of rows; those of a trajectory that is not here are left out."""
+        self._put(AnnotationsAdded(tuple(rows)))
 
     def add_parts(self, parts: Sequence[RecordedCompletion]) -> None:
         """Record what engines answered to open sessions; a part with the same number replaces the earlier one."""
@@ -177,9 +183,9 @@ class Journal:
             self._refusal = f"the journal of {self.run_dir} is closed"
             self._writer.stop()
             self._wait(self._writer.ended, timeout_s, "its last records")
-            self._let_go(status, cause)
+            self._release(status, cause)
 
-    def _let_go(self, status: RunStatus, cause: str | None) -> None:
+    def _release(self, status: RunStatus, cause: str | None) -> None:
         with _closing:
             if self._closed:  # by another caller, while this one waited
                 return
@@ -199,7 +205,7 @@ class Journal:
         if error is not None:
             raise RunError(*error.args) from error
 
-    def disown(self) -> None:
+    def detach_after_fork(self) -> None:
         """In a forked child: the journal stays the parent's."""
         self._refusal = f"the journal of {self.run_dir} belongs to the process that opened it, not to a fork of it"
         self._closed = True
@@ -277,7 +283,7 @@ def _close_all() -> None:
 
 def _disown_all() -> None:
     for journal in tuple(_open_journals):
-        journal.disown()
+        journal.detach_after_fork()
     # Kept, not collected: closing SQLite's connection in a fork would upset the parent's.
     _parents_journals.update(_open_journals)
     _open_journals.clear()

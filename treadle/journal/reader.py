@@ -28,7 +28,17 @@ from treadle.journal.codec import (
     read_task,
     seal,
 )
-from treadle.journal.records import Counts, Event, Filter, Headline, Metrics, PartEntry, SessionTime, TrajectoryEntry
+from treadle.journal.records import (
+    AnnotatedRow,
+    Counts,
+    Event,
+    Filter,
+    Headline,
+    Metrics,
+    PartEntry,
+    SessionTime,
+    TrajectoryEntry,
+)
 from treadle.types import Status, StopReason, Task, Trajectory
 
 _PAGE = 64
@@ -75,15 +85,14 @@ class JournalReader:
             yield from entries
             after = entries[-1].headline.id
 
-    def session_times(self) -> Iterator[SessionTime]:
-        """When each session was open, failed attempts included, in the order they were written."""
-        after = 0
+    def session_times(self, after: int = 0) -> Iterator[SessionTime]:
+        """When each session was open, failed attempts included, in the order they were written; `after` an id."""
         while found := self._execute(
             "SELECT id, uid, start, started_at, total_s FROM trajectories WHERE id > ? ORDER BY id LIMIT ?",
             (after, _MANY),
         ):
-            for _, uid, start, began, total_s in found:
-                yield SessionTime(uid, start, began, began + total_s)
+            for id, uid, start, began, total_s in found:
+                yield SessionTime(id, uid, start, began, began + total_s)
             after = found[-1][0]
 
     def trajectory(self, uid: str, sample: int, attempt: int | None = None) -> TrajectoryEntry | None:
@@ -95,6 +104,15 @@ class JournalReader:
                 (label(uid), sample, attempt, attempt),
             )
             return self._entry(read_headline(found[0][:-1], bool(found[0][-1]))) if found else None
+
+    def headline(self, uid: str, sample: int, attempt: int) -> Headline | None:
+        """One trajectory without its body: the latest with this attempt number."""
+        found = self._execute(
+            f"SELECT {_HEADLINE}, {_HAS_BODY} FROM trajectories t "
+            "WHERE uid = ? AND sample = ? AND attempt = ? ORDER BY id DESC LIMIT 1",
+            (label(uid), sample, attempt),
+        )
+        return read_headline(found[0][:-1], bool(found[0][-1])) if found else None
 
     def attempts(self, uid: str) -> tuple[TrajectoryEntry, ...]:
         """Every attempt at a task: sample by sample, in the order they were written."""
@@ -108,6 +126,36 @@ class JournalReader:
         """What is left of sessions that had not ended: sample by sample, row by row, in the order of their requests."""
         found = self._execute(f"SELECT {_PART} FROM parts WHERE uid = ? ORDER BY sample, row, number", (label(uid),))
         return tuple(read_part(uid, stored) for stored in found)
+
+    def annotated_rows(
+        self, trajectory: int | None = None, *, after: int = 0, limit: int = 1000
+    ) -> tuple[AnnotatedRow, ...]:
+        """Rows whose logprobs the trainer computed: of one trajectory, or those annotated after annotation `after`."""
+        if not self._execute("SELECT 1 FROM sqlite_master WHERE name = 'annotations'"):
+            return ()
+        narrowed = "" if trajectory is None else "AND a.trajectory = ? "
+        found = self._execute(
+            "SELECT a.id, a.trajectory, a.position, a.step, length(ifnull(r.prompt_ids, p.ids)) / 4, r.mask, "
+            "r.logprobs, r.versions, ifnull(a.old, a.trainer) FROM annotations a "
+            "JOIN rows r ON r.trajectory = a.trajectory AND r.position = a.position "
+            "JOIN trajectories t ON t.id = a.trajectory JOIN prompts p ON p.id = t.prompt "
+            f"WHERE a.id > ? {narrowed}AND ifnull(a.old, a.trainer) IS NOT NULL ORDER BY a.id LIMIT ?",
+            (after, limit) if trajectory is None else (after, trajectory, limit),
+        )
+        return tuple(AnnotatedRow(*stored) for stored in found)
+
+    def sampled_uids(self) -> frozenset[str]:
+        """Tasks of which anything was sampled, as columns have their uids (`label`)."""
+        return frozenset(uid for (uid,) in self._execute("SELECT uid FROM trajectories UNION SELECT uid FROM parts"))
+
+    def newest_of_validation(self, step: int) -> list[tuple[str, int, int, int]]:
+        """uid, sample, attempt and id of the newest trajectory of each sample of a validation, ordered by uid."""
+        return self._execute(
+            # A range of the index; SQLite takes the attempt from the row that holds the maximum.
+            "SELECT uid, sample, attempt, max(id) FROM trajectories WHERE uid >= ? AND uid < ? "
+            "GROUP BY uid, sample ORDER BY uid, sample",
+            (f"validation-{step}/", f"validation-{step}0"),
+        )
 
     def task(self, uid: str) -> Task | None:
         """A task as it was given."""
@@ -153,9 +201,8 @@ class JournalReader:
         )
         return tuple(_event(*stored) for stored in found)
 
-    def iter_events(self, kind: str | None = None) -> Iterator[Event]:
-        """Every event, or those of one kind, oldest first."""
-        after = 0
+    def iter_events(self, kind: str | None = None, *, after: int = 0) -> Iterator[Event]:
+        """Every event, or those of one kind, oldest first; `after` an id: only later ones."""
         while found := self.events(after, kind):
             yield from found
             after = found[-1].id
@@ -262,6 +309,7 @@ def _where(wanted: Filter) -> tuple[str, Sequence[Any]]:
     """The SQL behind a filter, to follow another condition, and its values."""
     narrowing = {
         "t.uid = ?": None if wanted.uid is None else label(wanted.uid),
+        "instr(t.uid, ?) = 1": None if wanted.uid_prefix is None else label(wanted.uid_prefix),
         "t.data_source = ?": None if wanted.data_source is None else label(wanted.data_source),
         "t.status = ?": wanted.status,
         "t.reason = ?": wanted.reason,

@@ -43,6 +43,51 @@ class PartsAdded(NamedTuple):
     parts: tuple[RecordedCompletion, ...]
 
 
+class RowAnnotation(NamedTuple):
+    """What the trainer computed for each sampled token of a row: float32 arrays, one value where all are the same."""
+
+    uid: str
+    sample: int
+    attempt: int
+    position: int
+    """Which row of the trajectory."""
+    step: int
+    trainer: bytes | None
+    """Logprobs as the step trained on them."""
+    old: bytes | None
+    """At the start of the step; None where it has one optimizer step, and they are the trainer's."""
+    reference: bytes | None
+    advantage: bytes | None
+    entropy: bytes | None
+    weight: bytes | None
+    """Importance weights."""
+    flags: bytes | None
+    """One byte for each: 1 clipped, 2 left out of the loss."""
+
+
+@dataclass(frozen=True, slots=True)
+class AnnotatedRow:
+    """Arrays of a row that has annotations, as the journal stores them: what it was sampled with, and the trainer's."""
+
+    id: int
+    """Of the annotation: later ones have higher ids."""
+    trajectory: int
+    row: int
+    step: int
+    num_prompt: int
+    mask: bytes
+    logprobs: bytes
+    versions: bytes
+    trainer: bytes
+    """Of the policy at the start of the step."""
+
+
+class AnnotationsAdded(NamedTuple):
+    """Annotations of a step, on their way to the journal."""
+
+    rows: tuple[RowAnnotation, ...]
+
+
 class SessionEnded(NamedTuple):
     """A session whose parts are no longer needed."""
 
@@ -56,7 +101,7 @@ class MetricsRewound(NamedTuple):
     step: int
 
 
-Record = Trajectory | Task | JournalEvent | Measurement | PartsAdded | SessionEnded | MetricsRewound
+Record = Trajectory | Task | JournalEvent | Measurement | PartsAdded | AnnotationsAdded | SessionEnded | MetricsRewound
 
 
 class Stamped(NamedTuple):
@@ -121,6 +166,8 @@ class Headline:
 class SessionTime(NamedTuple):
     """When a session that ended was open (seconds since the epoch)."""
 
+    id: int
+    """Of its trajectory."""
     uid: str
     start: int
     """Which start of the run wrote it, counted from 1."""
@@ -153,6 +200,7 @@ class Filter:
     """Which trajectories a reader wants; a field left out does not narrow."""
 
     uid: str | None = None
+    uid_prefix: str | None = None
     data_source: str | None = None
     status: Status | None = None
     reason: StopReason | None = None

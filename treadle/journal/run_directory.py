@@ -26,6 +26,7 @@ from typing import Any
 
 from treadle.errors import RunError
 from treadle.journal.records import RunStatus
+from treadle.terminal import printable
 
 DIRECTORY_MODE = 0o700
 """Of what a run makes: trajectories may hold what only its user should read. Files are 0600."""
@@ -230,7 +231,7 @@ def logging_to(run_dir: Path) -> Iterator[None]:
     root, own = logging.getLogger(), logging.getLogger("treadle")
     with os.fdopen(descriptor, "a", encoding="utf-8", errors="backslashreplace") as stream:
         file = _QuietHandler(stream)
-        file.setFormatter(logging.Formatter(_LOG_FORMAT))
+        file.setFormatter(_PrintableFormatter(_LOG_FORMAT))
         file.addFilter(lambda record: record.name.startswith("treadle") or record.levelno >= logging.WARNING)
         handlers: list[logging.Handler] = [file]
         if not root.handlers:
@@ -247,6 +248,13 @@ def logging_to(run_dir: Path) -> Iterator[None]:
                 root.removeHandler(handler)
 
 
+class _PrintableFormatter(logging.Formatter):
+    """Messages and tracebacks may quote models, rows and servers: control characters are written out."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        return printable(super().format(record))
+
+
 class _QuietHandler(logging.StreamHandler):  # type: ignore[type-arg]
     """A handler whose stream may break: a full disk is the journal's to report."""
 
@@ -258,7 +266,7 @@ def _to_standard_error() -> logging.Handler:
     """The handler that Python uses while none is set."""
     handler = logging.StreamHandler(sys.stderr)
     handler.setLevel(logging.WARNING)
-    handler.setFormatter(logging.Formatter("%(message)s"))
+    handler.setFormatter(_PrintableFormatter("%(message)s"))
     return handler
 
 

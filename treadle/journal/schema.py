@@ -8,12 +8,13 @@ Invariant: a connection from here is to a journal of exactly this version, or it
     trajectories  one row per attempt, kept for good: outcome, reward, counts, timings
     rows          training sequences: ids, mask, logprobs and versions as little-endian arrays, turns as JSON
     texts         the rest of the conversation and free-form extras, as JSON; dropped together with `rows`
+    annotations   what the trainer computed for each sampled token of a row; dropped together with `rows`
     parts         completions of sessions that are still open; deleted once their session has ended
     events        what happened, in order
     metrics       what was measured, by step
 
-Every row of tasks, trajectories, parts, events and metrics ends in a `digest` of the row, as `codec.seal` computes it;
-that of a trajectory covers its prompt, rows and texts through `body_digest`.
+Every row of tasks, trajectories, annotations, parts, events and metrics ends in a `digest` of the row, as `codec.seal`
+computes it; that of a trajectory covers its prompt, rows and texts through `body_digest`.
 `start` counts the times the journal was opened to be written: it tells what came before a resume from what came after
 it, whatever the clocks of two machines say.
 """
@@ -81,6 +82,10 @@ PARTS = Table(
     ),
     verb="INSERT OR REPLACE",
 )
+ANNOTATIONS = (
+    *("position", "step", "trainer", "old", "reference", "advantage", "entropy", "weight", "flags", "digest"),
+)
+"""Columns after the trajectory's own, which is looked up by uid, sample and attempt."""
 EVENTS = Table("events", ("start", "time", "kind", "fields", "digest"))
 METRICS = Table("metrics", ("time", "step", "items", "digest"))
 
@@ -122,6 +127,15 @@ CREATE TABLE metrics (
     id INTEGER PRIMARY KEY, time REAL NOT NULL, step INTEGER NOT NULL, items TEXT NOT NULL, digest BLOB NOT NULL
 );
 """
+
+_ANNOTATIONS_DDL = """
+CREATE TABLE IF NOT EXISTS annotations (
+    id INTEGER PRIMARY KEY, trajectory INTEGER NOT NULL, position INTEGER NOT NULL, step INTEGER NOT NULL,
+    trainer BLOB, old BLOB, reference BLOB, advantage BLOB, entropy BLOB, weight BLOB, flags BLOB, digest BLOB NOT NULL
+);
+CREATE INDEX IF NOT EXISTS annotations_by_trajectory ON annotations (trajectory, position);
+"""
+"""Made when a journal is opened to be written: readers of older journals find no such table, and no annotations."""
 
 
 def connect_writer(path: Path, *, max_bytes: int) -> sqlite3.Connection:
@@ -169,6 +183,7 @@ def _prepare(connection: sqlite3.Connection, path: Path, max_bytes: int) -> None
             f"BEGIN; {_DDL} PRAGMA application_id = {_APPLICATION_ID}; PRAGMA user_version = {VERSION}; COMMIT;"
         )
     check_version(connection, path)
+    connection.executescript(f"BEGIN; {_ANNOTATIONS_DDL} COMMIT;")
     checkpoint_bytes = min(_CHECKPOINT_BYTES, max(max_bytes // 8, _MIN_CHECKPOINT_BYTES))
     connection.execute("PRAGMA journal_mode = WAL")
     connection.execute("PRAGMA synchronous = NORMAL")

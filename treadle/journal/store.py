@@ -21,6 +21,7 @@ from treadle.errors import RunError
 from treadle.journal import schema
 from treadle.journal.codec import (
     Values,
+    annotation_values,
     decode,
     encode,
     headline_values,
@@ -33,10 +34,20 @@ from treadle.journal.codec import (
     task_values,
     text_values,
 )
-from treadle.journal.records import JournalEvent, Measurement, MetricsRewound, PartsAdded, Record, SessionEnded, Stamped
+from treadle.journal.records import (
+    AnnotationsAdded,
+    JournalEvent,
+    Measurement,
+    MetricsRewound,
+    PartsAdded,
+    Record,
+    RowAnnotation,
+    SessionEnded,
+    Stamped,
+)
 from treadle.journal.run_directory import MetricsFile
 from treadle.journal.schema import Table
-from treadle.types import Message, Task, Trajectory
+from treadle.types import Message, RecordedCompletion, Task, Trajectory
 
 _START_AT = 0.95
 _STOP_AT = 0.90
@@ -98,6 +109,7 @@ class Retention:
         try:
             execute("DELETE FROM rows WHERE trajectory <= ?", (last,))
             execute("DELETE FROM texts WHERE trajectory <= ?", (last,))
+            execute("DELETE FROM annotations WHERE trajectory <= ?", (last,))
             execute(
                 "DELETE FROM prompts WHERE uid IN (SELECT uid FROM trajectories WHERE id BETWEEN ? AND ?) AND id < "
                 "ifnull((SELECT min(prompt) FROM trajectories t WHERE t.uid = prompts.uid AND t.id > ?), ?)",
@@ -194,6 +206,7 @@ class WriteBatch:
     parts: dict[SessionKey, list[Values]] = field(default_factory=dict)
     ended: set[SessionKey] = field(default_factory=set)
     """Sessions whose parts in the journal are deleted, before those in `parts` are inserted."""
+    annotations: list[Values] = field(default_factory=list)
     lines: list[str] = field(default_factory=list)
     rewound: int | None = None
     """The step after which everything measured so far is undone."""
@@ -206,6 +219,11 @@ class WriteBatch:
     def add_part(self, session: SessionKey, values: Values, num_tokens: int) -> None:
         self.num_bytes += _BYTES_PER_ROW + 12 * num_tokens + len(str(values[-1]))
         self.parts.setdefault(session, []).append(values)
+
+    def add_annotations(self, rows: Sequence[RowAnnotation]) -> None:
+        for row in rows:
+            self.num_bytes += _BYTES_PER_ROW + sum(len(part) for part in row if isinstance(part, bytes))
+            self.annotations.append(annotation_values(row))
 
     def rewind(self, step: int) -> None:
         """Undo what was measured after `step`, in this batch too."""
@@ -263,6 +281,7 @@ class JournalStore:
                 self._metrics.rewind(batch.rewound)
             for table, rows in batch.rows.items():
                 self._insert(table, rows)
+            insert_annotations(self._connection, batch.annotations)
             self._connection.executemany("DELETE FROM parts WHERE uid = ? AND sample = ?", batch.ended)
             self._insert(schema.PARTS, [*chain.from_iterable(batch.parts.values())])
             self._metrics.append(batch.lines)
@@ -290,13 +309,18 @@ class JournalStore:
                 batch.add(schema.METRICS, sealed((time, record.step, encode(record.values))))
                 batch.lines.append(encode({**record.values, "step": record.step, "time": time}))
             case PartsAdded(parts):
-                for part in parts:
-                    session = (label(part.uid), part.sample)
-                    batch.add_part(session, part_values(self._start, time, part), len(part.completion.ids))
+                self._add_parts(batch, time, parts)
+            case AnnotationsAdded(rows):
+                batch.add_annotations(rows)
             case SessionEnded(uid, sample):
                 batch.end((label(uid), sample))
             case MetricsRewound(step):
                 batch.rewind(step)
+
+    def _add_parts(self, batch: WriteBatch, time: float, parts: Sequence[RecordedCompletion]) -> None:
+        for part in parts:
+            session = (label(part.uid), part.sample)
+            batch.add_part(session, part_values(self._start, time, part), len(part.completion.ids))
 
     def _add_trajectory(self, batch: WriteBatch, time: float, trajectory: Trajectory) -> None:
         id = self._next_trajectory
@@ -343,6 +367,23 @@ class JournalStore:
     def _roll_back(self) -> None:
         if self._connection.in_transaction:
             self._connection.execute("ROLLBACK")
+
+
+def insert_annotations(connection: sqlite3.Connection, rows: Sequence[Values]) -> None:
+    """Insert rows as `annotation_values` gives them, in the place of earlier ones of the same row and step."""
+    of_trajectory = "SELECT max(id) FROM trajectories WHERE uid = ? AND sample = ? AND attempt = ?"
+    names = [values[-3:] for values in rows]
+    connection.executemany(
+        f"DELETE FROM annotations WHERE position = ? AND trajectory = ({of_trajectory})",
+        [(values[0], *name) for values, name in zip(rows, names, strict=True)],
+    )
+    columns = ",".join(schema.ANNOTATIONS)
+    marks = ",".join("?" * len(schema.ANNOTATIONS))
+    connection.executemany(
+        f"INSERT INTO annotations ({columns}, trajectory) SELECT {marks}, max(id) FROM trajectories "
+        "WHERE uid = ? AND sample = ? AND attempt = ? HAVING max(id) IS NOT NULL",
+        rows,
+    )
 
 
 def _opening(messages: tuple[Message, ...]) -> tuple[Message, ...]:

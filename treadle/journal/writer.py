@@ -43,11 +43,11 @@ class JournalWriter:
         self._max_pending = max_pending
         self._queue: deque[Stamped | WriteMark] = deque()
         self._room: deque[WriteMark] = deque()
-        self._told: deque[WriteMark] = deque()
-        self._in_hand: list[Stamped] = []
+        self._waiters: deque[WriteMark] = deque()
+        self._writing: list[Stamped] = []
         self._releasing = threading.Lock()
         self._some = threading.Event()
-        self._hurry = threading.Event()
+        self._flush_now = threading.Event()
         self._stopping = False
         self._num_written = 0
         self.error: RunError | None = None
@@ -74,8 +74,8 @@ class JournalWriter:
         self._queue.append(record)
         if not self._some.is_set():
             self._some.set()
-        if num_pending >= _BATCH and not self._hurry.is_set():
-            self._hurry.set()
+        if num_pending >= _BATCH and not self._flush_now.is_set():
+            self._flush_now.set()
 
     def mark(self) -> WriteMark:
         """Done once everything put so far is written."""
@@ -101,7 +101,7 @@ class JournalWriter:
         self._wake()
 
     def _wake(self) -> None:
-        self._hurry.set()
+        self._flush_now.set()
         self._some.set()
 
     def _run(self) -> None:
@@ -117,9 +117,9 @@ class JournalWriter:
         while not (self._stopping and not self._queue):
             self._some.wait()
             if not self._stopping:
-                self._hurry.wait(_BATCH_S)
+                self._flush_now.wait(_BATCH_S)
             self._some.clear()
-            self._hurry.clear()
+            self._flush_now.clear()
             while self._queue:
                 self._write(min(len(self._queue), _BATCH))
             self._make_room()
@@ -127,16 +127,16 @@ class JournalWriter:
     def _write(self, size: int) -> None:
         """Write the next `size` things of the queue, and release those that wait for them."""
         taken = [self._queue.popleft() for _ in range(size)]
-        self._in_hand = [thing for thing in taken if isinstance(thing, Stamped)]
+        self._writing = [thing for thing in taken if isinstance(thing, Stamped)]
         marks = [thing for thing in taken if isinstance(thing, Future)]
-        self._told.extend(marks)
-        if self._in_hand:
-            self._store.write(self._in_hand)
+        self._waiters.extend(marks)
+        if self._writing:
+            self._store.write(self._writing)
         self._check_file()  # after the write: what is deleted or unmounted still takes it
-        self._num_written += len(self._in_hand)
-        self._in_hand = []
-        while self._told:
-            self._told.popleft().set_result(None)
+        self._num_written += len(self._writing)
+        self._writing = []
+        while self._waiters:
+            self._waiters.popleft().set_result(None)
         self._make_room()
 
     def _check_file(self) -> None:
@@ -150,14 +150,14 @@ class JournalWriter:
 
     def _end(self, cause: BaseException | None) -> None:
         if cause is not None:
-            self.error = RunError(self._account(cause))
+            self.error = RunError(self._describe_failure(cause))
             self.error.__cause__ = cause
         self.ended.set_result(None)
         self._release()
 
-    def _account(self, cause: BaseException) -> str:
+    def _describe_failure(self, cause: BaseException) -> str:
         """What went wrong, what was lost, and what was not."""
-        unwritten = [*self._in_hand, *(thing for thing in self._queue.copy() if isinstance(thing, Stamped))]
+        unwritten = [*self._writing, *(thing for thing in self._queue.copy() if isinstance(thing, Stamped))]
         kinds = Counter(type(thing.record).__name__ for thing in unwritten)
         lost = ", ".join(f"{count} × {kind}" for kind, count in kinds.items()) or "nothing"
         if _identify(self._path) != self._file:
@@ -173,7 +173,7 @@ class JournalWriter:
     def _release(self) -> None:
         """Release all waiters: the thread has ended."""
         with self._releasing:
-            for waiting in (self._told, self._queue, self._room):
+            for waiting in (self._waiters, self._queue, self._room):
                 while waiting:
                     thing = waiting.popleft()
                     if isinstance(thing, Future):

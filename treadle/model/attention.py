@@ -187,14 +187,22 @@ class PackedMetadata:
         return self._groups, self._restore
 
 
+def similar(sequences: Sequence[int], lengths: Sequence[int]) -> list[list[int]]:
+    """Sequences of similar length together, the longest first; `lengths` are those of all sequences."""
+    order, groups = sorted(sequences, key=lambda at: -lengths[at]), []
+    while order:
+        members = [at for at in order if lengths[at] >= _SIMILAR * lengths[order[0]]]
+        groups.append(members)
+        order = order[len(members) :]
+    return groups
+
+
 def _group_similar(lengths: Sequence[int], device: torch.device) -> tuple[tuple[_PaddedGroup, ...], Tensor]:
     starts = torch.tensor((0, *lengths)).cumsum(0).tolist()
-    order = sorted(range(len(lengths)), key=lambda at: -lengths[at])
     restore = torch.empty(starts[-1], dtype=torch.long)
-    groups, done, offset = [], 0, 0
-    while done < len(order):
-        longest = lengths[order[done]]
-        members = [at for at in order[done:] if lengths[at] >= _SIMILAR * longest]
+    groups, offset = [], 0
+    for members in similar(range(len(lengths)), lengths):
+        longest = lengths[members[0]]
         for row, at in enumerate(members):
             first = offset + row * longest
             restore[starts[at] : starts[at + 1]] = torch.arange(first, first + lengths[at])
@@ -202,7 +210,7 @@ def _group_similar(lengths: Sequence[int], device: torch.device) -> tuple[tuple[
         inside = torch.tensor([lengths[at] - 1 for at in members])[:, None]
         gather = torch.tensor([starts[at] for at in members])[:, None] + torch.minimum(columns, inside)
         groups.append(_PaddedGroup(gather.flatten().to(device), len(members), longest))
-        done, offset = done + len(members), offset + len(members) * longest
+        offset += len(members) * longest
     return tuple(groups), restore.to(device)
 
 

@@ -90,6 +90,17 @@ def output_weight(module: "PreTrainedModel") -> Tensor:
     return cast(Tensor, cast(Any, module).get_output_embeddings().weight)
 
 
+def untie_output_layer(module: "PreTrainedModel") -> nn.Linear | None:
+    """The output layer, with a weight of its own where the embedding shared it; None where it is no linear module."""
+    layer = cast(Any, module).get_output_embeddings()
+    if not isinstance(layer, nn.Linear):
+        return None
+    if cast(Any, module).get_input_embeddings().weight is layer.weight:
+        layer.weight = nn.Parameter(layer.weight.detach().clone(), requires_grad=layer.weight.requires_grad)
+        cast(Any, module.config).tie_word_embeddings = False
+    return layer
+
+
 def output_bias(module: "PreTrainedModel") -> Tensor | None:
     """What is added to hidden @ weight.T, in the families that add something: [V]."""
     return cast("Tensor | None", getattr(cast(Any, module).get_output_embeddings(), "bias", None))

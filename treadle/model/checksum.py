@@ -14,7 +14,7 @@ from torch import Tensor
 _PLACE = -0x61C8864680B583EB
 _MIX = -0x40A7B892E31B1A47
 _BATCH_BYTES = 1 << 28
-"""At a time on a GPU, where tensors in another number format are made for it."""
+"""At a time on a GPU, where tensors in another dtype are made for it."""
 _CHUNK = 1 << 15
 """Words at a time on a CPU: they stay in a core's cache, and are few enough that torch does not share them out to
 threads, which costs more than it gains."""
@@ -22,10 +22,10 @@ threads, which costs more than it gains."""
 
 def checksum(tensors: Mapping[str, Tensor]) -> str:
     """16 hex digits for named tensors. The order of the map does not matter; names, shapes, types and bits do."""
-    tally = RunningChecksum()
+    running = RunningChecksum()
     for batch in _batches(tensors):
-        tally.add_all(batch)
-    return tally.word()
+        running.add_all(batch)
+    return running.word()
 
 
 class RunningChecksum:

@@ -2,10 +2,11 @@
 
 Owns the way from a directory to a prepared module, and what is refused on it, by the key and with the reason. Knows
 nothing of engines, policies and losses.
-Invariant: a loaded module has every weight from the checkpoint, and its kind was proven, unless `model.prove` is off.
+Invariant: a loaded module has every weight from the checkpoint, and its kind was checked, unless
+`model.parity_check` is off.
 """
 
-import json
+import logging
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -18,28 +19,39 @@ from treadle.config.rollout import ModelConfig
 from treadle.errors import ConfigError, Mistake, nearest
 from treadle.model.attention import NAME, register
 from treadle.model.causal_lm import prepare_module
-from treadle.model.proof import prove_policy, refuse_by_config
+from treadle.model.parity import LOGPROB_TOLERANCE, check_policy_parity, refuse_by_config
+from treadle.model.peft_files import merge_adapter, names_adapter
 from treadle.model.rope import longest_sequence
 from treadle.model.tokenizer import resolve_model_path
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
 
+log = logging.getLogger(__name__)
+
 
 def load_causal_model(
-    model: ModelConfig, *, dtype: torch.dtype, device: torch.device, longest: int | None = None
+    model: ModelConfig,
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
+    longest: int | None = None,
+    merge: bool = True,
 ) -> "PreTrainedModel":
     """The decoder in `model.path`, whole, on `device`; a ConfigError that names the key where that cannot be.
 
-    `longest`: tokens of the longest sequence that it will read. None: as many as there are, of a kind that was proven
+    `merge`: with `model.adapter`, where there is one, merged into its weights.
+    `longest`: tokens of the longest sequence that it will read. None: as many as there are, of a kind that was checked
     elsewhere; models whose rope depends on the length are refused then.
     """
     directory = resolve_model_path(model.path, origin=model.origin("path"))
     config = load_model_config(model, directory)
     if longest is not None:
         check_length(config, longest)
-        _require_proof(model, config, longest)
+        _require_parity(model, config, longest)
     module: Any = _load_weights(model, directory, config, dtype)
+    if merge and model.adapter is not None:
+        merge_adapter(module, model)
     return prepare_module(module.to(device), longest)
 
 
@@ -55,12 +67,30 @@ def check_length(config: "PreTrainedConfig", longest: int) -> None:
         raise ConfigError([Mistake("rollout.max_model_len", problem, longest, fix=fix)])
 
 
-def _require_proof(model: ModelConfig, config: "PreTrainedConfig", longest: int) -> None:
+def _require_parity(model: ModelConfig, config: "PreTrainedConfig", longest: int) -> None:
     """Refuse a model of a kind that treadle does not compute as its authors wrote it."""
-    problem = prove_policy(config, longest).problem if model.prove else None
+    problem = check_policy_parity(config, longest).problem if model.parity_check else None
     if problem is not None:
-        fix = "give another model; model.prove=false runs this one unproven"
+        fix = "give another model; model.parity_check=false runs this one unchecked"
         raise ConfigError([Mistake("model.path", problem, model.path, model.origin("path"), fix)])
+
+
+def shares_prefixes(model: ModelConfig, config: "PreTrainedConfig", longest: int | None) -> bool:
+    """Whether networks of this model compute a prefix that several rows share once.
+
+    The parity check tries it, so a model that nobody checks computes every row by itself. `longest` as for loading:
+    None for a kind that was checked elsewhere.
+    """
+    if model.shared_prefix == "off" or not model.parity_check:
+        return False
+    if longest is None:
+        return True
+    differs = check_policy_parity(config, longest).shared
+    if differs is None or differs > LOGPROB_TOLERANCE:
+        found = "it fails" if differs is None else f"logprobs differ by {differs:.2g} nats"
+        log.warning("%s: rows do not share prefixes, as model.shared_prefix=auto: %s", type(config).__name__, found)
+        return False
+    return True
 
 
 def load_model_config(model: ModelConfig, directory: Path | None = None) -> "PreTrainedConfig":
@@ -118,15 +148,11 @@ def _load_weights(
 
 def _refuse_adapter(model: ModelConfig, directory: Path) -> None:
     """A LoRA adapter is no model: say which one it belongs to."""
-    adapter = directory / "adapter_config.json"
-    if not adapter.exists() or (directory / "config.json").exists():
+    base = names_adapter(directory)
+    if base is None:
         return
-    try:
-        base = json.loads(adapter.read_text(encoding="utf-8")).get("base_model_name_or_path")
-    except (OSError, ValueError, AttributeError):
-        base = None
-    problem = f"{directory} is a PEFT adapter of {base or 'a base model that it does not name'}, not a model"
-    fix = "give the base model, or merge them: PeftModel.from_pretrained(base, adapter).merge_and_unload()"
+    problem = f"{directory} is a PEFT adapter of {base}, not a model"
+    fix = "give the base model as model.path, and this directory as model.adapter"
     raise ConfigError([Mistake("model.path", problem, model.path, model.origin("path"), fix)])
 
 

@@ -2,7 +2,7 @@
 
 Owns which numbers of a Hugging Face config are sizes, and may become small, and which are features, and stay: kinds of
 layers, ratios of heads, kinds of rope, norms, biases, caps. Lengths at which something changes (windows, chunks, the
-positions that rope names) become so short that rows of some dozen tokens cross them. Knows no proof.
+positions that rope names) become so short that rows of some dozen tokens cross them. Knows no parity check.
 """
 
 from collections.abc import Mapping

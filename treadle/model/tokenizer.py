@@ -1,7 +1,8 @@
 """Tokenizer loading, and the model directory behind `model.path`.
 
-Owns the meaning of `model.path` and `model.tokenizer_path`: a bundled name, a local directory, or a repository that
-is already in the local Hugging Face cache. Knows nothing about chat templates or weights.
+Owns the meaning of `model.path` and `model.tokenizer_path`: a bundled name, a local directory, the run directory of a
+training run (its best checkpoint, else its newest), or a repository that is already in the local Hugging Face cache.
+Knows nothing about chat templates or weights.
 Invariant: nothing here ever opens a connection, so a path that does not exist fails at once.
 """
 
@@ -48,7 +49,15 @@ def find_model_path(path: str) -> Path | None:
     if owner == "treadle" and name in bundled_models():
         return BUNDLED / name
     local = Path(path).expanduser()
-    return local if local.is_dir() else _find_in_cache(path)
+    return (_find_checkpoint(local) or local) if local.is_dir() else _find_in_cache(path)
+
+
+def _find_checkpoint(run_dir: Path) -> Path | None:
+    """The checkpoint that a run directory stands for: its best one, else its newest. None for other directories."""
+    folder = run_dir / "checkpoints"
+    if (run_dir / "config.json").exists() or not folder.is_dir():
+        return None
+    return next((folder / (folder / name).readlink() for name in ("best", "latest") if (folder / name).is_dir()), None)
 
 
 def resolve_model_path(path: str, key: str = "model.path", origin: object = None) -> Path:

@@ -17,7 +17,7 @@ from types import TracebackType
 from typing import Protocol, Self, TextIO
 
 from treadle.errors import Boundary
-from treadle.terminal import say
+from treadle.terminal import in_notebook, say
 from treadle.types import Outcome, Score, Status, StopReason, Timing
 
 
@@ -274,6 +274,10 @@ class LiveProgress:
             return  # the stream is gone, and with it the viewer
 
     def _choose(self) -> tuple[ProgressScreen, float]:
+        if in_notebook():
+            from treadle.observe.rich_output import NotebookScreen
+
+            return NotebookScreen(), self._interval_s
         if not self._stream.isatty():
             return PlainScreen(self._stream), self._plain_interval_s
         from treadle.observe.rich_output import TerminalScreen  # rich is slow to import, and needed here only

@@ -1,4 +1,4 @@
-"""Rich output: live progress on a terminal, and the summary of a rollout as tables.
+"""Rich output: live progress on a terminal or in a notebook, and the summary of a rollout as tables.
 
 Owns the drawing. Imports rich, so it is imported only where something is drawn; the numbers come from `progress` and
 `summary`.
@@ -7,8 +7,10 @@ wrote is shown as it is, never read as markup or as an escape sequence.
 """
 
 import os
-from collections.abc import Iterator, Sequence
-from typing import NoReturn, TextIO
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from io import StringIO
+from typing import Any, NoReturn, TextIO
 
 from rich.console import Console, ConsoleDimensions, Group, RenderableType
 from rich.live import Live
@@ -21,6 +23,7 @@ from treadle.observe.summary import SourceSummary, Summary
 from treadle.terminal import cell, printable
 
 _COLUMNS, _LINES = 80, 24
+_NOTEBOOK_COLUMNS = 100
 _STYLES = {"ready": "green", "paused": "yellow", "dead": "red"}
 
 
@@ -59,6 +62,72 @@ class TerminalScreen:
         """Follow the size of this very terminal: rich asks the standard streams, and would keep an odd answer."""
         columns, lines = os.get_terminal_size(self._stream.fileno())
         self._live.console.size = ConsoleDimensions(columns or _COLUMNS, lines or _LINES)
+
+
+class NotebookDisplay:
+    """A block in the output of a notebook's cell that is drawn anew as it changes, once a second and at the end."""
+
+    def __init__(self, get_renderable: Callable[[], RenderableType], interval_s: float = 1.0) -> None:
+        self._get_renderable = get_renderable
+        self._interval_s = interval_s
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="treadle-display", daemon=True)
+
+    def start(self) -> None:
+        from IPython import display
+
+        show: Callable[..., Any] = display.display
+        self._handle = show(render_for_notebook(self._get_renderable()), raw=True, display_id=True)
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Draw the last state, and leave it standing."""
+        self._over.set()
+        self._thread.join()
+        self._draw()
+
+    def _run(self) -> None:
+        while not self._over.wait(self._interval_s):
+            self._draw()
+
+    def _draw(self) -> None:
+        self._handle.update(render_for_notebook(self._get_renderable()), raw=True)
+
+
+def render_for_notebook(renderable: RenderableType) -> dict[str, str]:
+    """What a notebook shows, by MIME type."""
+    console = Console(
+        record=True,
+        file=StringIO(),
+        width=_NOTEBOOK_COLUMNS,
+        force_terminal=True,
+        force_jupyter=False,
+        markup=False,
+        emoji=False,
+        highlight=False,
+    )
+    console.print(renderable)
+    page = '<pre style="white-space:pre;line-height:normal">{code}</pre>'
+    html = console.export_html(inline_styles=True, code_format=page, clear=False)
+    return {"text/html": html, "text/plain": console.export_text()}
+
+
+class NotebookScreen:
+    """A rollout's progress in a notebook."""
+
+    def __init__(self) -> None:
+        self._view: ProgressView | None = None
+        self._display = NotebookDisplay(self._render)
+        self._display.start()
+
+    def show(self, view: ProgressView) -> None:
+        self._view = view
+
+    def close(self) -> None:
+        self._display.stop()
+
+    def _render(self) -> RenderableType:
+        return "" if self._view is None else render_progress(self._view)
 
 
 def render_progress(view: ProgressView) -> RenderableType:

@@ -38,7 +38,7 @@ class Spans:
 
     @contextmanager
     def beside(self, name: str) -> Iterator[None]:
-        """The same, for work that goes on beside the step's own."""
+        """Seconds of work that goes on beside the step's own."""
         began = self._clock()
         try:
             yield

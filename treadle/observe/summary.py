@@ -103,7 +103,7 @@ class Summary:
         return self.sampled_tokens / self.wall_s if self.wall_s > 0 else 0.0
 
     def to_json(self) -> str:
-        """The same numbers as JSON text."""
+        """The summary as JSON text."""
         derived = {"num_failed": self.num_failed, "tokens_per_s": self.tokens_per_s, "notes": self.notes}
         return json.dumps({**asdict(self), **derived}, indent=2)
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self, TextIO
 
-from treadle.terminal import cell, make_console, say
+from treadle.terminal import cell, in_notebook, make_console, say
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -34,8 +34,12 @@ class TrainingState:
     step: int = 0
     phase: str = "starting"
     rewards: list[float] = field(default_factory=list)
+    """Of each step; its loss in supervised fine-tuning."""
+    measure: str = "reward"
     successes: list[tuple[int, float]] = field(default_factory=list)
     """Validation success by step."""
+    losses: list[tuple[int, float]] = field(default_factory=list)
+    """Validation loss by step."""
     tokens_per_s: float = 0.0
     seconds: Mapping[str, float] = field(default_factory=dict)
     failed: dict[str, int] = field(default_factory=dict)
@@ -48,8 +52,14 @@ class TrainingView:
     """Shows a run while its `with` block runs."""
 
     def __init__(
-        self, total_steps: int, stream: TextIO | None = None, heartbeat_s: float = HEARTBEAT_S, *, quiet: bool = False
+        self,
+        total_steps: int = 0,
+        stream: TextIO | None = None,
+        heartbeat_s: float = HEARTBEAT_S,
+        *,
+        quiet: bool = False,
     ) -> None:
+        """`total_steps`, where it is known before the run begins."""
         self._state = TrainingState(total_steps)
         self._phase: Callable[[], str] = str
         self._stream = stream or sys.stderr
@@ -66,7 +76,12 @@ class TrainingView:
     def __enter__(self) -> Self:
         if self._quiet:
             return self
-        if self._stream.isatty():
+        if in_notebook():
+            from treadle.observe.rich_output import NotebookDisplay
+
+            self._live = NotebookDisplay(self._draw)
+            self._live.start()
+        elif self._stream.isatty():
             from rich.live import Live
 
             self._live = Live(console=make_console(self._stream), get_renderable=self._draw, refresh_per_second=4)
@@ -93,7 +108,8 @@ class TrainingView:
             else:
                 state, silent_s = self._state, time.monotonic() - self._line_at
                 phase = self._phase() or state.phase
-                line = f"after step {state.step} of {state.total_steps}: {phase}, no news for {silent_s:.0f} s"
+                done = f"after step {state.step} of {state.total_steps}: " if state.total_steps else ""
+                line = f"{done}{phase}, no news for {silent_s:.0f} s"
                 with suppress(OSError, ValueError):  # the stream is gone
                     say(line, file=self._stream)
 
@@ -103,6 +119,10 @@ class TrainingView:
             say(line, file=self._stream)
             self._line_at = time.monotonic()
             self._said.set()
+
+    def begin(self, total_steps: int) -> None:
+        """The run is put together, and takes so many steps."""
+        self._state.total_steps = total_steps
 
     def watch(self, phase: Callable[[], str]) -> None:
         """Show the current phase, which `phase` returns; empty between phases."""
@@ -116,8 +136,10 @@ class TrainingView:
         """A step has ended."""
         state = self._state
         state.step = step
-        state.rewards.append(metrics.get("reward/mean", 0.0))
-        state.tokens_per_s = metrics.get("rollout/tokens_per_s", 0.0)
+        if "sft/loss" in metrics:
+            state.measure = "loss"
+        state.rewards.append(metrics.get("sft/loss", metrics.get("reward/mean", 0.0)))
+        state.tokens_per_s = metrics.get("rollout/tokens_per_s", metrics.get("sft/tokens_per_s", 0.0))
         state.seconds = {
             name.removeprefix("seconds/"): value for name, value in metrics.items() if name.startswith("seconds/")
         }
@@ -133,6 +155,11 @@ class TrainingView:
         self._state.successes.append((step, success))
         self._say(f"validation after step {step}: success {success:.3f}")
 
+    def on_validation_loss(self, step: int, loss: float) -> None:
+        """A validation of supervised fine-tuning has ended."""
+        self._state.losses.append((step, loss))
+        self._say(f"validation after step {step}: loss {loss:.4f}")
+
     def _draw(self) -> "RenderableType":
         from rich.progress_bar import ProgressBar
         from rich.table import Table
@@ -140,15 +167,18 @@ class TrainingView:
         state = self._state
         state.phase = self._phase() or state.phase
         table = Table.grid(padding=(0, 2))
-        table.add_row("step", cell(f"{state.step} of {state.total_steps}   {state.phase}"))
-        table.add_row("", ProgressBar(total=state.total_steps, completed=state.step, width=CURVE_WIDTH))
+        table.add_row("step", cell(f"{state.step} of {state.total_steps or '?'}   {state.phase}"))
+        table.add_row("", ProgressBar(total=state.total_steps or None, completed=state.step, width=CURVE_WIDTH))
         if state.rewards:
-            table.add_row("reward", f"{draw_curve(state.rewards)} {state.rewards[-1]:.3f}")
+            table.add_row(state.measure, f"{draw_curve(state.rewards)} {state.rewards[-1]:.3f}")
         if state.successes:
             shown = state.successes[-5:]
             table.add_row("success", "  ".join(f"{success:.2f} (step {step})" for step, success in shown))
+        if state.losses:
+            shown = state.losses[-5:]
+            table.add_row("validation", "  ".join(f"{loss:.3f} (step {step})" for step, loss in shown))
         if state.seconds:
-            table.add_row("rollout", f"{state.tokens_per_s:,.0f} tokens/s")
+            table.add_row("rollout" if state.measure == "reward" else "speed", f"{state.tokens_per_s:,.0f} tokens/s")
             if trouble := describe_trouble(state):
                 table.add_row("", cell(trouble, style="red" if state.failed else ""))
             table.add_row("seconds", "  ".join(f"{name} {value:.2f}" for name, value in state.seconds.items()))
@@ -165,10 +195,14 @@ def draw_curve(values: list[float], width: int = CURVE_WIDTH) -> str:
 
 def describe(state: TrainingState) -> str:
     """A step in one line."""
-    seconds = ", ".join(f"{name} {value:.2f} s" for name, value in state.seconds.items())
+    waited = "validation" in state.seconds  # then the validation itself is the same seconds once more
+    spans = {name: value for name, value in state.seconds.items() if not (waited and name == "validating")}
+    if not spans.get("validation", 1.0) >= 0.005:
+        del spans["validation"]  # of a step without one
+    seconds = ", ".join(f"{name} {value:.2f} s" for name, value in spans.items())
     trouble = describe_trouble(state)
     return (
-        f"step {state.step}/{state.total_steps}: reward {state.rewards[-1]:.3f}, "
+        f"step {state.step}/{state.total_steps}: {state.measure} {state.rewards[-1]:.3f}, "
         f"{f'{trouble}, ' if trouble else ''}{state.tokens_per_s:,.0f} tokens/s, {seconds}"
     )
 
@@ -176,7 +210,8 @@ def describe(state: TrainingState) -> str:
 def describe_trouble(state: TrainingState) -> str:
     """What failed so far, by boundary, and the share of the last batch that limits ended; empty where neither."""
     parts = [f"{sum(state.failed.values())} failed ({_counts(state.failed)})"] if state.failed else []
-    return ", ".join([*parts, f"{state.truncated:.0%} truncated"] if state.truncated else parts)
+    share = f"{state.truncated:.0%}" if state.truncated >= 0.005 else "under 1%"
+    return ", ".join([*parts, f"{share} truncated"] if state.truncated else parts)
 
 
 def _counts(failed: Mapping[str, int]) -> str:

@@ -26,7 +26,7 @@ from treadle.config.rollout import ModelConfig
 from treadle.errors import RunError
 from treadle.model.load import load_causal_model, without_progress_bar
 from treadle.policy.optimizer import MasterWeights, Optimizer
-from treadle.policy.shards import WHOLE_FILE, ShardFile, ShardReader, local_row_range, local_rows, save_shards
+from treadle.policy.shard_files import WHOLE_FILE, ShardFile, ShardReader, local_row_range, local_rows, save_shards
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -36,7 +36,7 @@ TRAINING = "training"
 
 def save_model(directory: Path, module: "PreTrainedModel", weights: MasterWeights) -> None:
     """The model alone, as transformers writes it, with its weights in full."""
-    full = {id(parameter): weights.full[name].detach() for name, parameter in module.named_parameters()}
+    full = {id(parameter): weights.full.get(name, parameter).detach() for name, parameter in module.named_parameters()}
     state = {name: full.get(id(value), value) for name, value in module.state_dict(keep_vars=True).items()}
     with without_progress_bar():
         module.save_pretrained(directory, state_dict=state)
@@ -45,7 +45,7 @@ def save_model(directory: Path, module: "PreTrainedModel", weights: MasterWeight
 def load_model(directory: Path, model: ModelConfig, weights: MasterWeights) -> None:
     """Take the weights from a model in `directory`, in place."""
     dtype = next(iter(weights.full.values())).dtype
-    here = ModelConfig(**{**model.values(), "path": str(directory)})
+    here = ModelConfig(**{**model.values(), "path": str(directory), "adapter": None})
     stored = load_causal_model(here, dtype=dtype, device=torch.device("cpu"), longest=1)  # nothing is computed with it
     copy_weights(dict(stored.named_parameters()), weights, directory)
 

@@ -17,7 +17,7 @@ from treadle.algorithm.micro_batch import Denominator, LossOutput
 from treadle.config.rollout import ModelConfig
 from treadle.config.training import ActorConfig, CriticConfig
 from treadle.errors import MisuseError
-from treadle.model.load import load_causal_model
+from treadle.model.load import load_causal_model, shares_prefixes
 from treadle.policy.checkpoint_files import restore_critic, save_critic
 from treadle.policy.network import DecoderNetwork
 from treadle.policy.optimizer import DTYPES, MasterWeights, Optimizer, compute_dtype
@@ -147,6 +147,7 @@ class SingleCritic(CriticLearner):
         model = critic_model(model, critic)
         dtype = DTYPES[critic.model_dtype]
         network = ValueNetwork(load_causal_model(model, dtype=dtype, device=device, longest=longest))
+        network.shares_prefixes = shares_prefixes(model, network.module.config, longest)
         decoder, head = network.decoder.named_parameters(), network.head.named_parameters()
         weights = MasterWeights({f"decoder.{name}": value for name, value in decoder}, compute)
         weights.add({f"head.{name}": value for name, value in head})
@@ -162,4 +163,4 @@ class SingleCritic(CriticLearner):
 
 def critic_model(model: ModelConfig, critic: CriticConfig) -> ModelConfig:
     """The model that a critic starts from: `critic.path`, or else the policy's."""
-    return model if critic.path is None else ModelConfig(**{**model.values(), "path": critic.path})
+    return model if critic.path is None else ModelConfig(**{**model.values(), "path": critic.path, "adapter": None})

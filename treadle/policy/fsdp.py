@@ -11,6 +11,8 @@ from typing import Self
 
 import torch
 from torch import Tensor
+from torch.distributed import broadcast_object_list
+from transformers import PreTrainedModel
 
 from treadle.config.rollout import ModelConfig
 from treadle.config.training import (
@@ -20,6 +22,8 @@ from treadle.config.training import (
     FSDPRefConfig,
     RolloutCorrectionConfig,
 )
+from treadle.model.checksum import checksum
+from treadle.model.load import shares_prefixes
 from treadle.policy.checkpoint_files import (
     check_same_model,
     restore_critic,
@@ -30,16 +34,17 @@ from treadle.policy.checkpoint_files import (
     shapes_of,
 )
 from treadle.policy.critic import CriticLearner, critic_model
+from treadle.policy.fsdp_wrap import CPU, ShardedNetwork, ShardedValueNetwork, Sharding, make_mesh
 from treadle.policy.hf_model import build_meta_model, load_on_first_rank, scatter_weights, write_model
+from treadle.policy.lora_weights import LoraWeights, create_lora
 from treadle.policy.network import DecoderNetwork
 from treadle.policy.optimizer import DTYPES, MasterWeights, Optimizer, compute_dtype
 from treadle.policy.packed_inputs import RowsLike
 from treadle.policy.policy import PolicyLearner, Sampling
 from treadle.policy.protocol import Metrics, TrainBatch
 from treadle.policy.reference import ReferencePolicy
-from treadle.policy.sharding import CPU, ShardedNetwork, ShardedValueNetwork, Sharding, make_mesh
-from treadle.policy.shards import gather_full, local_rows
-from treadle.policy.update import TorchDataParallelGroup
+from treadle.policy.shard_files import ShardFile, gather_full, local_rows
+from treadle.policy.update import DataParallelGroup, TorchDataParallelGroup
 
 
 class FSDPPolicy(PolicyLearner):
@@ -60,20 +65,24 @@ class FSDPPolicy(PolicyLearner):
         device: torch.device,
     ) -> Self:
         """Load `model.path` over all ranks and make it ready to train for `total_steps` steps."""
-        compute, dtype = compute_dtype(actor.model_dtype, actor.dtype, "actor"), DTYPES[actor.model_dtype]
+        compute, full = compute_dtype(actor.model_dtype, actor.dtype, "actor"), actor.lora.r is None
+        dtype, dp_group = DTYPES[actor.model_dtype] if full else compute, TorchDataParallelGroup()
         network = ShardedNetwork(
-            build_meta_model(model, dtype, sampling.longest),
+            build_meta_model(model, dtype, sampling.longest).requires_grad_(full),
             mesh=make_mesh(device, actor.fsdp_config, "actor"),
             device=device,
             fsdp_config=actor.fsdp_config,
             dtype=compute,
         )
         with network.sharding.present():
-            scatter_weights(
-                load_on_first_rank(model, dtype, sampling.longest), network.module, network.sharding.mesh, device
-            )
-            weights = MasterWeights(dict(network.module.named_parameters()), dtype)
+            source = load_on_first_rank(model, dtype, sampling.longest, merge=full)
+            scatter_weights(source, network.module, network.sharding.mesh, device)
+            if full:
+                weights = MasterWeights(dict(network.module.named_parameters()), dtype)
+            else:
+                weights = _create_lora(network, source, model, actor, dp_group)
             optimizer = Optimizer("actor", weights, actor.optim, actor.grad_clip, total_steps)
+        network.shares_prefixes = shares_prefixes(model, network.module.config, sampling.longest)
         return cls(
             network,
             optimizer,
@@ -81,7 +90,7 @@ class FSDPPolicy(PolicyLearner):
             actor=actor,
             rollout_correction=rollout_correction,
             sampling=sampling,
-            dp_group=TorchDataParallelGroup(),
+            dp_group=dp_group,
         )
 
     def train(self, batch: TrainBatch) -> Metrics:
@@ -106,18 +115,28 @@ class FSDPPolicy(PolicyLearner):
             yield name, gather_full(parameter, self._network.device, wanted)
 
     def save(self, directory: Path) -> None:
-        self.export(directory)
-        save_training(directory, self._optimizer, self._version, self._network.device, self._network.sharding.part())
+        weights, part = self._optimizer.weights, self._network.sharding.part()
+        if isinstance(weights, LoraWeights):  # whole on every rank
+            part = ShardFile(writes=self._batcher.dp_group.rank == 0)
+            if part.writes:
+                weights.save(directory, self._model.path)
+        else:
+            self.export(directory)
+        save_training(directory, self._optimizer, self._version, self._network.device, part)
 
     def restore(self, directory: Path) -> None:
-        stored = ModelConfig(**{**self._model.values(), "path": str(directory)})
+        stored = ModelConfig(**{**self._model.values(), "path": str(directory), "adapter": None})
         network, weights = self._network, self._optimizer.weights
         with network.sharding.present():
+            if isinstance(weights, LoraWeights):
+                weights.restore(directory)
+                self._version = restore_training(directory, self._optimizer, network.device)
+                return
             source = load_on_first_rank(
                 stored,
                 DTYPES[self._actor.model_dtype],
                 self._sampling.longest,
-                lambda found: check_same_model(shapes_of(found.named_parameters()), weights.full, directory),
+                check=lambda found: check_same_model(shapes_of(found.named_parameters()), weights.full, directory),
             )
             scatter_weights(source, network.module, network.sharding.mesh, network.device)
             self._version = restore_training(directory, self._optimizer, network.device)
@@ -125,6 +144,28 @@ class FSDPPolicy(PolicyLearner):
     def export(self, directory: Path) -> None:
         weights = self.full_tensors(DTYPES[self._actor.model_dtype])  # as they train, not as they compute
         write_model(directory, self._network.module, weights, is_writer=self._batcher.dp_group.rank == 0)
+
+
+def _create_lora(
+    network: ShardedNetwork,
+    source: PreTrainedModel | None,
+    model: ModelConfig,
+    actor: FSDPActorConfig,
+    dp_group: DataParallelGroup,
+) -> LoraWeights:
+    """Adapters beside a sharded module. `source` is the whole frozen model, on the first rank."""
+    found = [None if source is None else checksum(dict(source.named_parameters()))]
+    broadcast_object_list(found, 0)
+    fsdp, device = actor.fsdp_config, network.device
+    return create_lora(
+        network.module,
+        model,
+        actor.lora,
+        device,
+        frozen_checksum=str(found[0]),
+        keep_on_cpu=device.type != "cpu" and (fsdp.param_offload or fsdp.offload_policy),
+        dp_group=dp_group,
+    )
 
 
 class FSDPReference(ReferencePolicy):
@@ -153,6 +194,7 @@ class FSDPReference(ReferencePolicy):
         )
         with network.sharding.present():
             scatter_weights(load_on_first_rank(model, dtype, longest), network.module, network.sharding.mesh, device)
+        network.shares_prefixes = shares_prefixes(model, network.module.config, longest)
         return cls(network, ref, temperature, TorchDataParallelGroup())
 
     def logprobs(self, rows: RowsLike) -> Tensor:
@@ -217,6 +259,7 @@ class FSDPCritic(CriticLearner):
             weights = MasterWeights({f"decoder.{name}": value for name, value in decoder}, dtype)
             weights.add({f"head.{name}": value for name, value in head})
             optimizer = Optimizer("critic", weights, critic.optim, critic.grad_clip, total_steps)
+        network.shares_prefixes = shares_prefixes(model, network.module.config, longest)
         return cls(
             network,
             optimizer,

@@ -25,7 +25,7 @@ from treadle.config.rollout import ModelConfig
 from treadle.errors import TreadleError
 from treadle.model.causal_lm import prepare_module
 from treadle.model.load import load_causal_model, load_model_config, without_progress_bar
-from treadle.policy.shards import local_rows
+from treadle.policy.shard_files import local_rows
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -44,14 +44,20 @@ def load_on_first_rank(
     model: ModelConfig,
     dtype: torch.dtype,
     longest: int | None = None,
+    *,
+    merge: bool = True,
     check: Callable[[PreTrainedModel], None] | None = None,
 ) -> PreTrainedModel | None:
-    """The whole model on the first rank's CPU, once it passed `check`; None on the others. Fails on all or on none."""
+    """The whole model on the first rank's CPU, once it passed `check`; None on the others. Fails on all or on none.
+
+    `merge`: as in `load_causal_model`.
+    """
     source: PreTrainedModel | None = None
     trouble: list[TreadleError | None] = [None]
     if get_rank() == 0:
         try:
-            source = load_causal_model(model, dtype=dtype, device=torch.device("cpu"), longest=longest)
+            device = torch.device("cpu")
+            source = load_causal_model(model, dtype=dtype, device=device, longest=longest, merge=merge)
             if check is not None:
                 check(source)
         except TreadleError as error:

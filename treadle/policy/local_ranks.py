@@ -16,11 +16,13 @@ from functools import partial
 from threading import Lock
 from typing import Any
 
+from treadle.cores import num_cores
 from treadle.policy.rank import FSDPRank, NetworksSpec, RankSpec, RendezvousStore
 from treadle.policy.rank_group import LAUNCH_KEY, RankDied, RankGroup, portable_error
 from treadle.process.channel import ChannelClosed
-from treadle.process.launcher import BlockingLaunch, BlockingProcess, ProcessSpec
-from treadle.process.main import BlockingParent
+from treadle.process.child_handle import ProcessSpec
+from treadle.process.child_main import BlockingParent
+from treadle.process.launcher import BlockingLaunch, BlockingProcess
 from treadle.process.rpc import RpcReply, RpcRequest
 
 CLOSE_S = 10.0
@@ -71,7 +73,7 @@ class LocalRanks:
     ) -> "LocalRanks":
         """A rank for each of `devices` (`cpu`, `cuda:0`), all of which have loaded their part; or an error."""
         store = RendezvousStore()
-        threads = max(1, (os.cpu_count() or 1) // len(devices)) if "cpu" in devices else None
+        threads = max(1, num_cores() // len(devices)) if "cpu" in devices else None
         rank_specs = [
             RankSpec(rank, len(devices), store.host, store.port, store.key, device, timeout_s, threads)
             for rank, device in enumerate(devices)
@@ -96,7 +98,7 @@ class LocalRanks:
         with self._lock:
             self._closed = True
         for process in self._processes:
-            process.hang_up()
+            process.close_sending()
         for process in self._processes:
             process.end(CLOSE_S)
 

@@ -23,6 +23,7 @@ from treadle.model.causal_lm import (
     output_weight,
     recomputing,
 )
+from treadle.model.prefix_attention import PrefixTreeMetadata
 from treadle.policy.packed_inputs import PackedRows
 
 if TYPE_CHECKING:
@@ -34,6 +35,9 @@ CHUNK_BYTES = {"cpu": 2**23, "cuda": 2**30}
 
 class DecoderNetwork:
     """A decoder. `module` may be shared with an engine."""
+
+    shares_prefixes = False
+    """Whether a prefix that rows of a micro batch have in common is computed once (`load.shares_prefixes`)."""
 
     def __init__(self, module: "PreTrainedModel") -> None:
         self.module = module
@@ -54,7 +58,11 @@ class DecoderNetwork:
 
     def hidden(self, packed: PackedRows) -> Tensor:
         """The hidden state that predicts each sampled token: [M, D]."""
-        plan = PackedMetadata(packed.lengths, self.device)
+        plan: PackedMetadata | PrefixTreeMetadata
+        if packed.prefix_tree is None:
+            plan = PackedMetadata(packed.lengths, self.device)
+        else:
+            plan = PrefixTreeMetadata(packed.prefix_tree, self.device)
         return hidden_states(self.module, packed.ids_L, plan.positions(), plan)[packed.predicts_M]
 
     def logprobs(self, packed: PackedRows, temperature: float) -> TokenLogprobs:
@@ -85,6 +93,11 @@ class DecoderNetwork:
 
     def settle(self) -> None:
         """Called after forwards that no backward follows."""
+
+    @contextmanager
+    def present(self) -> Iterator[None]:
+        """Inside, parameters are where they compute."""
+        yield
 
     @contextmanager
     def recomputing(self, wanted: bool) -> Iterator[None]:

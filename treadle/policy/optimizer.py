@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from treadle.config.training import Dtype, OptimConfig
 from treadle.errors import ConfigError, Mistake, NotFiniteError
-from treadle.policy.shards import ShardReader, full_tensor, local_row_range, shard_like
+from treadle.policy.shard_files import ShardReader, full_tensor, local_row_range, shard_like
 
 
 def learning_rate_at(optim: OptimConfig, step: int, total_steps: int) -> float:
@@ -69,6 +69,9 @@ class MasterWeights:
         """Weights that compute as they are."""
         self.full |= parameters
         self._computing |= parameters
+
+    def reduce_gradients(self) -> None:
+        """Average gradients over ranks before a step, where FSDP has not done it."""
 
     @torch.no_grad()
     def publish(self) -> None:
@@ -121,18 +124,20 @@ class Optimizer:
         """The learning rate of training step `step`, counted from 1."""
         return learning_rate_at(self._optim, step, self._total_steps)
 
-    def step(self, step: int) -> float:
+    def step(self, step: int, lr: float | None = None) -> float:
         """Move the weights by the gradients that have come together, then forget those. Returns their norm.
 
+        `lr` replaces the schedule's learning rate.
         A norm that is not finite means that nothing was moved.
         """
+        self.weights.reduce_gradients()
         norm = self._clip()
         if not isfinite(norm):
             self._skip(step, norm)
             return norm
         self._skipped = 0
         for group in self._adamw.param_groups:
-            group["lr"] = self.learning_rate(step)
+            group["lr"] = self.learning_rate(step) if lr is None else lr
         self._adamw.step()
         self._adamw.zero_grad()
         self.weights.publish()
@@ -187,6 +192,10 @@ class Optimizer:
         for state in self._adamw.state.values():
             for kind, value in state.items():
                 state[kind] = value.to(device)
+
+    def clear_gradients(self) -> None:
+        """Forget gradients that no step has followed."""
+        self._adamw.zero_grad()
 
     def clear(self) -> None:
         """Free moments and gradients."""

@@ -4,8 +4,9 @@
     L  tokens that a network reads in one forward
 
 A row is read up to its last sampled token, and not that token itself: nothing after it is predicted. Rows with no
-sampled token are not read at all. A mini batch is one optimizer step, a micro batch one forward of at most so many
-tokens, packed by best fit and balanced over ranks. Knows no network.
+sampled token are not read at all. A prefix that rows share is read once where that is wanted (`shared_prefix`). A mini
+batch is one optimizer step, a micro batch one forward of at most so many tokens, packed by best fit and balanced over
+ranks. Knows no network.
 Invariant: the same input always gives the same split; every row is in exactly one mini batch, and every row with
 sampled tokens in exactly one micro batch; every rank has as many micro batches as any other. The M of a micro batch are
 its rows' sampled tokens, in the order of the rows.
@@ -15,6 +16,7 @@ import random
 from array import array
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from heapq import heapify, heapreplace
 from itertools import chain
 from math import ceil
@@ -23,6 +25,8 @@ import torch
 from torch import Tensor
 
 from treadle.errors import ConfigError, Mistake, MisuseError
+from treadle.model.prefix_attention import PrefixTree
+from treadle.policy.shared_prefix import SharedPrefixes
 from treadle.types import Row
 
 _KINDS = {"b": torch.int8, "i": torch.int32, "f": torch.float32}
@@ -45,7 +49,7 @@ class FlatRows:
 
     @classmethod
     def of(cls, rows: "RowsLike") -> "FlatRows":
-        """Of rows in any form."""
+        """The inputs of rows in any form."""
         if isinstance(rows, FlatRows):
             return rows
         return cls(
@@ -78,6 +82,8 @@ class PackedRows:
     """Where each one is among the sampled tokens of all rows."""
     is_dummy: bool = False
     """A forward that does not count: it keeps a rank with too few rows in step with the others."""
+    prefix_tree: PrefixTree | None = None
+    """How rows share their prefixes; None where they are read one after the other."""
 
     @property
     def num_sequences(self) -> int:
@@ -122,21 +128,41 @@ class Sequences:
             mask_M[self._starts[at] : self._starts[at + 1]] = True
         return mask_M
 
-    def pack(self, members: Sequence[int], device: torch.device) -> PackedRows:
-        """The given rows as one forward, on `device`."""
+    @cached_property
+    def prefixes(self) -> SharedPrefixes:
+        """What rows share, found when it is first asked for."""
+        return SharedPrefixes([ids for ids, _, _ in self._sequences])
+
+    def pack(self, members: Sequence[int], device: torch.device, *, shared: bool = False) -> PackedRows:
+        """The given rows as one forward, on `device`; `shared`: prefixes that they have in common are read once."""
         rows = [self._sequences[at] for at in members]
         lengths = tuple(len(ids) for ids, _, _ in rows)
-        offsets = torch.tensor((0, *lengths)).cumsum(0).tolist()
         counts = torch.tensor([len(targets) for _, _, targets in rows])
         places = [torch.arange(self._starts[at], self._starts[at + 1]) for at in members]
+        tree = self.prefixes.build_tree(members) if shared else None
+        if tree is None:
+            offsets = torch.tensor((0, *lengths)).cumsum(0).tolist()
+            ids_L = torch.cat([ids for ids, _, _ in rows])
+            predicts = [predicts + offset for (_, predicts, _), offset in zip(rows, offsets, strict=False)]
+        else:
+            ids_L = torch.cat([self._sequences[at][0][start:stop] for at, start, stop in tree.pieces])
+            predicts = [tree.places[at][self._sequences[at][1]] for at in members]
         tensors = (
-            torch.cat([ids for ids, _, _ in rows]),
-            torch.cat([predicts + offset for (_, predicts, _), offset in zip(rows, offsets, strict=False)]),
+            ids_L,
+            torch.cat(predicts),
             torch.cat([targets for _, _, targets in rows]),
             torch.arange(len(rows)).repeat_interleave(counts),
         )
         ids_L, predicts_M, targets_M, sequence_M = (tensor.to(device, non_blocking=True) for tensor in tensors)
-        return PackedRows(ids_L, lengths, predicts_M, targets_M, sequence_M, torch.cat(places))
+        return PackedRows(
+            ids_L,
+            lengths,
+            predicts_M,
+            targets_M,
+            sequence_M,
+            torch.cat(places),
+            prefix_tree=None if tree is None else tree.tree,
+        )
 
     def pack_dummy(self, device: torch.device) -> PackedRows:
         """The least that a network can read: one token, of which nothing counts."""
@@ -225,6 +251,46 @@ def _check_fit(lengths: Sequence[int], budget: int, key: str) -> None:
     if longest > budget:
         problem = f"{budget} tokens hold no row of {longest}"
         raise ConfigError([Mistake(key, problem, budget, fix=f"raise it to {longest} or more")])
+
+
+@dataclass(frozen=True, slots=True)
+class MicroBatchPlan:
+    """The micro batches of every rank."""
+
+    ranks: tuple[tuple[Members, ...], ...]
+    num_tokens: int
+    """That networks read, over all ranks."""
+    num_flat_tokens: int
+    """That they would read if nothing was shared."""
+
+
+def plan_flat(lengths: Sequence[int], members: Members, budget: int, key: str, num_ranks: int) -> MicroBatchPlan:
+    """Micro batches of rows that are read one by one; `lengths` are those of all rows."""
+    tokens = [lengths[at] for at in members]
+    ranks = balance_over_ranks(tokens, budget, key, num_ranks)
+    return MicroBatchPlan(_expand(ranks, [(at,) for at in members]), sum(tokens), sum(tokens))
+
+
+def plan_shared(prefixes: SharedPrefixes, members: Members, budget: int, key: str, num_ranks: int) -> MicroBatchPlan:
+    """Micro batches that keep rows with a common prefix together; smaller pieces of trees where ranks wait less so."""
+    flat = plan_flat(prefixes.lengths, members, budget, key, num_ranks)
+    if prefixes.count_tokens(members) == flat.num_tokens:
+        return flat
+    even = prefixes.count_tokens(members) // num_ranks
+    limits = [budget] if num_ranks == 1 else sorted({min(budget, even // part) for part in (1, 2, 3, 4, 8)})
+    found = []
+    for limit in limits:
+        units = prefixes.units(members, limit)
+        ranks = balance_over_ranks([prefixes.count_tokens(unit) for unit in units], budget, key, num_ranks)
+        expanded = _expand(ranks, units)
+        tokens = [[prefixes.count_tokens(rows) for rows in bins] for bins in expanded]
+        waits = sum(max(turn) for turn in zip(*tokens, strict=True))
+        found.append((waits, -limit, MicroBatchPlan(expanded, sum(map(sum, tokens)), flat.num_tokens)))
+    return min(found, key=lambda item: item[:2])[2]
+
+
+def _expand(ranks: Sequence[Sequence[Members]], units: Sequence[Members]) -> tuple[tuple[Members, ...], ...]:
+    return tuple(tuple(tuple(sorted(row for at in rows for row in units[at])) for rows in bins) for bins in ranks)
 
 
 def split_mini_batches(group_S: Sequence[int], groups_per_batch: int) -> tuple[Members, ...]:

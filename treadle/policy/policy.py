@@ -9,6 +9,7 @@ Invariant: the same state and batch give the same weights, on a CPU bit for bit.
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from math import nan
 from pathlib import Path
 from typing import TYPE_CHECKING, Self
 
@@ -19,11 +20,13 @@ from treadle.algorithm.loss import compute_policy_loss
 from treadle.algorithm.micro_batch import Denominator, LossOutput, MicroBatch
 from treadle.algorithm.policy_losses import select_tokens
 from treadle.config.rollout import ModelConfig, RolloutConfig
-from treadle.config.training import ActorConfig, RolloutCorrectionConfig
+from treadle.config.training import ActorConfig, RefConfig, RolloutCorrectionConfig
 from treadle.errors import ConfigError, Mistake, MisuseError
-from treadle.model.load import load_causal_model
+from treadle.model.checksum import checksum
+from treadle.model.load import load_causal_model, shares_prefixes
 from treadle.model.rope import has_dynamic_ntk, rope_threshold
 from treadle.policy.checkpoint_files import load_model, restore_training, save_model, save_training
+from treadle.policy.lora_weights import LoraWeights, create_lora
 from treadle.policy.network import DecoderNetwork
 from treadle.policy.optimizer import DTYPES, MasterWeights, Optimizer, compute_dtype
 from treadle.policy.packed_inputs import (
@@ -35,6 +38,7 @@ from treadle.policy.packed_inputs import (
     split_shuffled_mini_batches,
 )
 from treadle.policy.protocol import Metrics, TrainBatch
+from treadle.policy.reference import FrozenReference
 from treadle.policy.update import (
     SINGLE_RANK,
     DataParallelGroup,
@@ -80,7 +84,7 @@ class _TokenInputs:
     """Of the distribution sampled from; None where that is the whole softmax, or no correction reads it."""
 
     def at(self, places_M: Tensor) -> "_TokenInputs":
-        """Those of some tokens."""
+        """The values of some tokens."""
         known = (self.rollout_M, self.old_M, self.ref_M, self.processed_M)
         others = (None if values is None else values[places_M] for values in known)
         return _TokenInputs(self.advantages_M[places_M], *others)
@@ -110,6 +114,8 @@ class PolicyLearner:
         budget = TokenBudget(actor.ppo_max_token_len_per_gpu, "actor.ppo_max_token_len_per_gpu")
         self._batcher = MicroBatcher(network, dp_group, budget)
         self._version = 0
+        self._noted: list[tuple[Tensor, Tensor]] | None = None
+        self._annotations: Tensor | None = None
 
     @property
     def version(self) -> int:
@@ -121,8 +127,12 @@ class PolicyLearner:
         optimizer_steps = [mini for epoch in range(self._actor.ppo_epochs) for mini in self._split(batch, epoch)]
         facts = self._gather(batch, sequences, len(optimizer_steps))
         ready = time.perf_counter()
+        first_epoch = len(optimizer_steps) // self._actor.ppo_epochs
         with self._network.recomputing(self._model.enable_gradient_checkpointing):
-            updates = [self._learn(sequences, mini, facts) for mini in optimizer_steps]
+            self._noted = [] if batch.annotate else None
+            updates = [self._learn(sequences, mini, facts) for mini in optimizer_steps[:first_epoch]]
+            self._annotations, self._noted = self._gather_notes(sum(sequences.num_sampled)), None
+            updates += [self._learn(sequences, mini, facts) for mini in optimizer_steps[first_epoch:]]
         self._version += 1
         return {
             **summarize_updates(updates, "actor", self._batcher.dp_group),
@@ -137,12 +147,29 @@ class PolicyLearner:
         sequences = Sequences(rows)
         return sequences.spread(self._logprobs(sequences))
 
+    def frozen_logprobs(self, rows: RowsLike) -> Tensor | None:
+        weights, sequences = self._optimizer.weights, Sequences(rows)
+        if not isinstance(weights, LoraWeights):
+            return None
+        with self._network.present(), weights.without_adapters():
+            return sequences.spread(self._logprobs(sequences))
+
+    def annotations(self) -> Tensor | None:
+        return self._annotations
+
     def gradient_norms(self, rows: RowsLike) -> Tensor:
         sequences, network, temperature = Sequences(rows), self._network, self._sampling.temperature
         norms_M = compute_per_token(
             sequences, lambda packed: network.gradient_norms(packed, temperature), self._batcher
         )
         return sequences.spread(norms_M)
+
+    def frozen_reference(self, ref: RefConfig) -> FrozenReference | None:
+        """The reference policy that needs no weights of its own; None where it does (`ActorConfig.lends_reference`)."""
+        weights, temperature = self._optimizer.weights, self._sampling.temperature
+        if not isinstance(weights, LoraWeights) or not self._actor.lends_reference(ref):
+            return None
+        return FrozenReference(self._network, weights, ref, temperature, self._batcher.dp_group)
 
     def close(self) -> None:
         self._optimizer.clear()
@@ -230,7 +257,19 @@ class PolicyLearner:
             entropy_T=predicted.entropy_T,
             selected_T=_to(None if selected_M is None else selected_M[packed.places_M], device),
         )
-        return compute_policy_loss(micro, denominator, self._actor, self._rollout_correction)
+        output = compute_policy_loss(micro, denominator, self._actor, self._rollout_correction)
+        if self._noted is not None and not packed.is_dummy:
+            self._noted.append((packed.places_M, _token_notes(micro, output)))
+        return output
+
+    def _gather_notes(self, num_sampled: int) -> Tensor | None:
+        """What was noted of each sampled token, over all ranks: [5, M]."""
+        if self._noted is None:
+            return None
+        notes = torch.zeros(_NOTES, num_sampled)
+        for places_M, values in self._noted:
+            notes[:, places_M] = values.cpu()
+        return self._batcher.dp_group.total(notes)
 
     def _select(self, sequences: Sequences, members: Members, facts: _TokenInputs) -> Tensor | None:
         """The tokens that some losses treat apart, chosen over the whole mini batch; a mask over M."""
@@ -241,6 +280,22 @@ class PolicyLearner:
                 raise MisuseError(f"{policy_loss.loss_mode} needs the sampler's logprobs: the engine reported none")
             return None
         return select_tokens(known_M, facts.advantages_M, sequences.sampled_by(members), policy_loss, self._version)
+
+
+_NOTES = 5
+"""Numbers noted of each token, as `Policy.annotations` lists them."""
+
+
+@torch.no_grad()
+def _token_notes(micro: MicroBatch, output: LossOutput) -> Tensor:
+    """On the device still: nothing waits for them."""
+    assert output.tokens is not None, "every policy loss tells it"
+    terms, nothing = output.tokens, torch.full_like(micro.logprobs_T, nan)
+    flags_T = (~terms.loss_mask_T).float() * 2
+    if terms.clipped_T is not None:
+        flags_T = flags_T + (terms.clipped_T & terms.loss_mask_T).float()
+    values = (micro.logprobs_T, micro.old_logprobs_T, micro.entropy_T, terms.weights_T, flags_T)
+    return torch.stack([nothing.float() if found is None else found.detach().float() for found in values])
 
 
 def _refuse_foreign_rope(network: DecoderNetwork, sampling: Sampling) -> None:
@@ -275,11 +330,19 @@ class SinglePolicy(PolicyLearner):
     ) -> Self:
         """Load `model.path` and make it ready to train for `total_steps` steps."""
         compute = compute_dtype(actor.model_dtype, actor.dtype, "actor")
-        module = load_causal_model(model, dtype=DTYPES[actor.model_dtype], device=device, longest=sampling.longest)
-        weights = MasterWeights(dict(module.named_parameters()), compute)
+        full = actor.lora.r is None
+        dtype = DTYPES[actor.model_dtype] if full else compute
+        module = load_causal_model(model, dtype=dtype, device=device, longest=sampling.longest, merge=full)
+        if full:
+            weights = MasterWeights(dict(module.named_parameters()), compute)
+        else:
+            frozen = checksum(dict(module.requires_grad_(False).named_parameters()))
+            weights = create_lora(module, model, actor.lora, device, frozen_checksum=frozen)
         optimizer = Optimizer("actor", weights, actor.optim, actor.grad_clip, total_steps)
+        network = DecoderNetwork(module)
+        network.shares_prefixes = shares_prefixes(model, module.config, sampling.longest)
         return cls(
-            DecoderNetwork(module),
+            network,
             optimizer,
             model=model,
             actor=actor,
@@ -301,11 +364,19 @@ class SinglePolicy(PolicyLearner):
             yield name, tensor.to(dtype) if dtype is not None and tensor.is_floating_point() else tensor
 
     def save(self, directory: Path) -> None:
-        save_model(directory, self._network.module, self._optimizer.weights)
+        weights = self._optimizer.weights
+        if isinstance(weights, LoraWeights):
+            weights.save(directory, self._model.path)
+        else:
+            save_model(directory, self._network.module, weights)
         save_training(directory, self._optimizer, self._version, self._network.device)
 
     def restore(self, directory: Path) -> None:
-        load_model(directory, self._model, self._optimizer.weights)
+        weights = self._optimizer.weights
+        if isinstance(weights, LoraWeights):
+            weights.restore(directory)
+        else:
+            load_model(directory, self._model, weights)
         self._version = restore_training(directory, self._optimizer, self._network.device)
 
     def export(self, directory: Path) -> None:

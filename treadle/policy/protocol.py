@@ -36,6 +36,8 @@ class TrainBatch:
     values_T: Tensor | None = None
     """What the critic expected, as the advantages were computed from."""
     returns_T: Tensor | None = None
+    annotate: bool = False
+    """Whether the policy is to keep what it computed for each token (see `Policy.annotations`)."""
 
 
 def group_and_trajectory_ids(groups: Sequence[Group]) -> tuple[tuple[int, ...], tuple[int, ...]]:
@@ -62,6 +64,18 @@ class Policy(Protocol):
 
     def logprobs(self, rows: Sequence[Row]) -> Tensor:
         """The current weights' logprob of each sampled token."""
+        ...
+
+    def frozen_logprobs(self, rows: Sequence[Row]) -> Tensor | None:
+        """Logprob of each sampled token by the frozen weights, without adapters (LoRA); None without any adapter."""
+        ...
+
+    def annotations(self) -> Tensor | None:
+        """What the last `train` computed for each sampled token of its batch, as it first trained on it: [5, M].
+
+        Rows: logprob, old logprob, entropy, importance weight, and flags (1: clipped, 2: left out of the loss). NaN
+        where it was not computed; None where the batch did not ask.
+        """
         ...
 
     def gradient_norms(self, rows: Sequence[Row]) -> Tensor:

@@ -17,6 +17,7 @@ from treadle.config.rollout import ModelConfig
 from treadle.config.training import FSDPActorConfig, FSDPCriticConfig, FSDPRefConfig, RolloutCorrectionConfig
 from treadle.policy.fsdp import FSDPCritic, FSDPPolicy, FSDPReference
 from treadle.policy.policy import Sampling
+from treadle.policy.reference import FrozenReference
 from treadle.policy.rendezvous import RendezvousServer, join_store
 
 BACKENDS = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl"}
@@ -75,7 +76,7 @@ class FSDPRank:
     """A rank at work."""
 
     policy: FSDPPolicy
-    reference: FSDPReference | None
+    reference: FSDPReference | FrozenReference | None
     critic: FSDPCritic | None
 
     def __init__(self, rank_spec: RankSpec, spec: NetworksSpec) -> None:
@@ -102,8 +103,8 @@ class FSDPRank:
         )
         self.reference = self.critic = None
         if spec.ref is not None:
-            self.reference = FSDPReference.create(
-                model=spec.model,
+            self.reference = self.policy.frozen_reference(spec.ref) or FSDPReference.create(
+                model=spec.ref.model_of(spec.model),
                 ref=spec.ref,
                 temperature=sampling.temperature,
                 device=device,

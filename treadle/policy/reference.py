@@ -1,7 +1,8 @@
 """Reference policy: the model as it was before training, or one that follows the policy (`ref.sync_freq`).
 
-Has its own copy of the weights. `ref.sync_freq` mixes the policy's in every so many steps (TR-DPO; TRL's
-`sync_ref_model`): reference = mix * policy + (1 - mix) * reference. Without it, nothing changes them.
+Has its own copy of the weights, or is the frozen model beside a policy's adapters (LoRA). `ref.sync_freq` mixes the
+policy's weights into a copy every so many steps (TR-DPO; TRL's `sync_ref_model`): reference = mix * policy + (1 - mix)
+* reference. Without it, nothing changes them.
 Invariant: a reference that has followed is saved and restored with the run; one that has not is the model itself.
 """
 
@@ -14,13 +15,14 @@ from torch import Tensor, nn
 
 from treadle.config.rollout import ModelConfig
 from treadle.config.training import RefConfig
-from treadle.model.load import load_causal_model
+from treadle.model.load import load_causal_model, shares_prefixes
 from treadle.policy.checkpoint_files import restore_reference, save_reference
+from treadle.policy.lora_weights import LoraWeights
 from treadle.policy.network import DecoderNetwork
 from treadle.policy.optimizer import DTYPES
 from treadle.policy.packed_inputs import RowsLike, Sequences
 from treadle.policy.protocol import Policy
-from treadle.policy.shards import local_row_range, local_rows
+from treadle.policy.shard_files import local_row_range, local_rows
 from treadle.policy.update import SINGLE_RANK, DataParallelGroup, MicroBatcher, TokenBudget, compute_per_token
 
 
@@ -80,7 +82,9 @@ class SingleReference(ReferencePolicy):
     ) -> Self:
         """Load `model.path` once more, for sequences as long as the policy's."""
         module = load_causal_model(model, dtype=DTYPES[ref.dtype], device=device, longest=longest)
-        return cls(DecoderNetwork(module.requires_grad_(False)), ref, temperature)
+        network = DecoderNetwork(module.requires_grad_(False))
+        network.shares_prefixes = shares_prefixes(model, module.config, longest)
+        return cls(network, ref, temperature)
 
     def follow(self, policy: Policy, step: int) -> bool:
         if not self._ref.syncs_after(step):
@@ -91,3 +95,32 @@ class SingleReference(ReferencePolicy):
     def save(self, directory: Path) -> None:
         if self._followed:
             save_reference(directory, self._parameters())
+
+
+class FrozenReference(ReferencePolicy):
+    """A `Reference` without weights of its own: the policy's network, with its adapters as they were at the start."""
+
+    def __init__(
+        self,
+        network: DecoderNetwork,
+        weights: LoraWeights,
+        ref: RefConfig,
+        temperature: float,
+        dp_group: DataParallelGroup = SINGLE_RANK,
+    ) -> None:
+        super().__init__(network, ref, temperature, dp_group)
+        self._weights = weights
+
+    def logprobs(self, rows: RowsLike) -> Tensor:
+        with self._network.present(), self._weights.at_start():
+            return super().logprobs(rows)
+
+    def follow(self, policy: object, step: int) -> bool:
+        """Never: a reference that follows has weights of its own."""
+        return False
+
+    def save(self, directory: Path) -> None:
+        """Nothing: it never changes."""
+
+    def restore(self, directory: Path) -> None:
+        """Nothing: it never changes."""

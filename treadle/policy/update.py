@@ -19,7 +19,7 @@ from treadle.algorithm.metrics import LossMetric, LossMetrics, SumMetric, merge_
 from treadle.algorithm.micro_batch import Denominator, LossOutput
 from treadle.policy.network import DecoderNetwork
 from treadle.policy.optimizer import Optimizer
-from treadle.policy.packed_inputs import Members, PackedRows, Sequences, balance_over_ranks
+from treadle.policy.packed_inputs import Members, MicroBatchPlan, PackedRows, Sequences, plan_flat, plan_shared
 
 
 class DataParallelGroup:
@@ -28,10 +28,6 @@ class DataParallelGroup:
     rank = 0
     size = 1
 
-    def micro_batches_here(self, lengths: Sequence[int], budget: int, key: str) -> tuple[Members, ...]:
-        """This rank's micro batches; every rank has as many. An empty one is computed all the same, and not counted."""
-        return balance_over_ranks(lengths, budget, key, self.size)[self.rank]
-
     def scale_loss(self, loss: Tensor) -> Tensor:
         """A share of the loss, such that the mean over ranks of all gradients is the gradient of the whole."""
         return loss if self.size == 1 else loss * self.size
@@ -39,6 +35,9 @@ class DataParallelGroup:
     def total(self, values: Tensor) -> Tensor:
         """The sum over ranks, of values on the CPU."""
         return values
+
+    def average(self, tensors: Sequence[Tensor]) -> None:
+        """Replace tensors of one dtype and device, which are whole on every rank, by their means over ranks."""
 
     def merge(self, metrics: LossMetrics) -> LossMetrics:
         """The metrics of all ranks, merged."""
@@ -62,6 +61,15 @@ class TorchDataParallelGroup(DataParallelGroup):
         if len(values):
             self._distributed.all_reduce(values)
         return values
+
+    def average(self, tensors: Sequence[Tensor]) -> None:
+        if not tensors:
+            return
+        flat = torch.cat([tensor.flatten() for tensor in tensors])
+        self._distributed.all_reduce(flat)
+        flat /= self.size
+        for tensor, part in zip(tensors, torch.split(flat, [tensor.numel() for tensor in tensors]), strict=True):
+            tensor.copy_(part.view_as(tensor))
 
     def merge(self, metrics: LossMetrics) -> LossMetrics:
         here = {name: _to_cpu(metric) for name, metric in metrics.items()}
@@ -100,7 +108,9 @@ class UpdateResult:
     """Not finite where the update was skipped for it."""
     num_micro_batches: int
     num_tokens: int
-    """Read by the network, prompts included."""
+    """Read by the network, prompts included; a prefix that rows of a micro batch share counts once."""
+    num_saved_tokens: int = 0
+    """That would be read, too, if rows shared nothing."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,14 +121,24 @@ class MicroBatcher:
     dp_group: DataParallelGroup
     budget: TokenBudget
 
+    def plan(self, sequences: Sequences, members: Members) -> MicroBatchPlan:
+        """The given rows in forwards of at most the budget, for all ranks."""
+        budget, ranks = self.budget, self.dp_group.size
+        if self.network.shares_prefixes:
+            return plan_shared(sequences.prefixes, members, budget.tokens, budget.key, ranks)
+        return plan_flat(sequences.lengths, members, budget.tokens, budget.key, ranks)
+
+    def pack(self, sequences: Sequences, plan: MicroBatchPlan) -> Iterator[PackedRows]:
+        """This rank's forwards; every rank has as many. An empty one is computed all the same, and not counted."""
+        device, bins = self.network.device, plan.ranks[self.dp_group.rank]
+        for number, rows in enumerate(bins, start=1):
+            self.network.begin(last=number == len(bins))
+            shared = self.network.shares_prefixes
+            yield sequences.pack(rows, device, shared=shared) if rows else sequences.pack_dummy(device)
+
     def micro_batches(self, sequences: Sequences, members: Members) -> Iterator[PackedRows]:
         """This rank's part of the given rows, in forwards of at most the budget."""
-        device, budget = self.network.device, self.budget
-        bins = self.dp_group.micro_batches_here([sequences.lengths[at] for at in members], budget.tokens, budget.key)
-        for number, bin in enumerate(bins, start=1):
-            self.network.begin(last=number == len(bins))
-            chosen = [members[at] for at in bin]
-            yield sequences.pack(chosen, device) if chosen else sequences.pack_dummy(device)
+        return self.pack(sequences, self.plan(sequences, members))
 
 
 def run_optimizer_step(
@@ -133,13 +153,14 @@ def run_optimizer_step(
 ) -> UpdateResult:
     """One optimizer step on the given rows. `scale` is the divisor of seq-mean-token-sum-norm."""
     denominator = Denominator.of((sequences.num_sampled[at] for at in members), scale)
-    parts = []
-    for packed in batcher.micro_batches(sequences, members):
+    plan, parts = batcher.plan(sequences, members), []
+    for packed in batcher.pack(sequences, plan):
         output = loss_of(packed, denominator)
         batcher.dp_group.scale_loss(output.loss).backward()  # type: ignore[no-untyped-call]
         parts.append(output.metrics)
     norm = optimizer.step(step) if parts else 0.0
-    return UpdateResult(merge_metrics(parts), norm, len(parts), sum(sequences.lengths[at] for at in members))
+    saved = plan.num_flat_tokens - plan.num_tokens
+    return UpdateResult(merge_metrics(parts), norm, len(parts), plan.num_tokens, saved)
 
 
 def summarize_updates(updates: Sequence[UpdateResult], name: str, dp_group: DataParallelGroup) -> dict[str, float]:
@@ -157,6 +178,7 @@ def summarize_updates(updates: Sequence[UpdateResult], name: str, dp_group: Data
         f"{name}/skipped_steps": len(done) - len(norms),
         f"{name}/micro_batches": sum(update.num_micro_batches for update in done),
         f"{name}/tokens": sum(update.num_tokens for update in done),
+        f"{name}/shared_prefix_tokens": sum(update.num_saved_tokens for update in done),
     }
 
 

@@ -1,8 +1,8 @@
 """Preflight checks: data, prompts, imports, tools, rewards, model, memory, disk, ports and keys, before a run.
 
-Owns what is checked and in which order. Starts no engine and trains nothing. The quick part reads files and imports
-what the config names, reward functions in a worker process as they will be; the thorough part also renders every
-prompt, starts MCP servers, scores one task, reads the prompts of judges, and proves the model.
+Owns what is checked and in which order. Starts no engine and trains nothing. The quick part reads files, imports what
+the config names, and scores the first task with reward functions in a worker process as they will be; the thorough part
+also renders every prompt, starts MCP servers, reads the prompts of judges, and checks the model's parity.
 Invariant: a check that finds mistakes does not keep the next one from running; what could not be checked is reported.
 """
 
@@ -17,29 +17,42 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from treadle.cluster.machine import missing_packages
-from treadle.config import Config, DataConfig, RewardConfig, TrainConfig
+from treadle.aio import run_to_end
+from treadle.cluster import missing_packages
+from treadle.config import Config, DataConfig, RewardConfig, RolloutConfig, SFTRunConfig, TrainConfig
 from treadle.config.plugin import load_object
 from treadle.data.renderer import Renderer
-from treadle.data.rendering_proof import IGNORES_TOOLS
-from treadle.data.tasks import load_tasks
+from treadle.data.rendering_parity import IGNORES_TOOLS
+from treadle.data.task_feed import load_feed
+from treadle.data.tasks import load_tasks, load_training_tasks
 from treadle.engine.gpus import visible_gpus
 from treadle.errors import ConfigError, Failure, Mistake, RunError
 from treadle.exit_status import memory_limit
 from treadle.model.tokenizer import resolve_model_path
+from treadle.model.vocabulary import require_same_vocabulary
 from treadle.observe.trackers import HOST, TRACKERS
 from treadle.preflight import memory
 from treadle.preflight.report import PreflightReport
 from treadle.reward.context import RewardContext
-from treadle.reward.result import ScoreFailure
+from treadle.reward.result import Fault, ScoreFailure
 from treadle.reward.reward_models import prepare_models
 from treadle.reward.scorer import Scorer
+from treadle.reward.unsafe_calls import find_fenced, find_unsafe_calls
 from treadle.rollout.agent_loop import LoopFactory
+from treadle.rollout.environments.schemes import ForeignEnvironments, find_environment
+from treadle.rollout.startup_checks import check_promptless
 from treadle.rollout.tools import Toolbox
+from treadle.sandbox.providers import check_provider
 from treadle.types import Outcome, Score, StopReason, Task, Trajectory
 
 QUICK_PROMPTS = 200
-"""Prompts that the quick part renders: those with the most characters."""
+"""Prompts that fit, one after another from the longest text on, after which the quick part renders no more."""
+
+STOOD_IN = frozenset({"trajectory", "trajectories", "messages"})
+"""What reward functions take that is not whole before a model has answered: one assistant message stands in for it."""
+
+PASSING_FAULTS = (Fault.TIMEOUT, Fault.CPU_TIME, Fault.MEMORY, Fault.CRASH)
+"""Failures of a reward function that another attempt, or a machine with less to do, may not have."""
 
 Schemas = Mapping[tuple[str, ...] | None, tuple[dict[str, Any], ...]]
 
@@ -47,25 +60,54 @@ Schemas = Mapping[tuple[str, ...] | None, tuple[dict[str, Any], ...]]
 def run_preflight(config: Config, environment: Mapping[str, str], *, thorough: bool) -> PreflightReport:
     """Everything that can be known about a run before it starts. `environment`: the variables it will see."""
     report = PreflightReport()
+    if isinstance(config, SFTRunConfig):
+        return _check_sft(config.without_sampling(), environment, report, thorough=thorough)
     report.add(missing_packages(config))
     tasks = _check_data(config, report)
     with report.gather():
         _check_imports(config)
+    with report.gather():
+        _check_loops(config, report)
+    with report.gather():
+        _check_environment(config, report, thorough=thorough)
     renderer: Renderer | None = None
     with report.gather():
         renderer = Renderer.create(config.model)
-    schemas = asyncio.run(_check_tools(config, tasks, report, thorough=thorough))
+    schemas = run_to_end(_check_tools(config, tasks, report, thorough=thorough))
     if renderer is not None and tasks and schemas is not None:
         _check_prompts(config, renderer, tasks, schemas, report, thorough=thorough)
     else:
         report.skip("prompts, their lengths and the chat template", _why_unread(renderer, tasks))
     _check_model(config, report, thorough=thorough)
-    _check_surroundings(config, environment, report)
-    asyncio.run(_check_rewards(config.reward, tasks[0] if thorough and tasks else None, report))
+    _check_context(config, environment, report)
+    run_to_end(_check_rewards(config.reward, tasks[0] if tasks else None, report))
     if thorough:
-        asyncio.run(_check_reward_models(config, renderer, environment, report))
+        run_to_end(_check_reward_models(config, renderer, environment, report))
         if config.reward.functions and not tasks:
             report.skip("scores of the first task", "no task could be read")
+    return report
+
+
+def _check_sft(
+    config: SFTRunConfig, environment: Mapping[str, str], report: PreflightReport, *, thorough: bool
+) -> PreflightReport:
+    """Supervised fine-tuning: model, memory, disk, ports and keys; the thorough part also lays out every row."""
+    if thorough:
+        from treadle.cluster.sft import SFTData
+
+        with report.gather():
+            data = run_to_end(SFTData.load(config))
+            for line in data.describe():
+                subject, _, text = line.partition(" ")
+                report.note(subject, text.strip())
+            steps = config.total_steps(len(data.training.source))
+            report.note("steps", f"{steps:,} of {config.data.train_batch_size} rows")
+            report.warnings += [text for text in [data.describe_repeats(config.data.train_batch_size)] if text]
+            first = next(iter(data.training.rows.values()))
+            ids = (*first.prompt_ids, *first.ids)
+            report.first_prompt, report.first_prompt_tokens = Renderer.create(config.model).decode(ids), len(ids)
+    _check_model(config, report, thorough=thorough)
+    _check_context(config, environment, report)
     return report
 
 
@@ -89,6 +131,11 @@ def _check_data(config: Config, report: PreflightReport) -> list[Task]:
             report.note("data", f"{len(found):,} tasks for {'validation' if validation else 'training'}{named}")
             _check_batch(config, len(found), validation, report)
             tasks += found
+    samples = isinstance(config, TrainConfig) and not isinstance(config, SFTRunConfig)
+    if samples and data.sampler is not None:
+        with report.gather():
+            load_feed(load_training_tasks(data), data)
+            report.note("sampler", data.sampler)
     return tasks
 
 
@@ -112,10 +159,9 @@ def _check_batch(config: Config, count: int, validation: bool, report: Preflight
 
 
 def _check_imports(config: Config) -> None:
-    """Loops, environment, the scripted engine's script, estimators and losses: all that the config names by path."""
+    """The scripted engine's script, estimators and losses: what the config names by path beside loops."""
     mistakes: list[Mistake] = []
     named = [
-        ("rollout.multi_turn.environment", config.rollout.multi_turn.environment),
         ("rollout.scripted.script", config.rollout.scripted.script if config.rollout.name == "scripted" else None),
     ]
     if isinstance(config, TrainConfig):
@@ -124,9 +170,34 @@ def _check_imports(config: Config) -> None:
     for key, path in named:
         if path is not None and ":" in path:
             mistakes += _mistakes_of(load_object, path, key)
-    mistakes += _mistakes_of(LoopFactory, config.rollout)
     if mistakes:
         raise ConfigError(mistakes)
+
+
+def _check_loops(config: Config, report: PreflightReport) -> None:
+    """Agent loops: found, built with their arguments, and able to run; on Ray, sessions may be on another machine."""
+    found = LoopFactory(config.rollout).check()
+    elsewhere = [mistake for mistake in found if mistake.missing and config.cluster.backend == "ray"]
+    report.warnings += [f"{mistake.key}: {mistake.problem}, on this node" for mistake in elsewhere]
+    report.add([mistake for mistake in found if mistake not in elsewhere])
+
+
+def _check_environment(config: Config, report: PreflightReport, *, thorough: bool) -> None:
+    """The environment: here, or in its own interpreter, which is started by the thorough part alone."""
+    turns = config.rollout.multi_turn
+    if turns.environment is None:
+        return
+    if turns.environment_python is None:
+        find_environment(turns.environment)
+    elif not thorough:
+        report.skip("the environment", "its interpreter is started by `treadle check` and by the run only")
+    else:
+        run_to_end(_check_foreign_environment(config.rollout))
+
+
+async def _check_foreign_environment(rollout: RolloutConfig) -> None:
+    environments = await ForeignEnvironments.start(rollout)
+    await environments.close()
 
 
 def _mistakes_of(call: Any, *arguments: Any) -> Sequence[Mistake]:
@@ -147,7 +218,9 @@ async def _check_tools(
         report.skip("tools of MCP servers", "they are started by `treadle check` and by the run only")
         return None
     try:
-        async with await Toolbox.create(multi_turn) as toolbox:
+        if config.rollout.boxes_agents():
+            await asyncio.to_thread(check_provider, "rollout.sandbox", config.rollout.sandbox, bridged=True)
+        async with await Toolbox.create(multi_turn, config.rollout.sandbox) as toolbox:
             if toolbox.names:
                 report.note("tools", ", ".join(toolbox.names))
             return {names: toolbox.schemas(names) for names in {task.tools for task in tasks}}
@@ -161,6 +234,16 @@ async def _check_tools(
     return None
 
 
+def _prompted(config: Config, tasks: Sequence[Task], report: PreflightReport) -> list[Task]:
+    """The tasks that have a prompt; the others need an environment that writes one."""
+    prompted = [task for task in tasks if task.messages]
+    for task in tasks:
+        report.add([] if task.messages else check_promptless(task, config.rollout)[:1])
+    if not prompted:
+        report.note("prompts", f"written by {config.rollout.multi_turn.environment or 'the agent loop'}")
+    return prompted
+
+
 def _check_prompts(
     config: Config,
     renderer: Renderer,
@@ -171,11 +254,14 @@ def _check_prompts(
     thorough: bool,
 ) -> None:
     """How many tokens prompts have, and that the template takes them."""
-    rollout, looked = config.rollout, list(tasks)
+    rollout, tasks = config.rollout, _prompted(config, tasks, report)
+    if not tasks:
+        return
+    looked = list(tasks)
     if not thorough:
-        looked = sorted(tasks, key=lambda task: -sum(len(str(item.get("content"))) for item in task.messages))
-        looked = looked[:QUICK_PROMPTS]
+        looked.sort(key=lambda task: -sum(len(str(item.get("content"))) for item in task.messages))
     counts: dict[str, int] = {}
+    fitting = 0
     for task in looked:
         try:
             ids = renderer.prompt(task.messages, schemas[task.tools])
@@ -183,23 +269,26 @@ def _check_prompts(
             report.add([Mistake(task.uid, f"its prompt cannot be rendered: {failure}")])
             return
         counts[task.uid] = len(ids)
+        fitting = 0 if len(ids) > rollout.prompt_length else fitting + 1
+        if not thorough and fitting == QUICK_PROMPTS:
+            break
     longest = max(counts, key=counts.__getitem__)
     room = f"rollout.prompt_length is {rollout.prompt_length:,}"
     report.note("prompts", f"at most {counts[longest]:,} tokens ({longest}); {room}")
     first = renderer.prompt(tasks[0].messages, schemas[tasks[0].tools])
     report.first_prompt, report.first_prompt_tokens = renderer.decode(first), len(first)
-    if any(schemas.values()) and not renderer.proof.shows_tools:
+    if thorough and any(schemas.values()) and not renderer.parity.shows_tools:  # a run notes it itself
         report.warnings.append(IGNORES_TOOLS)
     late = sum(count > rollout.prompt_length for count in counts.values())
     if late and rollout.overlong_prompts == "error":
-        problem = f"{late} of {len(counts)} prompts are longer than {rollout.prompt_length} tokens: {longest} has "
+        problem = f"{late} of {len(tasks)} prompts are longer than {rollout.prompt_length} tokens: {longest} has "
         fix = f"raise it to {counts[longest]}, or set rollout.overlong_prompts to drop or truncate_left"
         key = "rollout.prompt_length"
         problem += f"{counts[longest]}"
         report.add([Mistake(key, problem, rollout.prompt_length, config.origin(key), fix)])
     elif late:
         what = "dropped" if rollout.overlong_prompts == "drop" else "cut"
-        report.warnings.append(f"{late} of {len(counts)} prompts are too long and are {what}: {longest} is the longest")
+        report.warnings.append(f"{late} of {len(tasks)} prompts are too long and are {what}: {longest} is the longest")
 
 
 def _check_model(config: Config, report: PreflightReport, *, thorough: bool) -> None:
@@ -210,23 +299,29 @@ def _check_model(config: Config, report: PreflightReport, *, thorough: bool) -> 
     with report.gather():
         directory = resolve_model_path(model.path, origin=model.origin("path"))
     if directory is None:
-        proof = "memory, disk and the model's proof" if thorough else "memory and disk"
-        report.skip(proof, f"there is no {model.path} here")
+        skipped = "memory, disk and the model's parity" if thorough else "memory and disk"
+        report.skip(skipped, f"there is no {model.path} here")
         return
-    parameters = memory.count_parameters(directory)
-    if parameters is None:
+    if isinstance(config, TrainConfig) and config.ref.path is not None:
+        with report.gather():
+            require_same_vocabulary(model, config.ref.path, "ref.path", config.origin("ref.path"))
+    size = memory.measure_model(directory, config.actor.lora if isinstance(config, TrainConfig) else None)
+    if size is None:
         report.warnings.append(f"{directory} has no safetensors files: its size is not known")
     else:
-        report.note("model", f"{parameters / 1e6:,.1f} million parameters")
-        _check_room(config, parameters, report, thorough=thorough)
+        adapters = f", and {size.adapters / 1e6:,.2f} million in adapters, which alone train" if size.adapters else ""
+        report.note("model", f"{size.parameters / 1e6:,.1f} million parameters{adapters}")
+        _check_room(config, size, report, thorough=thorough)
     if thorough:
         with report.gather():
             _prove_model(config, directory, report)
+        with report.gather():
+            _check_lora_targets(config)
 
 
-def _check_room(config: Config, parameters: int, report: PreflightReport, *, thorough: bool) -> None:
-    needs = memory.weight_bytes(config, parameters)
-    parts = ", ".join(f"{name} {memory.describe_bytes(size)}" for name, size in needs.items())
+def _check_room(config: Config, size: memory.ModelSize, report: PreflightReport, *, thorough: bool) -> None:
+    needs = memory.weight_bytes(config, size)
+    parts = ", ".join(f"{name} {memory.describe_bytes(need)}" for name, need in needs.items())
     on_gpu = config.rollout.n_gpus_per_node or (isinstance(config, TrainConfig) and config.trainer.n_gpus_per_node)
     if not on_gpu:
         limit, whose = memory_limit()
@@ -242,14 +337,14 @@ def _check_room(config: Config, parameters: int, report: PreflightReport, *, tho
         report.skip("memory of the GPUs", "none is visible here")
     if isinstance(config, TrainConfig):
         free = memory.free_bytes(Path(config.logging.directory()).absolute())
-        one = memory.describe_bytes(memory.checkpoint_bytes(config, parameters))
+        one = memory.describe_bytes(memory.checkpoint_bytes(config, size))
         report.note("disk", f"{memory.describe_bytes(free)} free; a checkpoint has about {one}")
-        report.add(memory.check_disk(config, parameters, free))
+        report.add(memory.check_disk(config, size, free))
 
 
 def _prove_model(config: Config, directory: Path, report: PreflightReport) -> None:
-    """The proof that a run makes as it loads the model."""
-    from treadle.engine.native.proof import prove
+    """The parity check that a run makes as it loads the model."""
+    from treadle.engine.native.parity import check_parity
     from treadle.model.load import check_length, load_model_config
 
     model, longest, native = config.model, config.rollout.sequence_length(), config.rollout.name == "native"
@@ -257,19 +352,33 @@ def _prove_model(config: Config, directory: Path, report: PreflightReport) -> No
     check_length(found, longest)
     if not native and not isinstance(config, TrainConfig):
         return
-    if not model.prove:
-        report.warnings.append("model.prove is off: nothing shows that the model is computed as its authors wrote it")
+    if not model.parity_check:
+        report.warnings.append(
+            "model.parity_check is off: nothing shows that the model is computed as its authors wrote it"
+        )
         return
-    proof = prove(found, longest=longest, engine=native)
-    if proof.problem is not None:
-        fix = "see docs/models.md; model.prove=false runs it unproven"
-        raise ConfigError([Mistake("model.path", proof.problem, model.path, model.origin("path"), fix)])
-    findings = {"policy": proof.policy, "engine": proof.engine}
+    parity = check_parity(found, longest=longest, engine=native)
+    if parity.problem is not None:
+        fix = "see docs/models.md; model.parity_check=false runs it unchecked"
+        raise ConfigError([Mistake("model.path", parity.problem, model.path, model.origin("path"), fix)])
+    findings = {"policy": parity.policy, "engine": parity.engine}
     told = [f"{name} {part.logprobs:.0e}" for name, part in findings.items() if part and part.logprobs is not None]
-    report.note("proof", f"logprobs of a small {proof.family} against its own forward, in nats: {', '.join(told)}")
+    report.note("parity", f"logprobs of a small {parity.family} against its own forward, in nats: {', '.join(told)}")
 
 
-def _check_surroundings(config: Config, environment: Mapping[str, str], report: PreflightReport) -> None:
+def _check_lora_targets(config: Config) -> None:
+    """The modules that get adapters, asked of the model itself, with no memory behind its weights."""
+    if not isinstance(config, TrainConfig) or config.actor.lora.r is None or config.model.adapter is not None:
+        return
+    import torch
+
+    from treadle.model.lora import find_targets
+    from treadle.policy.hf_model import build_meta_model
+
+    find_targets(build_meta_model(config.model, torch.float32), config.actor.lora)
+
+
+def _check_context(config: Config, environment: Mapping[str, str], report: PreflightReport) -> None:
     """Trackers, ports and keys."""
     report.add(_missing_trackers(config))
     report.add(_taken_port(config))
@@ -326,6 +435,9 @@ async def _check_rewards(reward: RewardConfig, task: Task | None, report: Prefli
     """Functions are imported where they will run. With a task, they score its ground truth and no answer at all."""
     if not reward.functions:
         return
+    report.warnings += find_unsafe_calls(reward)
+    for line in find_fenced(reward):
+        report.note("reward sandbox", line)
     workers = min(reward.num_workers, 1)
     functions = RewardConfig(**{**reward.values(), "classifiers": {}, "judges": {}, "num_workers": workers})
     try:
@@ -362,7 +474,7 @@ async def _score_answers(scorer: Scorer, task: Task, report: PreflightReport) ->
             given = f"{score.value:g} ({_parts(score)})" if score is not None else "no score"
             report.note("rewards", f"{task.uid} with {words}: {given}")
         except Failure as failure:
-            report.add([_unscored(f"{task.uid} with {words} cannot be scored", failure)])
+            _report_unscored(scorer, f"{task.uid} with {words} cannot be scored", failure, report)
     if scorer.scores_groups and group:
         await _check_group_rewards(scorer, task, group, report)
 
@@ -373,13 +485,21 @@ async def _check_group_rewards(scorer: Scorer, task: Task, group: list[Trajector
         given = "; ".join(f"{score.value:g} ({_parts(score)})" for score in await scorer.score_group(task, group))
         report.note("rewards", f"{task.uid} with these {len(group)} answers as a group: {given}")
     except Failure as failure:
-        report.add([_unscored(f"{task.uid} cannot be scored as a group", failure)])
+        _report_unscored(scorer, f"{task.uid} cannot be scored as a group", failure, report)
 
 
-def _unscored(what: str, failure: Failure) -> Mistake:
+def _report_unscored(scorer: Scorer, what: str, failure: Failure, report: PreflightReport) -> None:
+    """A mistake where the run would fail the same way; a warning where a trajectory with tokens may fare better."""
     function = failure.function if isinstance(failure, ScoreFailure) else ""
     key = f"reward.functions.{function}" if function else "reward.functions"
-    return Mistake(key, f"{what}: {failure}", fix="return a number for whatever a model may answer")
+    passing = isinstance(failure, ScoreFailure) and failure.fault in PASSING_FAULTS
+    if stood_in := sorted(scorer.parameters & STOOD_IN):
+        why = f"it takes {', '.join(stood_in)}, which has no sampled tokens and no turns before the run"
+        report.warnings.append(f"{key}: {what}: {failure}; {why}")
+    elif passing:
+        report.warnings.append(f"{key}: {what}: {failure}")
+    else:
+        report.add([Mistake(key, f"{what}: {failure}", fix="return a number for whatever a model may answer")])
 
 
 def _parts(score: Score) -> str:

@@ -2,6 +2,6 @@
 
 import sys
 
-from treadle.process.main import main
+from treadle.process.child_main import main
 
 main(sys.argv[1:])

@@ -1,11 +1,11 @@
 """Codec of messages from a process that has run foreign code: JSON and raw arrays, checked field by field.
 
 Owns the form of every message on the way up, and its limits. Tools, environments and reward functions run in such a
-process and can write to its channel: whatever arrives is a message of the right shape, or `Garbage`. No code of its own
-choosing runs, as a pickle would; the way down stays a pickle. Knows no channel.
+process and can write to its channel: whatever arrives is a message of the right shape, or `DecodeError`. No code of its
+own choosing runs, as a pickle would; the way down stays a pickle. Knows no channel.
 Invariant: what `decode` returns has the declared type in every field, as deep as fields are declared; arrays of numbers
 and bytes come back bit for bit. Values of free form are plain JSON: tuples come back as lists, and what JSON cannot
-hold is `Unsendable`, by name.
+hold is `EncodeError`, by name.
 
     frame    length of the JSON (4 bytes), the JSON, the arrays one after the other
     JSON     [kind, number, name of the record, its fields in order]; an array is [bytes, values]
@@ -38,11 +38,11 @@ Write = Callable[[Any, list[bytes]], Any]
 Read = Callable[[Any, "_Arrays"], Any]
 
 
-class Garbage(ValueError):
+class DecodeError(ValueError):
     """Bytes that no process of ours sends."""
 
 
-class Unsendable(ValueError):
+class EncodeError(ValueError):
     """A value that cannot leave its process."""
 
 
@@ -58,18 +58,18 @@ class RecordCodec:
     checks: Mapping[type, Callable[[Any], None]] = field(default_factory=dict)
     """What is checked of a record beyond its types; raises ValueError."""
     replace_reply: Callable[[Any, str], Any] | None = None
-    """A reply in the place of one that is Unsendable, with the problem; None: it is raised."""
+    """A reply in the place of one that cannot be encoded, with the problem; None: it is raised."""
     max_bytes: int = MAX_FRAME_BYTES
 
     def frames(self) -> FrameCodec:
         """For a channel."""
-        return FrameCodec(self.encode, self.decode, (Garbage,), self.max_bytes)
+        return FrameCodec(self.encode, self.decode, (DecodeError,), self.max_bytes)
 
     def encode(self, message: RpcMessage) -> bytes:
         """One message as a frame."""
         try:
             return self._frame(message)
-        except Unsendable as problem:
+        except EncodeError as problem:
             if not isinstance(message, RpcReply) or message.error is not None or self.replace_reply is None:
                 raise
             return self._frame(RpcReply(message.number, self.replace_reply(message.body, str(problem))))
@@ -83,29 +83,29 @@ class RecordCodec:
         try:
             text = _json((type(message).__name__, number, None if body is None else type(body).__name__, values))
         except (RecursionError, ValueError) as error:
-            raise Unsendable(f"{type(error).__name__}: {error}") from error
+            raise EncodeError(f"{type(error).__name__}: {error}") from error
         head = text.encode("utf-8", "surrogatepass")
-        _check_json(head, Unsendable)
+        _check_json(head, EncodeError)
         frame = b"".join((_LENGTH.pack(len(head)), head, *arrays))
         if len(frame) > self.max_bytes:
-            raise Unsendable(f"it has {len(frame) >> 20} MiB; at most {self.max_bytes >> 20} travel")
+            raise EncodeError(f"it has {len(frame) >> 20} MiB; at most {self.max_bytes >> 20} travel")
         return frame
 
     def decode(self, frame: bytes | memoryview) -> RpcMessage:
-        """The message in a frame; `Garbage` for everything else."""
+        """The message in a frame; `DecodeError` for everything else."""
         try:
             (size,) = _LENGTH.unpack_from(frame)
             head = bytes(frame[_LENGTH.size : _LENGTH.size + size])
-            _check_json(head, Garbage)
+            _check_json(head, DecodeError)
             kind, number, name, values = json.loads(head.decode("utf-8", "surrogatepass"))
             arrays = _Arrays(frame, _LENGTH.size + size, self.checks)
             body = None if name is None else _reader(self._record(kind, name))(values, arrays)
             arrays.check_end()
             return self._message(kind, _read_int(number, arrays), body)
-        except Garbage:
+        except DecodeError:
             raise
         except (ValueError, TypeError, KeyError, IndexError, OverflowError, RecursionError, struct.error) as error:
-            raise Garbage(f"{type(error).__name__}: {error}"[:200]) from error
+            raise DecodeError(f"{type(error).__name__}: {error}"[:200]) from error
 
     def _record(self, kind: str, name: str) -> type:
         """The record with that name, if such a message may carry it."""
@@ -147,7 +147,7 @@ def _stand_in(value: object) -> object:
         return int(value)
     if isinstance(value, Real):
         return float(value)
-    raise Unsendable(f"it holds a {type(value).__module__}.{type(value).__qualname__}")
+    raise EncodeError(f"it holds a {type(value).__module__}.{type(value).__qualname__}")
 
 
 _json = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"), default=_stand_in).encode
@@ -158,7 +158,7 @@ def _type_of(body: object) -> Any:
 
 
 def _refuse(problem: str) -> NoReturn:
-    raise Garbage(problem)
+    raise DecodeError(problem)
 
 
 @cache
@@ -200,16 +200,16 @@ class _Arrays:
         """The bytes of the next array and how many values it has, each of one of these sizes."""
         size, count = entry
         if type(size) is not int or type(count) is not int or count < 0 or size not in [one * count for one in sizes]:
-            raise Garbage(f"an array of {size!r} bytes and {count!r} values")
+            raise DecodeError(f"an array of {size!r} bytes and {count!r} values")
         blob = bytes(self._frame[self._at : self._at + size])
         if len(blob) != size:
-            raise Garbage("an array ends early")
+            raise DecodeError("an array ends early")
         self._at += size
         return blob, count
 
     def check_end(self) -> None:
         if self._at != len(self._frame):
-            raise Garbage(f"{len(self._frame) - self._at} bytes that belong to nothing")
+            raise DecodeError(f"{len(self._frame) - self._at} bytes that belong to nothing")
 
 
 @cache
@@ -248,7 +248,7 @@ def _record_reader(record: Any) -> Read:
 
     def read(value: Any, arrays: _Arrays) -> Any:
         if len(_of(list, value)) != len(parts):
-            raise Garbage(f"a {record.__name__} of {len(value)} fields")
+            raise DecodeError(f"a {record.__name__} of {len(value)} fields")
         made = record(*[part(one, arrays) for part, one in zip(parts, value, strict=True)])
         if record in arrays.checks:
             arrays.checks[record](made)
@@ -259,17 +259,17 @@ def _record_reader(record: Any) -> Read:
 
 def _of(kind: type, value: Any) -> Any:
     if type(value) is not kind:
-        raise Garbage(f"a {type(value).__name__} where a {kind.__name__} belongs")
+        raise DecodeError(f"a {type(value).__name__} where a {kind.__name__} belongs")
     return value
 
 
 def _read_int(value: Any, arrays: _Arrays) -> int:
     if type(value) is not int or not -_MAX_INT <= value < _MAX_INT:
-        raise Garbage("no whole number of 64 bits")
+        raise DecodeError("no whole number of 64 bits")
     return value
 
 
 def _read_float(value: Any, arrays: _Arrays) -> float:
     if type(value) not in (int, float):
-        raise Garbage(f"a {type(value).__name__} where a number belongs")
+        raise DecodeError(f"a {type(value).__name__} where a number belongs")
     return float(value)

@@ -1,92 +1,28 @@
 """Launcher of processes on this machine: started, watched, ended; with an asyncio end or a blocking one.
 
-Owns a child's environment, its lifeline, its output and what its end means. A child leads a session of its own: Ctrl-C
-does not reach it, and what it started is killed with it. `Launcher` is what a cluster implements, too.
-Waits: a launch waits for the child's first message, until a deadline; one thread for each child waits for its exit.
+`Launcher` is what a cluster implements, too.
+Waits: a launch waits for the child's first message, until a deadline. Where a channel closes, the exit of its child is
+waited for, and a child that goes on without it is killed.
 Invariant: a launch returns a process that serves, or raises and leaves none; after `end` nothing of the tree is left.
 When this process dies, by SIGKILL too, the kernel kills the children that have a lifeline.
 """
 
 import asyncio
 import logging
-import os
-import pickle
-import re
-import signal
 import socket
-import subprocess
-import sys
-import tempfile
 import time
-from collections import deque
-from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import Future
+from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
-from threading import Thread
-from typing import IO, Any, Protocol
+from typing import Any, Protocol
 
-from treadle.aio import is_user_file
 from treadle.errors import ConfigError, DeadlineError, RunError, TreadleError
-from treadle.exit_status import describe_exit
-from treadle.process.channel import PICKLES, RAW, BlockingChannel, Channel, ChannelClosed, ChannelCodec
-from treadle.process.main import STARTED, ChildHead, read_started
+from treadle.process.channel import RAW, BlockingChannel, Channel, ChannelClosed
+from treadle.process.child_handle import END_S, ChildProcess, DiedWhileStarting, ProcessSpec
+from treadle.process.child_main import STARTED, read_started
 from treadle.process.rpc import Handler, RpcPeer, ThreadPeer
-from treadle.process.tree import kill_group, kill_tree
-from treadle.terminal import printable, warn
 
 log = logging.getLogger(__name__)
-
-END_S = 5.0
-"""How long a killed process may take to be gone."""
-
-_OUTPUT_S = 0.5
-"""How long what it printed may take to be read, where something that it started still holds its output open."""
-
-_KEPT_LINES = 20
-_SHOWN_LINES = 5
-_SHOWN_CHARS = 400
-_CRASHES = frozenset({signal.SIGABRT, signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal.SIGILL})
-_FRAME = re.compile(r'File "(.+)", line (\d+) in ')
-
-
-@dataclass(frozen=True, slots=True)
-class ProcessSpec:
-    """A process to be started."""
-
-    name: str
-    """In errors, reports and `ps`."""
-    serve: str
-    """`module:function`, called as `serve(parent, setup)` over there."""
-    setup: Any
-    """Travels as a pickle."""
-    start_timeout_s: float
-    start_timeout_key: str = "launch_timeout_s"
-    """The config key that says how long."""
-    codec: ChannelCodec = PICKLES
-    environment: Mapping[str, str] | None = None
-    """All of it; None: that of this process."""
-    end_timeout_s: float = 0.0
-    """How long it may take to end in order, once its channel is closed."""
-    kill_with_parent: bool = True
-    """By the kernel, at once. Without it the process sees its channel close, and ends in order."""
-    reap: bool = False
-    """It adopts what its descendants leave behind, and kills that at its end."""
-    trace: bool = False
-    """`probe` has it write down where its threads are."""
-    output: Callable[[bytes], None] | None = None
-    """Takes what it prints, from a thread of its own; empty at the end. None: standard error is passed on, line by
-    line, and standard output is that of this process."""
-    quiet: bool = False
-    """Standard error goes to the log alone, and standard output nowhere."""
-
-
-class DiedWhileStarting(RunError):
-    """The process ended before its first message. `status`: its exit status."""
-
-    def __init__(self, message: str, status: int) -> None:
-        super().__init__(message)
-        self.status = status
 
 
 class RemoteProcess(Protocol):
@@ -143,146 +79,6 @@ class Launcher(Protocol):
         ...
 
 
-class ChildOutput:
-    """Standard error of a child: passed on line by line, logged, and the last lines kept."""
-
-    def __init__(self, name: str, quiet: bool) -> None:
-        self._name, self._quiet = name, quiet
-        self._rest = b""
-        self._lines: deque[str] = deque(maxlen=_KEPT_LINES)
-
-    def __call__(self, data: bytes) -> None:
-        *lines, self._rest = (self._rest + data).split(b"\n")
-        if self._rest and (not data or len(self._rest) > 1 << 16):
-            lines, self._rest = [*lines, self._rest], b""
-        for line in lines:
-            text = line.decode(errors="replace").rstrip()
-            self._lines.append(text)
-            if not self._quiet:
-                warn(text)
-            log.debug("%s: %s", self._name, printable(text))
-
-    def last_lines(self) -> str:
-        """As the end of a sentence; empty where there are none."""
-        text = " | ".join([line.strip() for line in self._lines if line.strip()][-_SHOWN_LINES:])[-_SHOWN_CHARS:]
-        return f"; its last words: {text}" if text else ""
-
-
-class ChildProcess:
-    """A process of this machine, without its channel: its exit, its output, its end."""
-
-    def __init__(self, spec: ProcessSpec, end: socket.socket) -> None:
-        """Start it, with `end` as its end of the channel."""
-        self.name = spec.name
-        self.exited: Future[int] = Future()
-        """Its exit status."""
-        self._output = spec.output or ChildOutput(spec.name, spec.quiet)
-        self._killed = False
-        self._exit: str | None = None
-        self._trace: IO[bytes] | None = tempfile.TemporaryFile(buffering=0) if spec.trace else None  # noqa: SIM115
-        theirs, self._lifeline = os.pipe() if spec.kill_with_parent else (-1, -1)
-        passed = [end.fileno(), *([theirs] if theirs >= 0 else []), *([self._trace.fileno()] if self._trace else [])]
-        stdout: int | None = None
-        if spec.output is not None:
-            stdout = subprocess.PIPE
-        elif spec.quiet:
-            stdout = subprocess.DEVNULL
-        try:
-            self._process = subprocess.Popen(
-                (sys.executable, "-m", "treadle.process", str(end.fileno()), str(theirs), spec.name),
-                stdin=subprocess.DEVNULL,
-                stdout=stdout,
-                stderr=subprocess.STDOUT if spec.output is not None else subprocess.PIPE,
-                pass_fds=passed,
-                start_new_session=True,
-                env=spec.environment,
-            )
-        except BaseException:
-            self._close_lifeline()
-            raise
-        finally:
-            if theirs >= 0:
-                os.close(theirs)
-        self.pid = self._process.pid
-        self._reading = self._start_thread(self._read)
-        self._start_thread(self._wait)
-
-    def head(self, spec: ProcessSpec) -> bytes:
-        """What it is told first."""
-        trace = -1 if self._trace is None else self._trace.fileno()
-        return ChildHead(list(sys.path), spec.name, spec.serve, spec.reap, trace).to_json()
-
-    @property
-    def killed(self) -> bool:
-        """Whether it was killed from here."""
-        return self._killed
-
-    def kill(self) -> None:
-        """Kill its whole tree now."""
-        self._killed = True
-        if not self.exited.done():
-            kill_tree(self.pid)
-
-    def describe(self) -> str:
-        """How it ended. Once it has."""
-        if self._exit is None:
-            status = self.exited.result()
-            self._reading.join(_OUTPUT_S)
-            crashed = status > 0 or -status in _CRASHES
-            words = self._output.last_lines() if crashed and isinstance(self._output, ChildOutput) else ""
-            self._exit = f"{describe_exit(status)}{words}"
-        return self._exit
-
-    def last_words(self) -> str:
-        """What it printed last, as the end of a sentence."""
-        return self._output.last_lines() if isinstance(self._output, ChildOutput) else ""
-
-    def probe(self) -> None:
-        """Python's fault handler writes where every thread is, also while one of them holds the interpreter."""
-        if not self.exited.done():
-            with suppress(ProcessLookupError):
-                os.kill(self.pid, signal.SIGUSR1)
-
-    def where(self) -> str:
-        """The user's lines that it was at when it was probed, as the end of a sentence."""
-        if self._trace is None or self._trace.closed:
-            return ""
-        self._trace.seek(0)
-        found = _FRAME.findall(self._trace.read().decode(errors="replace"))
-        places = dict.fromkeys(f"{file}:{line}" for file, line in found if is_user_file(file))
-        return f" ({', '.join(list(places)[:3])})" if places else ""
-
-    def release(self) -> None:
-        """Once it has exited: let go of what is kept for it."""
-        self._reading.join(_OUTPUT_S)
-        if self._trace is not None:
-            self._trace.close()
-
-    def _start_thread(self, target: Callable[[], None]) -> Thread:
-        thread = Thread(target=target, name=self.name, daemon=True)
-        thread.start()
-        return thread
-
-    def _read(self) -> None:
-        stream = self._process.stdout or self._process.stderr
-        assert stream is not None
-        with stream:
-            while data := os.read(stream.fileno(), 1 << 16):
-                self._output(data)
-        self._output(b"")
-
-    def _wait(self) -> None:
-        os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOWAIT)
-        kill_group(self.pid)  # what it left there; before its number can be given away
-        status = self._process.wait()
-        self._close_lifeline()
-        self.exited.set_result(status)
-
-    def _close_lifeline(self) -> None:
-        if self._lifeline >= 0:
-            os.close(self._lifeline)
-
-
 class SubprocessLauncher:
     """A `Launcher` for this machine."""
 
@@ -299,7 +95,7 @@ class SubprocessLauncher:
             child = ChildProcess(spec, theirs)
         channel = await Channel.open(ours, RAW, STARTED)
         try:
-            started = await self._meet(spec, child, channel)
+            started = await self._handshake(spec, child, channel)
         except BaseException:
             channel.close()
             child.kill()
@@ -310,20 +106,17 @@ class SubprocessLauncher:
         peer = RpcPeer(channel, handle, expected, name=spec.name, numbers=numbers)
         return LocalProcess(spec, child, channel, peer, started)
 
-    async def _meet(self, spec: ProcessSpec, child: ChildProcess, channel: Channel) -> Any:
+    async def _handshake(self, spec: ProcessSpec, child: ChildProcess, channel: Channel) -> Any:
         """Tell the child what to serve, and wait until it does."""
         channel.send(child.head(spec))
-        channel.send(pickle.dumps((spec.setup, spec.codec), pickle.HIGHEST_PROTOCOL))
+        channel.send(spec.packed())
         try:
             async with asyncio.timeout(spec.start_timeout_s):
                 return read_first(spec.name, await channel.receive())
         except TimeoutError:
             raise late(spec, child) from None
         except ChannelClosed:
-            if channel.problem is not None:
-                child.kill()
-            status = await asyncio.wrap_future(child.exited)
-            raise DiedWhileStarting(f"{spec.name} died while it started: {child.describe()}", status) from None
+            raise await asyncio.to_thread(died, child, channel.problem) from None
 
 
 def read_first(name: str, data: bytes) -> Any:
@@ -342,7 +135,12 @@ def read_first(name: str, data: bytes) -> Any:
 def late(spec: ProcessSpec, child: ChildProcess) -> DeadlineError:
     """The error of a child that did not start in time."""
     limit = f"{spec.start_timeout_key} = {spec.start_timeout_s:g}"
-    return DeadlineError(f"{spec.name} did not start within {limit}{child.last_words()}")
+    return DeadlineError(f"{spec.name} did not start within {limit}{child.last_output()}")
+
+
+def died(child: ChildProcess, problem: str | None) -> DiedWhileStarting:
+    """The error of a child whose channel closed before its first message."""
+    return DiedWhileStarting(f"{child.name} died while it started: {child.describe(problem)}", child.status())
 
 
 class LocalProcess:
@@ -377,10 +175,7 @@ class LocalProcess:
         return await self.cause()
 
     async def cause(self) -> str:
-        if self._channel.problem is not None:
-            return f"killed, because it sent what is no message ({self._channel.problem})"
-        await asyncio.shield(asyncio.wrap_future(self.child.exited))
-        return await asyncio.to_thread(self.child.describe)
+        return await asyncio.to_thread(self.child.describe, self._channel.problem)
 
     def probe(self) -> None:
         self.child.probe()
@@ -402,7 +197,7 @@ class LocalProcess:
 
 
 class BlockingProcess:
-    """A process of this machine, for threads: started by `launch_blocking`."""
+    """A process of this machine, for threads: started by `BlockingLaunch`."""
 
     def __init__(self, child: ChildProcess, channel: BlockingChannel, started: Any) -> None:
         self.name, self.pid = child.name, child.pid
@@ -412,18 +207,14 @@ class BlockingProcess:
 
     def cause(self) -> str:
         """Why it is over; for when its peer has gone."""
-        if self.peer.problem is not None:
-            self.child.kill()
-            return f"killed, because it sent what is no message ({self.peer.problem})"
-        self.child.exited.result()
-        return self.child.describe()
+        return self.child.describe(self.peer.problem)
 
     def kill(self) -> None:
         self.child.kill()
 
-    def hang_up(self) -> None:
+    def close_sending(self) -> None:
         """Let it see the end of its channel, and end in order."""
-        self.peer.hang_up()
+        self.peer.close_sending()
 
     def end(self, timeout_s: float = 0.0) -> None:
         """Give it so long to end in order, and kill what is left. Ending twice is harmless."""
@@ -452,7 +243,7 @@ class BlockingLaunch:
         launch = cls(spec, child, BlockingChannel(ours, RAW, STARTED))
         with suppress(ChannelClosed):  # `ready` says how it died
             launch.channel.send(child.head(spec))
-            launch.channel.send(pickle.dumps((spec.setup, spec.codec), pickle.HIGHEST_PROTOCOL))
+            launch.channel.send(spec.packed())
         return launch
 
     def ready(self, deadline: float | None = None) -> BlockingProcess:
@@ -463,8 +254,7 @@ class BlockingLaunch:
         except TimeoutError:
             error: Exception = late(self.spec, self.child)
         except ChannelClosed:
-            status = self.child.exited.result()
-            error = DiedWhileStarting(f"{self.spec.name} died while it started: {self.child.describe()}", status)
+            error = died(self.child, self.channel.problem)
         except TreadleError as failed:
             error = failed
         else:

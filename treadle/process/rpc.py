@@ -51,7 +51,7 @@ class RpcError:
         return cls(RunError.__name__, f"{type(error).__name__}: {error}", where)
 
     def rebuild(self) -> TreadleError:
-        """The error to raise at this end."""
+        """The error to raise at this end; ValueError or TypeError for the fields of none."""
         if self.kind == ConfigError.__name__ and self.mistakes:
             return ConfigError(
                 Mistake(key, problem, value, origin or None, fix or None, missing, int(count))
@@ -61,6 +61,17 @@ class RpcError:
         if self.where:
             error.add_note(f"raised in {self.where}")
         return error
+
+
+ODD_ERROR = "an error with fields of none"
+
+
+def _rebuilt(error: RpcError) -> TreadleError | None:
+    """The error to raise at this end; None for what no process of ours sends."""
+    try:
+        return error.rebuild()
+    except (TypeError, ValueError):
+        return None
 
 
 def _mistakes(error: ConfigError) -> tuple[tuple[str, ...], ...]:
@@ -219,10 +230,12 @@ class RpcPeer:
             if reply.number not in self._cancelled:
                 return self._channel.refuse(f"a reply to request {reply.number}, which is not open")
             self._cancelled.discard(reply.number)
-        elif reply.error is not None:
-            future.set_exception(reply.error.rebuild())
-        else:
+        elif reply.error is None:
             future.set_result(reply.body)
+        elif (error := _rebuilt(reply.error)) is not None:
+            future.set_exception(error)
+        else:
+            self._channel.refuse(ODD_ERROR)
 
     async def _handle_notify(self, body: Any) -> None:
         with suppress(self._expected):  # there is no request to fail
@@ -279,7 +292,7 @@ class ThreadPeer:
         with self._sending, suppress(ChannelClosed):
             self._channel.send(RpcNotify(body))
 
-    def hang_up(self) -> None:
+    def close_sending(self) -> None:
         """Send nothing any more: the other end sees the end of the channel, and can still reply."""
         with suppress(OSError):
             self._channel.end.shutdown(socket.SHUT_WR)
@@ -307,8 +320,12 @@ class ThreadPeer:
         if future is None:
             self._channel.problem = "a reply to nothing that was asked"
             return False
-        if reply.error is not None:
-            future.set_exception(reply.error.rebuild())
-        else:
+        if reply.error is None:
             future.set_result(reply.body)
+        elif (error := _rebuilt(reply.error)) is not None:
+            future.set_exception(error)
+        else:
+            future.set_exception(ChannelClosed())
+            self._channel.problem = ODD_ERROR
+            return False
         return True

@@ -3,10 +3,12 @@
 Owns the restart policy. Knows no process: what is started is whatever `start` returns.
 
     current    waits for a start that is under way, or makes one: for processes that are needed only when called
-    restart    the attempts themselves, for a supervisor that keeps its process running (`engine`)
+    restart    the attempts themselves, for a supervisor that keeps its process running (`engine`);
+               `restart_blocking` for a thread that uses one process (`reward.classifier`)
 """
 
 import asyncio
+import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Generic, Protocol, TypeVar
@@ -20,8 +22,8 @@ class RestartPolicy:
     """The numbers behind giving up."""
 
     attempts: int = 3
-    """Starts that may fail in a row, or processes that may die young in a row."""
-    young_s: float = 60.0
+    """Starts that may fail in a row, or processes that may end within `min_uptime_s` in a row."""
+    min_uptime_s: float = 60.0
     """A process that lived longer did not die of its start."""
     first_wait_s: float = 1.0
     """Before the second attempt; doubled each time."""
@@ -42,22 +44,22 @@ class Recovery:
 
     replica: str
     cause: str
-    successor: str | None
-    """None: there is none, for `reason`. The same name: it is a new process in the old slot."""
+    replacement: str | None
+    """None: there is none, for `reason`. The same name: it is a new process under the old name."""
     seconds: float
-    """From its death to its successor's first request, or to this report."""
+    """From its death to its replacement's first request, or to this report."""
     reason: str = ""
     place: str = ""
-    """Where the successor is, if it had to move."""
+    """Where the replacement is, if it had to move."""
 
     def __str__(self) -> str:
         moved = f" on {self.place}" if self.place else ""
-        if self.successor == self.replica:
+        if self.replacement == self.replica:
             return f"{self.replica} serves again{moved} after {self.seconds:.1f} s: {self.cause}"
         died = f"{self.replica} died: {self.cause}"
-        if self.successor is None:
+        if self.replacement is None:
             return f"{died}; it could not be brought back: {self.reason}"
-        return f"{died}; {self.successor} took its place{moved} after {self.seconds:.1f} s"
+        return f"{died}; {self.replacement} took its place{moved} after {self.seconds:.1f} s"
 
 
 def print_recovery(recovery: Recovery) -> None:
@@ -73,18 +75,42 @@ T = TypeVar("T")
 
 
 async def restart(
-    start: Callable[[], Awaitable[T]], policy: RestartPolicy, deaths: int = 1, *, retry: type[Exception] = TreadleError
+    start: Callable[[], Awaitable[T]],
+    policy: RestartPolicy,
+    quick_exits: int = 1,
+    *,
+    retry: type[Exception] = TreadleError,
 ) -> T:
-    """What `start` starts. `deaths` is how often it died young in a row, the last time included.
+    """What `start` starts. `quick_exits` is how often it ended within `min_uptime_s` in a row, the last time included.
 
     RestartFailed, with the last problem, when the policy's attempts are used up, or when `start` raises it. An error
     that is no `retry` passes.
     """
-    problem, last = f"it died {deaths} times in a row, each time within {policy.young_s:g} s", None
-    for attempt in range(deaths, policy.attempts + 1):
+    problem, last = f"it died {quick_exits} times in a row, each time within {policy.min_uptime_s:g} s", None
+    for attempt in range(quick_exits, policy.attempts + 1):
         await asyncio.sleep(policy.wait_s(attempt))
         try:
             return await start()
+        except RestartFailed:
+            raise
+        except retry as error:
+            problem, last = str(error), error
+    raise RestartFailed(problem) from last
+
+
+def restart_blocking(
+    start: Callable[[], T],
+    policy: RestartPolicy,
+    *,
+    retry: type[Exception] = TreadleError,
+    wait: Callable[[float], object] = time.sleep,
+) -> T:
+    """As `restart`, for code that does not await; `wait` may end a back-off early."""
+    problem, last = "", None
+    for attempt in range(1, policy.attempts + 1):
+        wait(policy.wait_s(attempt))
+        try:
+            return start()
         except RestartFailed:
             raise
         except retry as error:

@@ -1,6 +1,7 @@
 """Process trees: list one, kill one, adopt what it leaves behind, end with the parent.
 
-Invariant: only descendants of a process that the caller started, and that process's own group, are ever signalled.
+Invariant: only descendants of a process that the caller started, that process's own group, and what inherited its mark
+are ever signalled.
 """
 
 import ctypes
@@ -18,9 +19,12 @@ _PR_SET_CHILD_SUBREAPER = 36
 def list_children(pid: int) -> set[int]:
     """Direct children of `pid`; empty where it is gone, or where the system does not tell."""
     children: set[int] = set()
-    for listing in Path(f"/proc/{pid}/task").glob("*/children"):
+    threads: list[str] = []
+    with suppress(OSError):  # it is gone
+        threads = os.listdir(f"/proc/{pid}/task")
+    for thread in threads:
         with suppress(OSError):  # the thread ended meanwhile
-            children.update(map(int, listing.read_text().split()))
+            children.update(map(int, Path(f"/proc/{pid}/task/{thread}/children").read_text().split()))
     return children
 
 
@@ -41,6 +45,18 @@ def kill_group(pid: int) -> None:
     """Kill the process group that `pid` leads or led; safe when `pid` itself is gone and its number given away."""
     with suppress(ProcessLookupError, PermissionError):
         os.killpg(pid, signal.SIGKILL)
+
+
+def kill_marked(variable: str, value: str) -> None:
+    """Kill every process that started with this in its environment, whichever its parent is now; Linux only.
+
+    For what a process started in a session of its own before it died: nothing else leads there any more.
+    """
+    mark = f"{variable}={value}".encode()
+    for listing in Path("/proc").glob("[0-9]*/environ"):
+        with suppress(OSError):  # it ended meanwhile, or is not ours
+            if mark in listing.read_bytes().split(b"\0"):
+                os.kill(int(listing.parent.name), signal.SIGKILL)
 
 
 def adopt_orphans() -> None:
@@ -72,6 +88,18 @@ def die_with_parent(lifeline: int) -> None:
                 kill_tree(os.getpid())
     else:
         Thread(target=_end_with, args=(lifeline,), daemon=True).start()
+
+
+def kill_group_at_close(lifeline: int, group: int) -> None:
+    """Have the kernel kill a process group when we die, however; Linux only.
+
+    `lifeline` is the reading end of a pipe whose writing end only we have. The group's leader has inherited it: the
+    kernel forgets the order when the last copy is closed.
+    """
+    if sys.platform == "linux":
+        fcntl.fcntl(lifeline, fcntl.F_SETOWN, -group)
+        fcntl.fcntl(lifeline, fcntl.F_SETSIG, signal.SIGKILL)
+        fcntl.fcntl(lifeline, fcntl.F_SETFL, os.O_ASYNC | os.O_NONBLOCK)
 
 
 def _end_with(lifeline: int) -> None:

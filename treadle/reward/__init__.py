@@ -25,7 +25,7 @@ What a worker process protects the run from
 - Secrets: a worker's environment is an allow-list, and what `env` of its functions names.
 - Order: replies are numbered; an unrequested one ends the worker.
 - Code of a model: functions with `sandbox: true`, and `math` and `reasoning_gym`, may neither write, connect nor reach
-  other processes (`treadle.reward.sandbox`). No built-in runs an answer as code.
+  other processes (`treadle.reward.sandbox`). `code_tests` alone runs an answer as code, in boxes and not in a worker.
 
 What it does not protect from (SECURITY.md has the whole list)
 - Python that you import yourself, without `sandbox`. It runs as you, and reports any score it likes. So does code that

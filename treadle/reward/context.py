@@ -9,10 +9,11 @@ from dataclasses import dataclass, field
 
 from treadle.config.rollout import ModelConfig, RolloutConfig
 from treadle.data.renderer import Renderer
-from treadle.engine.protocol import Engine, Gpu, TokenGenerator
+from treadle.engine.protocol import Gpu, TokenGenerator
+from treadle.engine.replica_supervisor import StartedEngines
 
 StartEngines = Callable[
-    [RolloutConfig, ModelConfig, Renderer, str | None, Sequence[Gpu] | None], Awaitable[Sequence[Engine]]
+    [RolloutConfig, ModelConfig, Renderer, str | None, Sequence[Gpu] | None], Awaitable[StartedEngines]
 ]
 """Starts every replica of a section. The last arguments: the key of an endpoint, and the GPUs, if some were chosen."""
 

@@ -16,6 +16,7 @@ from typing import Any
 from treadle.errors import ConfigError, Mistake, nearest
 from treadle.reward.builtin import BUILTINS, Builtin
 from treadle.reward.result import RewardResult, read_score, read_scores
+from treadle.sandbox.protocol import BoxSettings
 from treadle.types import Task, Trajectory
 
 
@@ -39,13 +40,15 @@ ARGUMENTS: Mapping[str, Callable[[Task, Trajectory], Any]] = {
     "trajectory": lambda task, trajectory: trajectory,
     "response": _read_response,
     "ground_truth": lambda task, trajectory: task.ground_truth,
+    "answer": lambda task, trajectory: task.ground_truth,
     "messages": lambda task, trajectory: trajectory.messages,
     "data_source": lambda task, trajectory: task.data_source,
     "extra": lambda task, trajectory: task.extra,
     "solution_str": _read_response,
     "extra_info": _read_extra_info,
 }
-"""Parameter names and what fills them. The last two are verl's names for `response` and `extra`."""
+"""Parameter names and what fills them. `answer` is the field of a row that the ground truth is in by default; the last
+two are verl's names for `response` and `extra`."""
 
 
 GROUP_ARGUMENTS: Mapping[str, Callable[[Task, Sequence[Trajectory]], Any]] = {
@@ -53,6 +56,7 @@ GROUP_ARGUMENTS: Mapping[str, Callable[[Task, Sequence[Trajectory]], Any]] = {
     "trajectories": lambda task, trajectories: list(trajectories),
     "responses": lambda task, trajectories: [_read_response(task, item) for item in trajectories],
     "ground_truth": lambda task, trajectories: task.ground_truth,
+    "answer": lambda task, trajectories: task.ground_truth,
     "messages": lambda task, trajectories: [item.messages for item in trajectories],
     "scores": lambda task, trajectories: [0.0 if item.reward is None else item.reward.value for item in trajectories],
     "parts": lambda task, trajectories: [{} if item.reward is None else item.reward.parts for item in trajectories],
@@ -76,7 +80,7 @@ def collect_arguments(names: Iterable[str], task: Task, trajectory: Trajectory) 
 
 
 def collect_group_arguments(names: Iterable[str], task: Task, trajectories: Sequence[Trajectory]) -> dict[str, Any]:
-    """The same for all samples of a task at once."""
+    """Arguments of a function that sees all samples of a task at once."""
     return {name: GROUP_ARGUMENTS[name](task, trajectories) for name in names if name in GROUP_ARGUMENTS}
 
 
@@ -95,7 +99,12 @@ class RewardFunction:
     @property
     def pure(self) -> bool:
         """Bounded, and leaves its arguments alone."""
-        return self.builtin is not None and not self.builtin.evaluates_text and not self.builtin.starts_processes
+        return self.builtin is not None and not self.builtin.evaluates_text and not self.builtin.boxed
+
+    @property
+    def boxed(self) -> bool:
+        """Runs what a model wrote, in boxes that it waits for."""
+        return self.builtin is not None and self.builtin.boxed
 
     def __call__(self, values: Mapping[str, Any]) -> Any:
         """What the function returns, or an awaitable of it. `values` may hold more than it needs."""
@@ -106,8 +115,13 @@ class RewardFunction:
         return read_scores(result) if self.scope == "group" else read_score(result)
 
 
-def load_function(name: str, path: str, kwargs: Mapping[str, Any], scope: str = "sample") -> RewardFunction:
-    """The function at `path`; a ConfigError with keys relative to its section where it cannot be used."""
+def load_function(
+    name: str, path: str, kwargs: Mapping[str, Any], scope: str = "sample", box: BoxSettings | None = None
+) -> RewardFunction:
+    """The function at `path`; a ConfigError with keys relative to its section where it cannot be used.
+
+    `box`: for built-ins that run code.
+    """
     builtin = BUILTINS.get(path)
     call = import_module(builtin.module).score if builtin else _load_callable(path)
     parameters = _read_parameters(call, path)
@@ -117,6 +131,8 @@ def load_function(name: str, path: str, kwargs: Mapping[str, Any], scope: str = 
     if builtin:
         _prepare(import_module(builtin.module), path, kwargs)
     needs = tuple(parameter for parameter in parameters if parameter in PARAMETERS[scope])
+    if builtin and builtin.boxed:
+        kwargs = {**kwargs, "box": box}
     return RewardFunction(name, call, needs, kwargs, builtin, scope)
 
 
@@ -166,7 +182,9 @@ def _allowed(name: str, scope: str) -> str:
     other = next((other for other, names in PARAMETERS.items() if name in names), None)
     if other is not None:
         return f"set scope: {other}, whose functions see it"
-    return f"set kwargs.{name}, or use one of {', '.join(PARAMETERS[scope])}"
+    others = [item for item in GROUP_ARGUMENTS if item not in ARGUMENTS] if scope == "sample" else []
+    group = f"; or, with scope: group, of {', '.join(others)}" if others else ""
+    return f"set kwargs.{name}, or use one of {', '.join(PARAMETERS[scope])}{group}"
 
 
 def _prepare(module: Any, path: str, kwargs: Mapping[str, Any]) -> None:

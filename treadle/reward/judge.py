@@ -118,12 +118,14 @@ async def start_judge_engine(
         except (EngineFailure, RunError) as failure:
             raise RunError(f"the engine of reward.judges.{name} did not start: {failure}") from failure
     router = Router(
-        replicas,
+        replicas.engines,
         limits=rollout.limits,
         failures=rollout.failures,
         rng=random.Random(judge.seed),
         name=f"router of judge {name}",
     )
+    if replicas.supervisor is not None:
+        replicas.supervisor.connect(router)
     return JudgeEngine(router, encoding.renderer, router)
 
 

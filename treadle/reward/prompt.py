@@ -156,7 +156,7 @@ class RewardPrompt:
         return self._render(lambda name: FIELDS[name](task, trajectory))
 
     def render_group(self, task: Task, trajectories: Sequence[Trajectory]) -> str:
-        """The same for all samples of a task, with a template of scope group."""
+        """The prompt about all samples of a task, with a template of scope group."""
         return self._render(lambda name: GROUP_FIELDS[name](task, trajectories))
 
     def _render(self, read: Callable[[str], Any]) -> str:

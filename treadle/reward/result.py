@@ -10,15 +10,16 @@ names its kind first, so a table can count kinds by the text before the colon.
 import json
 import math
 from collections import Counter
-from collections.abc import Container, Iterable, Iterator, Mapping
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from decimal import Decimal, localcontext
 from enum import StrEnum
+from math import fsum
 from traceback import extract_tb
 from typing import Any
 
 from treadle.errors import RewardFailure
-from treadle.types import Score, Trajectory
+from treadle.types import Row, Score, Trajectory
 
 MAX_DETAIL = 500
 
@@ -77,7 +78,7 @@ class ScoreFailure(RewardFailure):
         return f"{self.fault}: reward {self.kind} {self.function!r} {self.problem}"
 
     def by(self, function: str, kind: str = "function") -> "ScoreFailure":
-        """The same failure with the function or model it belongs to."""
+        """This failure, with the function or model it belongs to."""
         return ScoreFailure(self.fault, self.problem, function, kind, self.past_deadline, self.computed)
 
 
@@ -249,9 +250,25 @@ def encode_failure(failure: ScoreFailure) -> bytes:
 def read_session(trajectory: Trajectory, always: Container[str] = ()) -> dict[str, Score]:
     """Rewards of the session itself: of its turns, and of its tool calls, each summed.
 
-    A part is there where anything was given, or where it is one of `always`.
+    A part is there where anything was given, or where it is one of `always`. In an episode of several agents it is the
+    mean over the seats that the policy played.
     """
-    turns = [turn for row in trajectory.rows for turn in row.turns]
+    if trajectory.seats:
+        return _read_seats(trajectory, always)
+    return _read_rows(trajectory.rows, always)
+
+
+def _read_seats(trajectory: Trajectory, always: Container[str]) -> dict[str, Score]:
+    seats = [_read_rows(rows, always) for rows in trajectory.policy_seats.values()]
+    given: dict[str, list[float]] = {}
+    for found in seats:
+        for name, score in found.items():
+            given.setdefault(name, []).append(score.value)
+    return {name: Score(fsum(values) / len(seats)) for name, values in given.items()}
+
+
+def _read_rows(rows: Sequence[Row], always: Container[str]) -> dict[str, Score]:
+    turns = [turn for row in rows for turn in row.turns]
     given = {
         "environment": [turn.reward for turn in turns if turn.reward is not None],
         "tools": [result.reward for turn in turns for result in turn.results if result.reward is not None],

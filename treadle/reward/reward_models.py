@@ -91,7 +91,7 @@ class RewardModels:
         return await self._ask({name: partial(model.score, task, trajectory) for name, model in self._models.items()})
 
     async def score_group(self, task: Task, trajectories: Sequence[Trajectory]) -> dict[str, tuple[Score, ...]]:
-        """The same of models that see all samples of a task at once: a score for each sample."""
+        """Scores of models that see all samples of a task at once: one for each sample."""
         judges = self._of_groups.items()
         return await self._ask({name: partial(judge.score_group, task, trajectories) for name, judge in judges})
 

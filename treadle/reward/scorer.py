@@ -1,16 +1,16 @@
 """Scorer: which reward functions run where, attempts, models after functions, and the weighted sum.
 
-Owns the split between this process (built-ins that are pure and bounded, or everything where `reward.num_workers` is
-0) and worker processes (all else), and the retries. What the limits do and do not cover: see `treadle.reward`.
-Models run after all functions have returned, so a trajectory that functions cannot score costs no model anything.
-What has scope group comes last, once all samples of a task have the score of everything else.
+Owns the split between this process (built-ins that are pure and bounded or wait for boxes, or everything where
+`reward.num_workers` is 0) and worker processes (all else), and the retries. What the limits do and do not cover: see
+`treadle.reward`. Models run after all functions have returned, so a trajectory that functions cannot score costs no
+model anything. What has scope group comes last, once all samples of a task have the score of everything else.
 Invariant: a Score is what functions and models returned; anything that kept one from returning is a RewardFailure,
 never a number.
 """
 
 import asyncio
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from types import TracebackType
 from typing import Any
@@ -27,6 +27,7 @@ from treadle.reward.function import (
     collect_group_arguments,
     load_function,
 )
+from treadle.reward.grading import Gradings
 from treadle.reward.rate_limit import RateLimit
 from treadle.reward.result import (
     Fault,
@@ -41,10 +42,12 @@ from treadle.reward.result import (
     read_session,
 )
 from treadle.reward.reward_models import RewardModels, prepare_models
-from treadle.reward.sandbox.confine import hide_where_needed
 from treadle.reward.sandbox.process import locate
 from treadle.reward.sandbox.protocol import copy
+from treadle.reward.unsafe_calls import fenced_by_default
 from treadle.reward.worker_pool import RewardWorkerPool
+from treadle.sandbox.confine import hide_where_needed
+from treadle.sandbox.protocol import BoxSettings
 from treadle.terminal import warn
 from treadle.types import Score, Task, Trajectory
 
@@ -58,9 +61,11 @@ class Scorer:
         inline: Mapping[str, RewardFunction],
         pools: tuple[RewardWorkerPool, ...],
         rate: RateLimit,
+        gradings: Gradings,
         models: RewardModels | None = None,
     ) -> None:
         self._reward, self._inline, self._pools, self._rate, self._models = reward, inline, pools, rate, models
+        self._gradings = gradings
         self._weights = reward.weights() | reward.session_weights()
         self._of_samples = tuple(name for name, item in reward.functions.items() if item.effective_scope() == "sample")
         self._of_groups = tuple(name for name in reward.functions if name not in self._of_samples)
@@ -78,6 +83,7 @@ class Scorer:
         rate = RateLimit(reward.rate_limit_per_s, shared_by=_limited(reward))
         mistakes: list[Mistake] = []
         inline = _load_inline(reward, [name for name in reward.functions if name not in apart], mistakes)
+        gradings = await Gradings.create(reward)
         prepared = await prepare_models(reward, context)
         mistakes += prepared.mistakes
         pools = await _start_pools(reward, apart, rate, mistakes)
@@ -88,7 +94,13 @@ class Scorer:
         except BaseException:
             await asyncio.shield(_close_pools(pools))
             raise
-        return cls(reward, inline, pools, rate, models)
+        return cls(reward, inline, pools, rate, gradings, models)
+
+    @property
+    def parameters(self) -> frozenset[str]:
+        """Names of what the functions take of a task and its trajectories."""
+        here = (name for function in self._inline.values() for name in function.needs)
+        return frozenset(here) | {name for pool in self._pools for name in pool.needs}
 
     async def score(self, task: Task, trajectory: Trajectory) -> Score | None:
         """The score of a finished trajectory; None where nothing is configured to give one, and its session gave none.
@@ -174,6 +186,8 @@ class Scorer:
             values = collect(function.needs)
             if function.pure:
                 return function.read(function(values))
+            if function.boxed:
+                return await self._gradings.run(function, values)
             return await in_own_task(self._call(function, copy(values)))
 
     async def _call(self, function: RewardFunction, values: Mapping[str, Any]) -> RewardResult:
@@ -198,6 +212,7 @@ class Scorer:
                 await asyncio.shield(self._models.close())
         finally:
             await asyncio.shield(_close_pools(self._pools))
+            await asyncio.shield(self._gradings.close())
 
     async def __aenter__(self) -> "Scorer":
         return self
@@ -218,13 +233,25 @@ def _limited(reward: RewardConfig) -> tuple[str, ...]:
 
 def _needs_worker(reward: RewardConfig, name: str) -> bool:
     builtin = BUILTINS.get(reward.functions[name].path)
-    elsewhere = builtin is None or builtin.starts_processes or _is_sandboxed(reward.functions[name])
+    elsewhere = builtin is None or _is_sandboxed(reward, reward.functions[name])
     return reward.num_workers > 0 and elsewhere
 
 
-def _is_sandboxed(function: RewardFunctionConfig) -> bool:
+def _is_sandboxed(reward: RewardConfig, function: RewardFunctionConfig) -> bool:
     builtin = BUILTINS.get(function.path)
-    return function.sandbox or (builtin is not None and builtin.evaluates_text)
+    if builtin is not None and (builtin.boxed or builtin.evaluates_text):
+        return not builtin.boxed
+    return bool(function.sandbox) or fenced_by_default(reward, function) is not None
+
+
+def refuse_unfenced(reward: RewardConfig, missing: Iterable[str]) -> Iterator[Mistake]:
+    """Functions whose key asks for a sandbox, on a machine that lacks one of the two fences that all others rely on."""
+    lacking = [item for item in missing if item.startswith(("no seccomp", "no Landlock"))]
+    for name, function in reward.functions.items() if lacking else ():
+        if function.sandbox:
+            problem = f"is true, and cannot be had here: {'; '.join(lacking)}"
+            fix = "run it on Linux 5.13 or later, or set it to null, which fences as far as this machine can"
+            yield locate(reward, name, Mistake("sandbox", problem, True, fix=fix, missing="sandbox"))
 
 
 async def _start_pools(
@@ -234,7 +261,7 @@ async def _start_pools(
     pools: list[RewardWorkerPool] = []
     try:
         for sandbox in (False, True):
-            chosen = tuple(name for name in names if _is_sandboxed(reward.functions[name]) is sandbox)
+            chosen = tuple(name for name in names if _is_sandboxed(reward, reward.functions[name]) is sandbox)
             try:
                 if chosen:
                     pools.append(await RewardWorkerPool.create(reward, chosen, rate, sandbox))
@@ -244,6 +271,7 @@ async def _start_pools(
         await asyncio.shield(_close_pools(pools))
         raise
     missing = dict.fromkeys(item for pool in pools for item in pool.missing)
+    mistakes += refuse_unfenced(reward, missing)
     for item in missing:
         warn(f"reward sandbox: {item}")
     if hide_where_needed(missing):
@@ -264,12 +292,13 @@ def _load_inline(reward: RewardConfig, names: list[str], mistakes: list[Mistake]
     loaded: dict[str, RewardFunction] = {}
     for name in names:
         function = reward.functions[name]
-        if _is_sandboxed(function):
+        if _is_sandboxed(reward, function):
             problem = f"{function.path!r} evaluates model text and runs only in a worker process"
             mistakes.append(locate(reward, name, Mistake("path", problem, fix="set reward.num_workers to 1 or more")))
             continue
         try:
-            loaded[name] = load_function(name, function.path, function.kwargs, function.effective_scope())
+            box = BoxSettings.of(reward.sandbox)
+            loaded[name] = load_function(name, function.path, function.kwargs, function.effective_scope(), box)
         except ConfigError as error:
             mistakes += (locate(reward, name, mistake) for mistake in error.mistakes)
     return loaded

@@ -1,4 +1,4 @@
-"""Reward worker pool: the processes that run untrusted reward functions.
+"""Reward worker pool: the processes that run reward functions, sandboxed or plain.
 
 Owns a fixed number of places. A score holds one place from start to end, and starts a worker where its place has no
 live one. So there is no background task, and nothing waits but the callers.

@@ -4,8 +4,9 @@ Owns the base class, the built-in loops and how a loop is found by name or impor
 section and its session, and nothing of the trainer.
 """
 
+import inspect
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from treadle.config import RolloutConfig
@@ -18,8 +19,20 @@ from treadle.types import Message, StopReason, ToolCall, ToolResult
 class AgentLoopBase(ABC):
     """A new instance runs each session, so a loop may keep state on itself."""
 
+    worker_part: Any = None
+    """What `open_worker` returned."""
+
     def __init__(self, rollout: RolloutConfig) -> None:
         self.rollout = rollout
+
+    @classmethod
+    async def open_worker(cls, rollout: RolloutConfig) -> Any:
+        """What all sessions of a worker share, such as a server; its `close` is awaited with the worker's."""
+        return None
+
+    def missing(self) -> Sequence[Mistake]:
+        """What this machine lacks, so that no session could run here."""
+        return ()
 
     @abstractmethod
     async def run(self, session: Session) -> None:
@@ -46,9 +59,16 @@ class ToolAgentLoop(AgentLoopBase):
             if most is not None and session.num_turns >= most:
                 return session.end(StopReason.TURN_LIMIT)
             results = await session.call_tools(calls)
+            if submitted(results):
+                return None
             if not session.done:
                 await session.observe(*map(tool_message, calls, results))
         return None
+
+
+def submitted(results: Sequence[ToolResult]) -> bool:
+    """Whether a call of this turn handed in the result, which ends the task."""
+    return any(result.extra.get("submitted") for result in results)
 
 
 def tool_message(call: ToolCall, result: ToolResult) -> Message:
@@ -59,14 +79,17 @@ def tool_message(call: ToolCall, result: ToolResult) -> Message:
 BUILT_IN: Mapping[str, str] = {
     "single_turn_agent": "treadle.rollout.agent_loop:SingleTurnAgentLoop",
     "tool_agent": "treadle.rollout.agent_loop:ToolAgentLoop",
-    "environment_agent": "treadle.rollout.environment:EnvironmentAgentLoop",
+    "environment_agent": "treadle.rollout.environment_loop:EnvironmentAgentLoop",
+    "program_agent": "treadle.gateway.agents:ProgramAgentLoop",
+    "function_agent": "treadle.gateway.agents:FunctionAgentLoop",
+    "verifiers_agent": "treadle.gateway.verifiers_agent:VerifiersAgentLoop",
 }
 
 
 def known_loops(rollout: RolloutConfig) -> tuple[str, ...]:
     """What a task may name: built-in loops, those that the config names, and its default."""
     agent = rollout.agent
-    paths = (loop.path for loop in agent.loops.values())
+    paths = (loop.path for loop in agent.loops.values() if loop.path is not None)
     return tuple(dict.fromkeys((*BUILT_IN, *agent.loops, *paths, agent.default_agent_loop)))
 
 
@@ -76,9 +99,51 @@ class LoopFactory:
     def __init__(self, rollout: RolloutConfig) -> None:
         self._rollout = rollout
         self._known: dict[str, tuple[type[AgentLoopBase], Mapping[str, Any]]] = {}
+        self._parts: dict[object, Any] = {}
+        """What `open_worker` returned, by that function: classes that inherit it share."""
         self.find(rollout.agent.default_agent_loop)
         for name in rollout.agent.loops:
             self.find(name)
+
+    async def open(self) -> None:
+        """Start what the loops of a worker share; a ConfigError, with nothing left running, where that fails."""
+        if self._rollout.multi_turn.environment is not None:
+            self.find("environment_agent")  # tasks may name it
+        try:
+            for name in list(self._known):
+                await self._open_part(name)
+        except BaseException:
+            await self.close()
+            raise
+
+    def check(self) -> list[Mistake]:
+        """What is wrong with the loops of the config, and what this machine lacks for them; starts nothing."""
+        mistakes: list[Mistake] = []
+        for name, (cls, kwargs) in self._known.items():
+            try:
+                mistakes += cls(self._rollout, **kwargs).missing()
+            except ConfigError as error:
+                mistakes += error.mistakes
+            except Exception as error:  # noqa: BLE001  of whatever kind: the class may be the user's
+                problem = f"{cls.__name__} cannot be built: {type(error).__name__}: {error}"
+                mistakes.append(Mistake(f"rollout.agent.loops.{name}.kwargs", problem, dict(kwargs)))
+        return mistakes
+
+    async def close(self) -> None:
+        """Close it again."""
+        for part in self._parts.values():
+            if part is not None:
+                await part.close()
+        self._parts.clear()
+
+    async def _open_part(self, name: str) -> None:
+        cls, kwargs = self.find(name)
+        key = cls.open_worker.__func__  # type: ignore[attr-defined]
+        if key is AgentLoopBase.open_worker.__func__:  # type: ignore[attr-defined]
+            return
+        cls(self._rollout, **kwargs)  # arguments that such a loop refuses are refused here
+        if key not in self._parts:
+            self._parts[key] = await cls.open_worker(self._rollout)
 
     def create(self, name: str | None) -> AgentLoopBase:
         """A fresh loop, by name or import path; None for the configured default."""
@@ -87,7 +152,9 @@ class LoopFactory:
             fix = "name it under rollout.agent.loops, or set rollout.agent.allow_imports_from_data"
             raise LoopFailure(f"the task asks for the agent loop {name!r}, which the config does not know: {fix}")
         cls, kwargs = self.find(name or agent.default_agent_loop)
-        return cls(self._rollout, **kwargs)
+        loop = cls(self._rollout, **kwargs)
+        loop.worker_part = self._parts.get(cls.open_worker.__func__)  # type: ignore[attr-defined]
+        return loop
 
     def find(self, name: str) -> tuple[type[AgentLoopBase], Mapping[str, Any]]:
         """The class behind a name and the arguments configured for it."""
@@ -95,7 +162,8 @@ class LoopFactory:
             return self._known[name]
         loops = self._rollout.agent.loops
         loop = loops.get(name)
-        path, kwargs = (loop.path, loop.kwargs) if loop else (BUILT_IN.get(name, name), {})
+        given = name if loop is None or loop.path is None else loop.path
+        path, kwargs = BUILT_IN.get(given, given), loop.kwargs if loop else {}
         key = f"rollout.agent.loops.{name}.path" if loop else "rollout.agent.default_agent_loop"
         if ":" not in path:
             known = [*BUILT_IN, *loops]
@@ -105,5 +173,11 @@ class LoopFactory:
         cls = load_object(path, key)
         if not (isinstance(cls, type) and issubclass(cls, AgentLoopBase)):
             raise ConfigError([Mistake(key, f"{path} is not a subclass of AgentLoopBase", path)])
+        try:
+            inspect.signature(cls).bind(self._rollout, **kwargs)
+        except TypeError as error:
+            raise ConfigError(
+                [Mistake(f"rollout.agent.loops.{name}.kwargs", f"{path}: {error}", dict(kwargs))]
+            ) from None
         self._known[name] = cls, kwargs
         return cls, kwargs

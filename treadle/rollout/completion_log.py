@@ -10,8 +10,8 @@ for it.
 
 Owns the completions of open sessions until they are written: those that are `interval_s` old while their session is
 still open, and all of them on `flush`. Most sessions end sooner and never touch the journal. Waits only for an engine.
-Invariant: a completion is returned again only to a request of the same row with the same ids; memory is bounded by
-what open sessions were sent within `interval_s`.
+Invariant: a completion is returned again only once, to a request with the same ids; memory is bounded by what open
+sessions were sent within `interval_s`.
 """
 
 import asyncio
@@ -21,7 +21,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import takewhile
 
-from treadle.engine.protocol import TokenGenerator
+from treadle.engine.protocol import SupportsForget, TokenGenerator
 from treadle.errors import Boundary, RunError
 from treadle.journal import Journal
 from treadle.types import Completion, Outcome, RecordedCompletion, Request, Trajectory
@@ -74,6 +74,8 @@ class _SessionLog:
     """Requests so far, by row."""
     recovered: dict[tuple[int, int], RecordedCompletion] = field(default_factory=dict)
     """By row and number; answered ones are taken out."""
+    moved: dict[int, tuple[int, int]] = field(default_factory=dict)
+    """Rows that go on from another recorded row: that row, and how much its numbers are ahead of theirs."""
     unwritten: list[_LoggedCompletion] = field(default_factory=list)
     since: float = 0.0
     """When the oldest of those came."""
@@ -87,6 +89,7 @@ class CompletionLog:
 
     def __init__(self, engine: TokenGenerator, journal: Journal | None, *, interval_s: float = INTERVAL_S) -> None:
         self._engine = engine
+        self._forgetful = engine if isinstance(engine, SupportsForget) else None
         self._journal = journal
         self._interval_s = interval_s
         self._open: dict[str, _SessionLog] = {}
@@ -114,6 +117,12 @@ class CompletionLog:
             self._log_completion(log, number, request, completion)
         return completion
 
+    def begin_group(self, uid: str, n: int, parts: Iterable[RecordedCompletion] = ()) -> None:
+        """The sessions of a task begin, with these parts: what a group that was cancelled had said is dropped."""
+        for sample in range(n):
+            self._drop(f"{uid}/{sample}")
+        self.recover(parts)
+
     def recover(self, parts: Iterable[RecordedCompletion]) -> None:
         """Go on from these parts: for sessions that have not begun yet."""
         for part in parts:
@@ -125,7 +134,15 @@ class CompletionLog:
             log.recovered[part.row, part.number] = part
 
     def forget(self, session: str) -> None:
-        """A session has ended, or begins anew. Call it after the trajectory was given to the journal, not before."""
+        """A session has ended, or begins anew: it is forgotten here and by its engine.
+
+        Call it after the trajectory was given to the journal, not before.
+        """
+        if self._forgetful is not None:
+            self._forgetful.forget(session)
+        self._drop(session)
+
+    def _drop(self, session: str) -> None:
         log = self._open.pop(session, None)
         if log is None:
             return
@@ -184,12 +201,27 @@ class CompletionLog:
 
 
 def _match(log: _SessionLog, number: int, request: Request) -> Completion | None:
-    """The recovered answer to this request; if it was another request then, nothing that followed in its row counts."""
-    part = log.recovered.pop((request.row, number), None)
-    if part is None:
-        return None
+    """The recovered answer to this request; if it was another request then, nothing that followed in its row counts.
+
+    Requests that run side by side may come in another order than before, and so in other rows: a row goes on from any
+    recorded row that asked the same.
+    """
+    row, ahead = log.moved.get(request.row, (request.row, 0))
+    place = (row, number + ahead)
+    part = log.recovered.get(place)
+    if part is None or not _answers(part, request):
+        expected = part is not None
+        found = next((where for where, other in log.recovered.items() if _answers(other, request)), None)
+        if found is None:
+            if expected:
+                log.recovered = {key: later for key, later in log.recovered.items() if key[0] != row}
+            return None
+        log.moved[request.row] = found[0], found[1] - number
+        place = found
+    return log.recovered.pop(place).completion
+
+
+def _answers(part: RecordedCompletion, request: Request) -> bool:
+    """Whether a recorded answer is one to this very request."""
     fits = len(part.completion.ids) <= request.sampling.max_tokens
-    if fits and part.asked == len(request.ids) and part.digest == prompt_digest(request.ids):
-        return part.completion
-    log.recovered = {key: later for key, later in log.recovered.items() if key[0] != request.row}
-    return None
+    return fits and part.asked == len(request.ids) and part.digest == prompt_digest(request.ids)

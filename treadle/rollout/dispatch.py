@@ -8,10 +8,12 @@ failure budget ends the run.
 """
 
 import asyncio
+import shlex
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Container, Iterator, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 from treadle.aio import BoundedBuffer, first_error, run_concurrently, task_results
 from treadle.config import FailureConfig, RolloutConfig
@@ -19,16 +21,16 @@ from treadle.engine.in_flight import InFlightRequest, InFlightRequests, PauseGat
 from treadle.errors import Boundary, BudgetSpent, DeadlineError, MisuseError, RewardFailure
 from treadle.journal import Journal
 from treadle.observe import Wait
-from treadle.rollout.completion_log import NOTHING_RECOVERED, RecoveredTask, needs_new_noise
-from treadle.rollout.protocol import AgentWorker, Dropped, Job, RolloutObserver, TrajectoryScorer
+from treadle.rollout.completion_log import NOTHING_RECOVERED, CompletionLog, RecoveredTask, needs_new_noise
+from treadle.rollout.protocol import AgentWorker, Dropped, Job, RolloutObserver, RolloutObservers, TrajectoryScorer
 from treadle.types import Batch, Group, Outcome, Provenance, SamplingParams, Score, Task, Trajectory
 
 
 class FailureBudget:
     """Counts finished trajectories; raises when failures are more than the config allows."""
 
-    def __init__(self, failures: FailureConfig) -> None:
-        self._failures = failures
+    def __init__(self, failures: FailureConfig, run_dir: Path | None = None) -> None:
+        self._failures, self._run_dir = failures, run_dir
         self._finished = 0
         self._failed: Counter[Boundary] = Counter()
         self._last: dict[Boundary, str] = {}
@@ -48,7 +50,10 @@ class FailureBudget:
     def _report(self, failed: int) -> str:
         allowed = f"rollout.failures.max_failed_fraction allows {self._failures.max_failed_fraction:g}"
         causes = (f"  {count} × {boundary}: {self._last[boundary]}" for boundary, count in self._failed.most_common())
-        return "\n".join([f"{failed} of {self._finished} trajectories failed; {allowed}", *causes])
+        lines = [f"{failed} of {self._finished} trajectories failed; {allowed}", *causes]
+        if self._run_dir is not None:
+            lines.append(f"see them with: treadle show {shlex.quote(str(self._run_dir))} --failed")
+        return "\n".join(lines)
 
 
 RETRIED_BOUNDARIES = frozenset({Boundary.ENGINE, Boundary.TOOL, Boundary.ENVIRONMENT, Boundary.LOOP})
@@ -86,7 +91,7 @@ class Dispatcher:
         scorer: TrajectoryScorer | None,
         journal: Journal | None = None,
         observers: Sequence[RolloutObserver] = (),
-        forget: Callable[[str], None] = lambda session: None,
+        completion_log: CompletionLog | None = None,
         replicas: int = 1,
     ) -> None:
         self._rollout = rollout
@@ -94,13 +99,15 @@ class Dispatcher:
         self._scorer = scorer
         self._group_scorer = scorer if scorer is not None and scorer.scores_groups else None
         self._journal = journal
-        self._observers = observers
-        self._forget = forget
-        self._budget = FailureBudget(rollout.failures)
+        self._observers = RolloutObservers(observers)
+        self._completion_log = completion_log
+        self._budget = FailureBudget(rollout.failures, journal.run_dir if journal is not None else None)
         self._places = asyncio.Semaphore(rollout.num_places(replicas))
         self._gate = PauseGate()
         self._attempts = InFlightRequests()
         self._turn = 0
+        self._groups: set[asyncio.Task[object]] = set()
+        """Tasks that wait for a group."""
         self._scoring: dict[tuple[str, int], float] = {}
         """Trajectories that wait for their score, and since when."""
 
@@ -114,7 +121,7 @@ class Dispatcher:
         _refuse_repeats(tasks)
         with first_error():
             async with asyncio.TaskGroup() as work:
-                running = [work.create_task(self._group(task, request)) for task in tasks]
+                running = [work.create_task(self.group(task, request)) for task in tasks]
         groups = task_results(running)
         dropped = tuple(group.uid for group in groups if isinstance(group, Dropped))
         return Batch(tuple(group for group in groups if isinstance(group, Group)), dropped)
@@ -122,9 +129,67 @@ class Dispatcher:
     async def group(
         self, task: Task, request: RolloutRequest, recovered: RecoveredTask = NOTHING_RECOVERED
     ) -> Group | Dropped:
-        """One group, once every sample has ended; what an earlier run finished is taken over."""
-        with first_error():
-            return await self._group(task, request, recovered)
+        """One group, once every sample has ended; what an earlier run finished is taken over.
+
+        With too few survivors, samples that failed are drawn once more.
+        """
+        if self._completion_log is not None:
+            self._completion_log.begin_group(task.uid, task.n or request.n, recovered.parts)
+        finished, unscored = self._split_scored(task, request, recovered.finished)
+        request = replace(request, unscored=lambda uid, sample: unscored.pop(sample, None)) if unscored else request
+        missing = [sample for sample in self._missing_samples(task, request) if sample not in finished]
+        redraws = Counter(recovered.redraws)
+        with self._listed(), first_error():
+            results = await run_concurrently(
+                [self._sample(task, sample, request, redraws, recovered.attempt) for sample in missing]
+            )
+            if dropped := [result for result in results if isinstance(result, Dropped)]:
+                return dropped[0]
+            finished.update({result.sample: result for result in results if isinstance(result, Trajectory)})
+            group = Group(task, tuple(finished[at] for at in sorted(finished)))
+            enough = self._rollout.failures.min_group_size
+            if missing and len(group.survivors) >= enough:
+                group = await self._score_group(group, redraws)
+            if len(group.survivors) >= enough:
+                return group
+            failed = [trajectory for trajectory in group.trajectories if not trajectory.outcome.ok]
+            again = await run_concurrently(
+                [self._sample(task, old.sample, request, redraws, old.attempt + 1) for old in failed]
+            )
+            redone = {new.sample: new for new in again if isinstance(new, Trajectory)}
+            group = Group(task, tuple(redone.get(old.sample, old) for old in group.trajectories))
+            return await self._score_group(group, redraws)
+
+    def _split_scored(
+        self, task: Task, request: RolloutRequest, finished: Sequence[Trajectory]
+    ) -> tuple[dict[int, Trajectory], dict[int, Trajectory]]:
+        """Finished samples by number: those that are done, and those that need a score."""
+        known = {trajectory.sample: trajectory for trajectory in finished}
+        if self._scorer is None:
+            return known, {}
+        unscored = {sample: sampled for sample, sampled in known.items() if sampled.reward is None}
+        if self._group_scorer is not None and (unscored or len(known) < len(self._missing_samples(task, request))):
+            return {}, known  # a score in a group is of that very group
+        return {sample: sampled for sample, sampled in known.items() if sample not in unscored}, unscored
+
+    @contextmanager
+    def _listed(self) -> Iterator[None]:
+        """List the task that runs as one that waits for a group."""
+        task = asyncio.current_task()
+        assert task is not None, "groups are sampled in tasks"
+        self._groups.add(task)
+        try:
+            yield
+        finally:
+            self._groups.discard(task)
+
+    async def cancel_groups(self, timeout_s: float) -> None:
+        """Cancel every group that is being sampled, and wait until they have ended, for as long as given."""
+        groups = set(self._groups)
+        for task in groups:
+            task.cancel()
+        if groups:
+            await asyncio.wait(groups, timeout=timeout_s)
 
     @asynccontextmanager
     async def drained(self, *, restart: bool) -> AsyncIterator[None]:
@@ -132,7 +197,7 @@ class Dispatcher:
         self._gate.pause()
         try:
             if restart:
-                self._attempts.end("weights were updated")
+                self._attempts.interrupt("weights were updated")
             limit = self._rollout.limits.session_timeout_s
             if not await self._attempts.drain(limit):
                 oldest = next(iter(self._attempts)).session
@@ -190,43 +255,6 @@ class Dispatcher:
     def _missing_samples(self, task: Task, request: RolloutRequest) -> list[int]:
         return [sample for sample in range(task.n or request.n) if (task.uid, sample) not in request.done]
 
-    async def _group(
-        self, task: Task, request: RolloutRequest, recovered: RecoveredTask = NOTHING_RECOVERED
-    ) -> Group | Dropped:
-        """The samples of one task. With too few survivors, those that failed are drawn once more."""
-        finished = {trajectory.sample: trajectory for trajectory in recovered.finished}
-        if self._scorer is not None:
-            unscored = {sample: sampled for sample, sampled in finished.items() if sampled.reward is None}
-            if self._group_scorer is not None and (
-                unscored or len(finished) < len(self._missing_samples(task, request))
-            ):
-                unscored = finished  # a score in a group is of that very group
-            request = replace(request, unscored=lambda uid, sample: unscored.pop(sample, None))
-            finished = {sample: sampled for sample, sampled in finished.items() if sample not in unscored}
-        missing = [sample for sample in self._missing_samples(task, request) if sample not in finished]
-        redraws = Counter(recovered.redraws)
-        results = await run_concurrently(
-            [self._sample(task, sample, request, redraws, recovered.attempt) for sample in missing]
-        )
-        if any(isinstance(result, Dropped) for result in results):
-            return next(result for result in results if isinstance(result, Dropped))
-        finished.update({result.sample: result for result in results if isinstance(result, Trajectory)})
-        group, enough = (
-            Group(task, tuple(finished[at] for at in sorted(finished))),
-            self._rollout.failures.min_group_size,
-        )
-        if missing and len(group.survivors) >= enough:
-            group = await self._score_group(group, redraws)
-        if len(group.survivors) >= enough:
-            return group
-        failed = [trajectory for trajectory in group.trajectories if not trajectory.outcome.ok]
-        again = await run_concurrently(
-            [self._sample(task, old.sample, request, redraws, old.attempt + 1) for old in failed]
-        )
-        redone = {new.sample: new for new in again if isinstance(new, Trajectory)}
-        group = Group(task, tuple(redone.get(old.sample, old) for old in group.trajectories))
-        return await self._score_group(group, redraws)
-
     async def _sample(
         self, task: Task, sample: int, request: RolloutRequest, redraws: Counter[int], attempt: int = 0
     ) -> Trajectory | Dropped:
@@ -235,57 +263,66 @@ class Dispatcher:
         Where groups are scored, one that did not fail is counted after that. `redraws` counts, by sample, the attempts
         whose noise must not be drawn again.
         """
-        last = attempt + self._rollout.failures.session_retries
-        clock = asyncio.get_running_loop().time
-        asked = clock()
+        session, clock = f"{task.uid}/{sample}", asyncio.get_running_loop().time
+        last, began = attempt + self._rollout.failures.session_retries, clock()
         async with self._places:
-            queue_s = clock() - asked
-            for observer in self._observers:
-                observer.start()
-            sampled = request.unscored(task.uid, sample)
-            result = await self._attempt(task, sample, request, redraws, attempt, queue_s, sampled)
-            while isinstance(result, Trajectory) and result.outcome.boundary in RETRIED_BOUNDARIES and attempt < last:
-                for observer in self._observers:
-                    observer.retry(result)
-                attempt += 1
-                result = await self._attempt(task, sample, request, redraws, attempt, queue_s)
+            queue_s = waited_s = clock() - began
+            self._observers.start()
+            result: Trajectory | Dropped | None = request.unscored(task.uid, sample)
+            while True:
+                if result is None:
+                    if self._gate.shut:
+                        queue_s += await self._hold(session)
+                    job = Job(task, sample, request.sampling, attempt, redraws[sample])
+                    try:
+                        with InFlightRequest(self._attempts, session, clock()):
+                            result = await self._next_worker().run(job)
+                    except WaitInterrupted:  # `drained` restarts it
+                        self._forget(session)
+                        continue
+                    if isinstance(result, Dropped):
+                        break
+                    timing = replace(result.timing, queue_s=queue_s + result.timing.queue_s)
+                    result = replace(result, timing=timing)
+                assert isinstance(result, Trajectory)
+                result = await self._settle(task, result, request, redraws)
+                if result.outcome.boundary not in RETRIED_BOUNDARIES or attempt >= last:
+                    break
+                self._observers.retry(result)
+                attempt, queue_s, result = attempt + 1, waited_s, None
         if isinstance(result, Dropped):
-            for observer in self._observers:
-                observer.drop()
+            self._observers.drop()
         elif not self._waits_for_group(result):
             self._finish(result)
         return result
+
+    def _forget(self, session: str) -> None:
+        if self._completion_log is not None:
+            self._completion_log.forget(session)
+
+    async def _hold(self, session: str) -> float:
+        """Wait while `drained` holds new sessions back; how long that took."""
+        clock = asyncio.get_running_loop().time
+        began = clock()
+        await self._gate.admit(session)
+        return clock() - began
 
     def _waits_for_group(self, trajectory: Trajectory) -> bool:
         return self._group_scorer is not None and trajectory.outcome.ok
 
     def _finish(self, trajectory: Trajectory) -> None:
-        for observer in self._observers:
-            observer.finish(trajectory)
+        self._observers.finish(trajectory)
         self._budget.add(trajectory.outcome)
 
-    async def _attempt(
-        self,
-        task: Task,
-        sample: int,
-        request: RolloutRequest,
-        redraws: Counter[int],
-        attempt: int,
-        queue_s: float,
-        sampled: Trajectory | None = None,
-    ) -> Trajectory | Dropped:
-        """One attempt, scored and recorded; with `sampled`, which has its tokens, only scored and recorded.
-
-        `queue_s`: how long the sample has waited for its place.
-        """
-        result = sampled or await self._run(Job(task, sample, request.sampling, attempt, redraws[sample]), queue_s)
-        if isinstance(result, Dropped):
-            return result
+    async def _settle(
+        self, task: Task, result: Trajectory, request: RolloutRequest, redraws: Counter[int]
+    ) -> Trajectory:
+        """A trajectory that has its tokens, scored and recorded."""
         if request.stamp is not None:
             result = replace(result, provenance=request.stamp(task))
         if result.outcome.ok and self._scorer is not None:
             result = await self._score(task, result, self._scorer)
-        redraws[sample] += needs_new_noise(result.outcome)
+        redraws[result.sample] += needs_new_noise(result.outcome)
         await self._record(_without_score(result) if self._waits_for_group(result) else result)
         return result
 
@@ -296,28 +333,6 @@ class Dispatcher:
         self._forget(f"{trajectory.uid}/{trajectory.sample}")
         if self._journal is not None and self._journal.full:
             await self._journal.drain()
-
-    async def _run(self, job: Job, queue_s: float) -> Trajectory | Dropped:
-        """One attempt by a worker; begun again when `drained` restarts it. Time held back adds to `queue_s`."""
-        session, clock = f"{job.task.uid}/{job.sample}", asyncio.get_running_loop().time
-        while True:
-            if self._gate.shut:
-                held = clock()
-                await self._gate.admit(session)
-                queue_s += clock() - held
-            attempt = InFlightRequest(session, clock())
-            self._attempts[attempt] = None
-            try:
-                with attempt:
-                    result = await self._worker().run(job)
-                if isinstance(result, Trajectory):
-                    timing = replace(result.timing, queue_s=queue_s + result.timing.queue_s)
-                    result = replace(result, timing=timing)
-                return result
-            except WaitInterrupted:
-                self._forget(session)
-            finally:
-                self._attempts.finish(attempt)
 
     async def _score(self, task: Task, trajectory: Trajectory, scorer: TrajectoryScorer) -> Trajectory:
         clock = asyncio.get_running_loop().time
@@ -361,7 +376,7 @@ class Dispatcher:
             scored[item.sample] = result
         return Group(group.task, tuple(scored.get(item.sample, item) for item in group.trajectories))
 
-    def _worker(self) -> AgentWorker:
+    def _next_worker(self) -> AgentWorker:
         """Workers take turns; they all reach the same engines."""
         self._turn = (self._turn + 1) % len(self._workers)
         return self._workers[self._turn]

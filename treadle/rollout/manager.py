@@ -15,14 +15,14 @@ from typing import Any, Self
 
 from treadle.aio import BoundedBuffer, LoopThread
 from treadle.config import ModelConfig, RewardConfig, RolloutConfig
-from treadle.config.training import OnWeightUpdate
+from treadle.config.rollout import OnWeightUpdate
 from treadle.engine.protocol import WeightUpdate
 from treadle.errors import MisuseError
 from treadle.rollout.completion_log import NOTHING_RECOVERED, RecoveredTask
 from treadle.rollout.dispatch import FindUnscored, no_trajectory
 from treadle.rollout.protocol import Dropped
 from treadle.rollout.service import RolloutKind, RolloutParts, RolloutService
-from treadle.types import Batch, Group, Task, Trajectory
+from treadle.types import Batch, Completion, Group, Task, Trajectory
 
 STREAM_BUFFER = 256
 """Trajectories a stream holds for a slow reader before sessions wait for it."""
@@ -38,6 +38,7 @@ class AgentLoopManager:
         self._rollout = rollout
         self._thread = thread
         self._service = service
+        self._dispatcher = service.dispatcher
         self._unawaited: dict[int, str] = {}
         """Calls not yet awaited or iterated, by number."""
         self._calls = 0
@@ -70,7 +71,7 @@ class AgentLoopManager:
         reward: RewardConfig | None = None,
         parts: RolloutParts = FROM_CONFIG,
     ) -> Self:
-        """The same, for code that does not await; correct inside a running loop too."""
+        """As `create`, for code that does not await; correct inside a running loop too."""
         thread = LoopThread("treadle-rollout")
         try:
             service = thread.run_blocking(RolloutService.start(rollout, model, reward, parts), "create")
@@ -140,7 +141,7 @@ class AgentLoopManager:
         done: Container[tuple[str, int]] = (),
         unscored: FindUnscored = no_trajectory,
     ) -> Iterator[Trajectory | Dropped]:
-        """The same, for code that does not await."""
+        """As `stream`, for code that does not await."""
         return self._stream_blocking(self._expect("stream_blocking"), tasks, kind, done, unscored)
 
     def _stream_blocking(
@@ -175,7 +176,7 @@ class AgentLoopManager:
         self, task: Task, *, kind: RolloutKind = RolloutKind.TRAINING, past: RecoveredTask = NOTHING_RECOVERED
     ) -> Group | Dropped:
         """Sample one task; `past` is what an earlier run recorded of it. `watch` must run meanwhile."""
-        return await self._thread.run(self._service.group(task, kind, past))
+        return await self._thread.run(self._dispatcher.group(task, self._service.request(kind), past))
 
     async def watch(self) -> None:
         """Report stalls and a journal that cannot be written, until cancelled; for callers of `generate_group`."""
@@ -188,6 +189,10 @@ class AgentLoopManager:
     async def sleep(self) -> None:
         """Have the engines give their devices' memory back until the next weights. Nothing may be under way."""
         await self._thread.run(self._service.sleep())
+
+    async def probe(self, num_tokens: int) -> tuple[tuple[int, ...], dict[str, Completion]]:
+        """An arbitrary prompt of so many ids and each replica's answer of as many, of no session and in no record."""
+        return await self._thread.run(self._service.probe(num_tokens))
 
     async def update_weights(self, update: WeightUpdate, *, running: OnWeightUpdate = "continue") -> str:
         """Hand new weights to every engine; the checksum they confirmed. `running`: what becomes of open sessions."""
@@ -204,7 +209,7 @@ class AgentLoopManager:
         self._refuse_unawaited()
 
     def close_blocking(self) -> None:
-        """The same, for code that does not await."""
+        """As `close`, for code that does not await."""
         if not self._closed:
             self._closed = True
             try:

@@ -3,7 +3,7 @@
 Owns the narrow interfaces, so that sessions, workers and dispatchers run against any object with these calls.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -29,9 +29,20 @@ class TextRenderer(Protocol):
 
     def decode(self, ids: Sequence[int]) -> str: ...
 
+    def encode(self, text: str) -> tuple[int, ...]: ...
+
+    def drops_reasoning(self, *, has_calls: bool, user_follows: bool) -> bool: ...
+
+    def least_tokens(self, texts: Iterable[str]) -> int: ...
+
 
 class CallParser(Protocol):
     """Finds tool calls in what a model wrote."""
+
+    @property
+    def starts(self) -> tuple[str, ...]: ...
+
+    def opening(self, name: str) -> str: ...
 
     def parse(self, text: str) -> Any: ...
 
@@ -40,6 +51,10 @@ class SessionToolCalls(Protocol):
     """The tools of one session."""
 
     async def call_many(self, calls: Sequence[ToolCall], max_parallel: int) -> Sequence[ToolResult]: ...
+
+    def add_schemas(self, schemas: Sequence[Mapping[str, Any]]) -> None: ...
+
+    def check_added(self, call: ToolCall) -> ToolCall | None: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,6 +124,29 @@ class RolloutObserver(Protocol):
     def drop(self) -> None: ...
 
 
+class RolloutObservers:
+    """Several observers, as one."""
+
+    def __init__(self, observers: Sequence[RolloutObserver]) -> None:
+        self._observers = observers
+
+    def start(self) -> None:
+        for observer in self._observers:
+            observer.start()
+
+    def retry(self, finished: Trajectory) -> None:
+        for observer in self._observers:
+            observer.retry(finished)
+
+    def finish(self, finished: Trajectory) -> None:
+        for observer in self._observers:
+            observer.finish(finished)
+
+    def drop(self) -> None:
+        for observer in self._observers:
+            observer.drop()
+
+
 class ManagedWorker(AgentWorker, Protocol):
     """An agent worker that the rollout closes again."""
 
@@ -119,13 +157,5 @@ class ManagedWorker(AgentWorker, Protocol):
 
 class ManagedScorer(TrajectoryScorer, Protocol):
     """A scorer that the rollout closes again."""
-
-    async def close(self) -> None: ...
-
-
-class ReplicaMonitor(Protocol):
-    """Restarts replicas. `watch` raises when none is left."""
-
-    async def watch(self) -> None: ...
 
     async def close(self) -> None: ...

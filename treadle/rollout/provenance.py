@@ -27,11 +27,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from hashlib import blake2b
-from importlib.util import find_spec, resolve_name
+from importlib.util import resolve_name
 from logging import getLogger
 from pathlib import Path
 
 from treadle.config import Config, ModelConfig, RewardConfig, RolloutConfig
+from treadle.config.plugin import source_file
 from treadle.config.section import Section
 from treadle.config.show import as_yaml, flatten, hide_secret
 from treadle.errors import ConfigError, Mistake
@@ -49,17 +50,19 @@ PLACEMENT_KEYS = (
     *("rollout.n", "rollout.val_kwargs.n", "rollout.agent.num_workers", "rollout.agent.max_concurrent_sessions"),
     *("rollout.gpu_memory_utilization", "rollout.max_num_seqs", "rollout.max_num_batched_tokens"),
     *("rollout.enforce_eager", "rollout.enable_prefix_caching", "rollout.enable_chunked_prefill"),
-    *("rollout.free_cache_engine", "rollout.failures.", "rollout.openai.api_key_env"),
+    *("rollout.free_cache_engine", "rollout.overlap_weight_updates", "rollout.failures.", "rollout.openai.api_key_env"),
     *("rollout.limits.session_timeout_s", "rollout.limits.request_timeout_s", "rollout.limits.launch_timeout_s"),
     *("rollout.limits.close_timeout_s", "rollout.limits.stall_report_s", "rollout.multi_turn.max_parallel_calls"),
     *("rollout.scripted.latency_s", "rollout.scripted.latency_tail", "rollout.scripted.failure_rate"),
-    *("rollout.scripted.hang_rate", "model.enable_gradient_checkpointing"),
+    *("rollout.scripted.hang_rate", "model.enable_gradient_checkpointing", "rollout.gateway.host"),
+    *("rollout.gateway.port", "rollout.gateway.url", "rollout.gateway.max_body_mb"),
+    *("rollout.sandbox.warm", "model.shared_prefix"),
 )
 """Keys, or the beginnings of keys, that decide where, how many, how fast or how long, and not which tokens."""
 
 SCORE_NEUTRAL_KEYS = (
     *("reward.success_threshold", "reward.num_workers", "reward.timeout_s", "reward.cpu_time_s", "reward.memory_mb"),
-    *("reward.retries", "reward.rate_limit_per_s"),
+    *("reward.retries", "reward.rate_limit_per_s", "reward.sandbox.warm", "reward.max_gradings"),
 )
 """Keys of `reward` that leave scores alone."""
 
@@ -69,7 +72,9 @@ _ENGINES = ("openai", "scripted")
 _OWN_LOOPS = ("single_turn_agent", "tool_agent")
 """Loops that see no more of a row than its messages and tools."""
 
-_IMPORT_PATH = re.compile(r"[A-Za-z_]\w*(?:\.\w+)*:[A-Za-z_]\w*(?:\.\w+)*")
+_IMPORT_PATH = re.compile(
+    r"(?:(?P<file>[^\s\"',\[\]:]+\.(?:py|pkl))|(?P<module>[A-Za-z_]\w*(?:\.\w+)*)):[A-Za-z_]\w*(?:\.\w+)*"
+)
 _WEIGHTS = {".safetensors", ".bin", ".pt", ".pth", ".gguf"}
 _READ_WHOLE = 256 << 20
 _READ_ENDS = 1 << 20
@@ -93,7 +98,11 @@ class RunInputs:
         """Read every file and source that counts; a file that is not there is reported where it is needed."""
         leaves = {**_leaves("rollout", rollout), **_leaves("model", model)}
         shared = dict(_relevant(leaves, rollout))
-        shared |= _models(model, weights=rollout.uses_gpus()) | _sources(shared)
+        shared |= _models(model, weights=rollout.uses_gpus()) | source_digests(shared)
+        shared |= {
+            f"contents of rollout.multi_turn.opponents: {path}": contents_digest(path, weights=rollout.uses_gpus())
+            for path in rollout.multi_turn.opponents
+        }
         sampled = {name.removeprefix("rollout.val_kwargs.") for name in shared if "rollout.val_kwargs." in name}
         training = {name: value for name, value in shared.items() if "rollout.val_kwargs." not in name}
         validation = {name: value for name, value in shared.items() if name.removeprefix("rollout.") not in sampled}
@@ -142,7 +151,11 @@ def _relevant(leaves: InputItems, rollout: RolloutConfig) -> Iterator[tuple[str,
     """What counts: no placement, no section of an engine that is not used; contents stand for paths of models."""
     unused = tuple(f"rollout.{name}." for name in _ENGINES if name != rollout.name)
     for name, value in leaves.items():
-        if name in ("model.path", "model.tokenizer_path") or name.startswith(unused) or is_placement(name):
+        if (
+            name in ("model.path", "model.adapter", "model.tokenizer_path")
+            or name.startswith(unused)
+            or is_placement(name)
+        ):
             continue
         yield name, value
 
@@ -161,28 +174,30 @@ def _scoring(reward: RewardConfig) -> dict[str, str]:
         for name, item in models.items():
             if item.path is not None:
                 leaves[f"contents of reward.{kind}.{name}.path"] = contents_digest(item.path, weights=True)
-    return leaves | _sources(leaves)
+    return leaves | source_digests(leaves)
 
 
 def _models(model: ModelConfig, *, weights: bool) -> dict[str, str]:
     found = {"contents of model.path": contents_digest(model.path, weights=weights)}
+    if model.adapter is not None:
+        found["contents of model.adapter"] = contents_digest(model.adapter, weights=weights)
     if model.tokenizer_path is not None:
         found["contents of model.tokenizer_path"] = contents_digest(model.tokenizer_path, weights=False)
     return found
 
 
-def _sources(leaves: InputItems) -> dict[str, str]:
+def source_digests(leaves: InputItems) -> dict[str, str]:
     """Digests of the code behind every value that is an import path."""
     return {
-        f"source of {path} in {name}": source_digest(path.partition(":")[0])
+        f"source of {found[0]} in {name}": source_digest(found["file"] or found["module"])
         for name, value in leaves.items()
-        for path in _IMPORT_PATH.findall(value)
+        for found in _IMPORT_PATH.finditer(value)
         if "://" not in value
     }
 
 
 def contents_digest(path: str, *, weights: bool) -> str:
-    """Of a model directory: its small files whole, large ones by size, time and both ends."""
+    """Digest of a model directory: its small files whole, large ones by size, time and both ends."""
     directory = find_model_path(path)
     if directory is None:
         return "not found"
@@ -206,7 +221,7 @@ def _file_digest(file: Path) -> bytes:
 
 
 def source_digest(module: str) -> str:
-    """Of a module's file and of those it imports, as far as they are not installed packages."""
+    """Digest of a module or file, and of the modules it imports that are not of installed packages."""
     here = str(Path.cwd())
     if here not in sys.path:
         sys.path.append(here)
@@ -216,26 +231,17 @@ def source_digest(module: str) -> str:
         name = waiting.pop()
         if name in seen:
             continue
-        file = _source_file(name)
+        file = source_file(name)
         seen[name] = b"" if file is None else file.read_bytes()
         waiting += [] if file is None else _imports(name, file, seen[name])
     return _hex(b"\n".join(name.encode() + b"=" + content for name, content in sorted(seen.items())))
-
-
-def _source_file(module: str) -> Path | None:
-    try:
-        spec = find_spec(module)
-    except Exception:  # noqa: BLE001 - a parent package may do anything when it is imported; the real import reports it
-        return None
-    origin = None if spec is None else spec.origin
-    return Path(origin) if origin and origin.endswith(".py") and Path(origin).is_file() else None
 
 
 def _imports(module: str, file: Path, source: bytes) -> list[str]:
     """The modules that a file imports and that are the user's own."""
     try:
         tree = ast.parse(source)
-    except (SyntaxError, ValueError):
+    except (SyntaxError, ValueError):  # a serialized function is no source either
         return []
     package = module if file.name == "__init__.py" else module.rpartition(".")[0]
     names: set[str] = set()
@@ -247,7 +253,7 @@ def _imports(module: str, file: Path, source: bytes) -> list[str]:
             if node.level:
                 base = resolve_name("." * node.level + base, package) if package else base
             names |= {base, *(f"{base}.{alias.name}" for alias in node.names)}
-    return [name for name in names if name and _is_own(name)]
+    return [name for name in sorted(names) if name and _is_own(name)]
 
 
 def _is_own(module: str) -> bool:
@@ -255,9 +261,13 @@ def _is_own(module: str) -> bool:
         return False
     if module.split(".")[0] == "treadle":
         return module.startswith("treadle.reward.builtin.")
-    file = _source_file(module)
-    return file is not None and not any(file.is_relative_to(place) for place in _INSTALLED)
+    file = source_file(module)
+    if file is None or not _PACKAGES.isdisjoint(file.parts):  # of another environment that this one shows
+        return False
+    return not any(file.is_relative_to(place) for place in _INSTALLED)
 
+
+_PACKAGES = frozenset({"site-packages", "dist-packages"})
 
 _INSTALLED: Sequence[str] = tuple({sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")})
 

@@ -23,6 +23,7 @@ from typing import Any, Self
 
 from treadle.aio import GIVE_UP_S
 from treadle.config import ModelConfig, RolloutConfig
+from treadle.config.rollout import BOX_TOOLS
 from treadle.context_vars import Captured, capture, restore
 from treadle.engine.in_flight import WaitInterrupted
 from treadle.engine.protocol import TokenGenerator
@@ -38,12 +39,13 @@ from treadle.errors import (
 )
 from treadle.observe import Wait
 from treadle.process.channel import ChannelClosed, ChannelCodec, pickle_by_fields
+from treadle.process.child_handle import ProcessSpec
+from treadle.process.child_main import ParentConnection
 from treadle.process.codec import RecordCodec
-from treadle.process.launcher import Launcher, ProcessSpec, RemoteProcess, SubprocessLauncher
-from treadle.process.main import ParentConnection
+from treadle.process.launcher import Launcher, RemoteProcess, SubprocessLauncher
 from treadle.process.rpc import RpcPeer
 from treadle.process.supervisor import RestartPolicy, Supervisor
-from treadle.rollout.environment import may_block
+from treadle.rollout.environments.schemes import runs_here
 from treadle.rollout.protocol import Dropped, Job
 from treadle.rollout.tools.function import FunctionTool, ToolMode, load_tools
 from treadle.rollout.worker import STAGE_FAILURES, AgentLoopWorker
@@ -77,13 +79,32 @@ _HERE = SubprocessLauncher()
 
 
 def num_processes(rollout: RolloutConfig) -> int:
-    """Worker processes: as configured, or one where plain Python is called, which can hold the interpreter."""
+    """Worker processes: as configured, or one where a user's code is called, which can hold the interpreter.
+
+    Agents that talk to the gateway are kept out of the manager's process, too: it holds rewards and keys.
+    """
     if rollout.agent.num_workers is not None:
         return rollout.agent.num_workers
-    tools = load_tools(rollout.multi_turn.tools)
-    blocking = any(isinstance(tool, FunctionTool) and tool.mode is ToolMode.THREAD for tool in tools)
-    environment = rollout.multi_turn.environment
-    return 1 if blocking or (environment is not None and may_block(environment)) else 0
+    return 1 if rollout.uses_gateway() or _calls_user_code(rollout) else 0
+
+
+def _calls_user_code(rollout: RolloutConfig) -> bool:
+    """Whether loops, tools, the environment or the parser come from outside; a plain tool of ours may block as well."""
+    agent, turns = rollout.agent, rollout.multi_turn
+    tools = [path for path in turns.tools if path not in BOX_TOOLS]
+    blocking = any(isinstance(tool, FunctionTool) and tool.mode is ToolMode.THREAD for tool in load_tools(tools))
+    if blocking or runs_here(turns) or agent.allow_imports_from_data:
+        return True
+    return _has_user_loop(rollout) or any(map(_is_users, (*tools, turns.format)))
+
+
+def _has_user_loop(rollout: RolloutConfig) -> bool:
+    agent = rollout.agent
+    return any(map(_is_users, (agent.default_agent_loop, *(loop.path or "" for loop in agent.loops.values()))))
+
+
+def _is_users(path: str) -> bool:
+    return ":" in path and not path.startswith("treadle.")
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,6 +188,8 @@ class UpstreamEngine:
     async def generate(self, request: Request) -> Completion:
         if not self._sends_text:
             request = replace(request, messages=(), tools=())
+        if request.on_tokens is not None:
+            request = replace(request, on_tokens=None)  # tokens come with the answer
         completion: Completion = await self.peer.request(request)
         return completion
 
@@ -265,7 +288,7 @@ class RemoteAgentWorker:
 
     @property
     def pid(self) -> int:
-        """Of the process that runs."""
+        """The id of the worker's process."""
         assert self._supervisor.process is not None
         return self._supervisor.process.pid
 
@@ -281,6 +304,7 @@ class RemoteAgentWorker:
             kill_with_parent=False,
             reap=True,
             trace=True,
+            max_stall_s=2 * self._max_silence_s,  # this side kills it first, as long as it lives
             end_timeout_s=limits.close_timeout_s,
         )
         return await self._launcher().launch(spec, self._answer, Failure)
@@ -394,5 +418,7 @@ class RemoteAgentWorker:
 def _max_silence_s(rollout: RolloutConfig) -> float:
     """How long a worker may be silent: longer than any call that may hold it up within its deadline."""
     turns = rollout.multi_turn
+    if _has_user_loop(rollout):  # what it computes between its turns has the session's deadline alone
+        return rollout.limits.session_timeout_s + GIVE_UP_S
     longest = max(turns.tool_timeout_s, turns.environment_timeout_s if turns.environment else 0.0)
     return min(longest, rollout.limits.session_timeout_s) + GIVE_UP_S

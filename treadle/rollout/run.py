@@ -5,7 +5,7 @@ section in the same file is ignored. An interrupted run continues: finished samp
 drawn again, as long as their provenance matches what is asked for now.
 """
 
-import asyncio
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -13,13 +13,15 @@ from dataclasses import dataclass, replace
 from logging import getLogger
 from pathlib import Path
 
+from treadle.aio import run_to_end
 from treadle.config import Config, to_yaml
 from treadle.config.show import hide_in_words
 from treadle.data.renderer import Renderer
-from treadle.data.tasks import load_training_tasks, load_validation_tasks
+from treadle.data.tasks import load_tasks, load_validation_tasks
 from treadle.errors import RunError
 from treadle.journal import Journal, JournalReader, logging_to, set_aside
 from treadle.observe import FinishedTrajectory, RolloutCounters, Summary, summarize
+from treadle.process.interrupt_watcher import watched_interrupts
 from treadle.rollout.dispatch import no_trajectory
 from treadle.rollout.manager import FROM_CONFIG, AgentLoopManager
 from treadle.rollout.protocol import Dropped
@@ -32,7 +34,7 @@ from treadle.types import Task, Trajectory
 log = getLogger(__name__)
 
 ShowProgress = Callable[[RolloutCounters, int], AbstractContextManager[object]]
-"""Shows a tally while it grows towards a total."""
+"""Shows counters while they grow towards a total."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,24 +59,29 @@ def run_rollout(
     command: Sequence[str] = (),
     parts: RolloutParts = FROM_CONFIG,
     progress: ShowProgress = hide_progress,
+    stop: threading.Event | None = None,
 ) -> RolloutResult:
     """Roll out every task of the training files, or of the validation files, and keep everything in the run directory.
 
-    `parts` replace or add to what the config would build. Ctrl-C ends it in order: what is finished is kept, and the
-    same call goes on from there. Trajectories of another model, sampling or prompt are never taken for the result: a
-    directory that holds some is refused with what changed, unless `fresh` sets it aside. Where only the reward changed,
-    they are scored again.
+    `parts` replace or add to what the config would build. Ctrl-C ends it in order, and so does `stop`, at the next
+    trajectory that ends: what is finished is kept, and the same call goes on from there. Trajectories of another model,
+    sampling or prompt are never taken for the result: a directory that holds some is refused with what changed, unless
+    `fresh` sets it aside. Where only the reward changed, they are scored again.
     """
-    tasks = list(load_validation_tasks(config.data) if validation else load_training_tasks(config.data))
+    data = config.data
+    if validation:
+        tasks = list(load_validation_tasks(data))
+    else:  # every task once, whatever its share in training
+        tasks = list(load_tasks(data.train_files, data, data.train_max_samples))
     renderer = Renderer.create(config.model)  # a mistake in model or tasks leaves no run directory behind
-    survey = asyncio.run(survey_prompts(tasks, config.rollout, renderer))
+    survey = run_to_end(survey_prompts(tasks, config.rollout, renderer))
     if note := survey.note(config.rollout):
         warn(f"note: {note}")
     cut = 0 if config.rollout.overlong_prompts == "drop" else len(survey.overlong)
     if not config.logging.journal:
         run = _RolloutRun(config, tasks, None, validation, ReusableSamples(), replace(parts, renderer=renderer))
         with progress(run.counters, run.total):
-            interrupted = run.roll_out()
+            interrupted = run.roll_out(stop)
         return RolloutResult(run.summary(num_cut=cut), interrupted, None)
     run_dir = Path(config.logging.directory("validation" if validation else "rollout"))
     if fresh:
@@ -86,7 +93,7 @@ def run_rollout(
         brought = replace(parts, renderer=renderer, journal=journal, inputs=inputs)
         run = _RolloutRun(config, tasks, journal, validation, kept, brought)
         with progress(run.counters, run.total):
-            interrupted = run.roll_out()
+            interrupted = run.roll_out(stop)
     return RolloutResult(run.summary(num_cut=cut), interrupted, run_dir)
 
 
@@ -138,7 +145,7 @@ class _RolloutRun:
     def total(self) -> int:
         return sum(task.n or self._n for task in self._tasks)
 
-    def roll_out(self) -> bool:
+    def roll_out(self, stop: threading.Event | None) -> bool:
         """Draw what is missing; whether it was interrupted."""
         config = self._config
         done = {(finished.uid, finished.sample) for finished in self._finished}
@@ -147,9 +154,12 @@ class _RolloutRun:
         kind = RolloutKind.VALIDATION if self._validation else RolloutKind.TRAINING
         parts = replace(self._parts, observers=(self.counters,))
         try:
-            with AgentLoopManager.create_blocking(
-                rollout=config.rollout, model=config.model, reward=config.reward, parts=parts
-            ) as manager:
+            with (
+                watched_interrupts(),
+                AgentLoopManager.create_blocking(
+                    rollout=config.rollout, model=config.model, reward=config.reward, parts=parts
+                ) as manager,
+            ):
                 self._began = time.monotonic()
                 find = self._find_unscored()
                 for result in manager.stream_blocking(self._tasks, kind=kind, done=done, unscored=find):
@@ -157,6 +167,8 @@ class _RolloutRun:
                         self._dropped.add(result.uid)
                     else:
                         self._finished.append(result)
+                    if stop is not None and stop.is_set():
+                        return True
         except KeyboardInterrupt:
             return True
         self._check_complete()

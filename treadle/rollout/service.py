@@ -6,41 +6,35 @@ started before it.
 
 import asyncio
 import random
-from collections.abc import AsyncIterator, Awaitable, Callable, Container, Iterator, Mapping, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
-from dataclasses import dataclass, replace
+from collections.abc import AsyncIterator, Callable, Container, Iterator, Mapping, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from functools import partial
 from typing import Self
 
 from treadle.aio import BoundedBuffer, first_error
 from treadle.config import ModelConfig, RewardConfig, RolloutConfig
-from treadle.config.training import OnWeightUpdate
+from treadle.config.rollout import OnWeightUpdate
 from treadle.data.renderer import Renderer
-from treadle.engine.protocol import Engine, Gpu, TokenGenerator, WeightUpdate
+from treadle.engine.protocol import Engine, TokenGenerator, WeightUpdate
+from treadle.engine.replica_supervisor import ReplicaSupervisor, StartedEngines
 from treadle.engine.requests import AnswerCheck
 from treadle.engine.router import Router
 from treadle.journal import Journal
 from treadle.model.tokenizer import read_vocabulary_size
 from treadle.observe import StallReport, StallWatchdog, Wait
+from treadle.observe.gateway_totals import GatewayTotals
 from treadle.reward.context import RewardContext
-from treadle.reward.scorer import Scorer
-from treadle.rollout.completion_log import CompletionLog, RecoveredTask
+from treadle.rollout.completion_log import CompletionLog
 from treadle.rollout.dispatch import Dispatcher, FindUnscored, RolloutRequest, no_trajectory
-from treadle.rollout.engines import start_engines
-from treadle.rollout.protocol import (
-    Dropped,
-    ManagedScorer,
-    ManagedWorker,
-    ReplicaMonitor,
-    RolloutObserver,
-)
+from treadle.rollout.engines import RolloutBackend, start_engines
+from treadle.rollout.opponents import Opponents
+from treadle.rollout.protocol import Dropped, ManagedWorker, RolloutObserver
 from treadle.rollout.provenance import RunInputs
-from treadle.rollout.remote_worker import RemoteAgentWorker, num_processes
 from treadle.rollout.startup_checks import check_template
-from treadle.rollout.worker import AgentLoopWorker
 from treadle.terminal import warn
-from treadle.types import NOTHING, Batch, Group, SamplingParams, Task, Trajectory
+from treadle.types import NOTHING, Batch, Completion, Request, SamplingParams, Task, Trajectory
 
 
 class RolloutKind(StrEnum):
@@ -59,32 +53,22 @@ def print_stall(report: StallReport) -> None:
     warn(report.text())
 
 
-RecordEvent = Callable[[str, Mapping[str, object]], None]
-"""Adds an event to the journal, if there is one: its kind and its fields."""
-
-
 @dataclass(frozen=True, slots=True)
 class RolloutParts:
     """What a caller may bring instead of having it built from the config."""
 
-    engines: Sequence[Engine] | Callable[[], Awaitable[Sequence[Engine]]] | None = None
-    """Engines, or what starts them on the rollout's own loop."""
+    backend: RolloutBackend = field(default_factory=RolloutBackend)
+    """Starts engines, agent workers and the scorer."""
+    engines: Sequence[Engine] | None = None
+    """Engines that are there already."""
     renderer: Renderer | None = None
     journal: Journal | None = None
     observers: Sequence[RolloutObserver] = ()
-    workers: Callable[[TokenGenerator], Awaitable[Sequence[ManagedWorker]]] | None = None
-    """Starts agent workers elsewhere, which generate through what they are given."""
-    scorer: Callable[[RewardContext], Awaitable[ManagedScorer]] | None = None
-    """Starts a scorer elsewhere, with what it may use of this rollout."""
-    attend: Callable[[Router, RecordEvent], Awaitable[ReplicaMonitor]] | None = None
-    """Starts a monitor that replaces replicas which die, and records it."""
     on_stall: Callable[[StallReport], None] = print_stall
     api_keys: Mapping[str, str] = NOTHING
     """Keys of endpoints, by the environment variable that the config names for each."""
     inputs: RunInputs | None = None
     """What trajectories are made from, which is then recorded with each."""
-    gpus: Mapping[str, Sequence[Gpu]] = NOTHING
-    """Those of reward models, by the name of each."""
 
 
 class RolloutService:
@@ -98,19 +82,21 @@ class RolloutService:
         completion_log: CompletionLog,
         dispatcher: Dispatcher,
         watchdog: StallWatchdog,
-        monitor: ReplicaMonitor | None,
+        supervisor: ReplicaSupervisor | None,
         journal: Journal | None,
         inputs: RunInputs | None,
         parts: AsyncExitStack,
+        num_ids: int | None = None,
     ) -> None:
         self._inputs = inputs
+        self._num_ids = num_ids or 1
         self._rollout = rollout
         self._renderer = renderer
         self.router = router
         self._completion_log = completion_log
-        self._dispatcher = dispatcher
+        self.dispatcher = dispatcher
         self._watchdog = watchdog
-        self._monitor = monitor
+        self._supervisor = supervisor
         self._journal = journal
         self._parts = parts
         self._running: set[asyncio.Task[object]] = set()
@@ -127,44 +113,56 @@ class RolloutService:
             if renderer is None:
                 renderer = await asyncio.to_thread(Renderer.create, model)
             _check_rendering(renderer, rollout, parts.journal)
+            backend = parts.backend
             if parts.engines is None:
-                engines: Sequence[Engine] = await start_engines(
-                    rollout, model, renderer, parts.api_keys.get(rollout.openai.api_key_env)
-                )
+                api_key = parts.api_keys.get(rollout.openai.api_key_env)
+                replicas = await backend.start_engines(rollout, model, renderer, api_key)
             else:
-                engines = await parts.engines() if callable(parts.engines) else parts.engines
-            check = AnswerCheck(read_vocabulary_size(model), has_logprobs=rollout.name != "openai")
+                replicas = StartedEngines(parts.engines)
+            engines, supervisor = replicas.engines, replicas.supervisor
+            num_ids = read_vocabulary_size(model)
+            check = AnswerCheck(num_ids, has_logprobs=rollout.name != "openai")
             limits, failures = rollout.limits, rollout.failures
             router = Router(engines, limits=limits, failures=failures, rng=random.Random(rollout.seed), check=check)
             started.push_async_callback(router.close)
-            monitor = None
-            if parts.attend is not None:
-                monitor = await parts.attend(router, partial(_record_event, parts.journal))
-                started.push_async_callback(monitor.close)
-            completion_log = CompletionLog(router, parts.journal)
+            if supervisor is not None:
+                supervisor.connect(router, parts.journal)
+                started.push_async_callback(supervisor.close)
+            models: TokenGenerator = router
+            if rollout.multi_turn.opponents:
+                opponents = models = await Opponents.start(rollout, model, renderer, router)
+                started.push_async_callback(opponents.close)
+            completion_log = CompletionLog(models, parts.journal)
             started.callback(completion_log.close)
-            workers = await _start_workers(rollout, model, renderer, completion_log, parts, started)
+            engine = models if parts.journal is None else completion_log
+            workers = await backend.start_workers(rollout, model, renderer, engine)
+            for worker in workers:
+                started.push_async_callback(worker.close)
             scorer = None
             if reward is not None:
-                context = RewardContext(model, renderer, router, start_engines, parts.api_keys, parts.gpus)
-                elsewhere = parts.scorer if reward.weights() else None  # rewards of sessions are only summed
-                scorer = await (elsewhere or partial(Scorer.create, reward))(context)
+                context = RewardContext(model, renderer, router, start_engines, parts.api_keys, backend.reward_gpus)
+                scorer = await backend.start_scorer(reward, context)
                 started.push_async_callback(scorer.close)
-            forget = partial(_forget, router, completion_log)
+            observers = [*parts.observers]
+            if rollout.uses_gateway():
+                totals = GatewayTotals()
+                observers.append(totals)
+                started.callback(_report_gateway, totals, parts.journal)
             dispatcher = Dispatcher(
-                rollout, workers, scorer, parts.journal, parts.observers, forget, replicas=len(engines)
+                rollout, workers, scorer, parts.journal, observers, completion_log, replicas=len(engines)
             )
             report = partial(_report_stall, parts)
             watchdog = StallWatchdog(rollout.limits.stall_report_s, lambda: _waits(workers, router, dispatcher), report)
             journal, closers = parts.journal, started.pop_all()
             return cls(
-                rollout, renderer, router, completion_log, dispatcher, watchdog, monitor, journal, parts.inputs, closers
+                *(rollout, renderer, router, completion_log, dispatcher, watchdog, supervisor),
+                *(journal, parts.inputs, closers, num_ids),
             )
 
     async def generate(self, tasks: Sequence[Task], kind: RolloutKind, seed: int | None = None) -> Batch:
         """Sample every task."""
         async with self._watched():
-            return await self._dispatcher.generate(tasks, self._request(kind, seed=seed))
+            return await self.dispatcher.generate(tasks, self.request(kind, seed=seed))
 
     async def stream(
         self,
@@ -176,17 +174,8 @@ class RolloutService:
     ) -> None:
         """Sample every task into `buffer`; those that `unscored` finds are scored, and not sampled again."""
         async with self._watched():
-            request = replace(self._request(kind, done), unscored=unscored)
-            await self._dispatcher.stream(tasks, request, buffer)
-
-    async def group(self, task: Task, kind: RolloutKind, recovered: RecoveredTask) -> Group | Dropped:
-        """Sample one task. `watch` must run meanwhile: it reports stalls and a journal that cannot be written."""
-        request = self._request(kind)
-        with self._counted():
-            for sample in range(task.n or request.n):
-                self._completion_log.forget(f"{task.uid}/{sample}")  # of a group that was cancelled, and begins again
-            self._completion_log.recover(recovered.parts)
-            return await self._dispatcher.group(task, request, recovered)
+            request = replace(self.request(kind, done), unscored=unscored)
+            await self.dispatcher.stream(tasks, request, buffer)
 
     async def watch(self) -> None:
         """Report stalls; raise when the journal cannot be written any more, or no replica is left; until cancelled."""
@@ -195,8 +184,8 @@ class RolloutService:
             with first_error():
                 async with asyncio.TaskGroup() as group:
                     group.create_task(self._watchdog.run())
-                    if self._monitor is not None:
-                        group.create_task(self._monitor.watch())
+                    if self._supervisor is not None:
+                        group.create_task(self._supervisor.watch())
                     if self._journal is not None:
                         group.create_task(self._journal.watch())
         finally:
@@ -209,8 +198,16 @@ class RolloutService:
         if running == "recompute":
             async with self._paused():
                 return await self.router.update_weights(update)
-        async with self._dispatcher.drained(restart=running == "drop"):
+        async with self.dispatcher.drained(restart=running == "drop"):
             return await self.router.update_weights(update)
+
+    async def probe(self, num_tokens: int) -> tuple[tuple[int, ...], dict[str, Completion]]:
+        """An arbitrary prompt, and each replica's answer of as many tokens, drawn from the whole softmax."""
+        rollout = self._rollout
+        size = min(num_tokens, rollout.sequence_length() // 2)
+        ids = tuple((7919 * at + 13) % self._num_ids for at in range(size))
+        sampling = SamplingParams(size, temperature=rollout.temperature, seed=rollout.seed)
+        return ids, await self.router.generate_on_each(Request("probe", 0, ids, sampling))
 
     async def sleep(self) -> None:
         """Let the engines give their devices' memory back, weights included: new ones must be on their way."""
@@ -232,36 +229,34 @@ class RolloutService:
 
     async def close(self) -> None:
         """End what is running, then close every part, last started first."""
-        running = [task for task in self._running if task is not asyncio.current_task()]
+        limit, running = self._rollout.limits.close_timeout_s, self._running - {asyncio.current_task()}
         for task in running:
             task.cancel()
         if running:
-            await asyncio.wait(running, timeout=self._rollout.limits.close_timeout_s)
+            await asyncio.wait(running, timeout=limit)
+        await self.dispatcher.cancel_groups(limit)
         await self._parts.aclose()
 
     @asynccontextmanager
     async def _watched(self) -> AsyncIterator[None]:
         """Count a call as running; meanwhile `watch`, unless it runs already."""
-        with self._counted(), first_error():
-            async with asyncio.TaskGroup() as group:
-                watcher = None if self._is_watched else group.create_task(self.watch())
-                yield
-                if watcher is not None:
-                    watcher.cancel()
-
-    @contextmanager
-    def _counted(self) -> Iterator[None]:
         task = asyncio.current_task()
         assert task is not None, "calls run in tasks"
         self._running.add(task)
         try:
-            yield
+            with first_error():
+                async with asyncio.TaskGroup() as group:
+                    watcher = None if self._is_watched else group.create_task(self.watch())
+                    yield
+                    if watcher is not None:
+                        watcher.cancel()
         finally:
             self._running.discard(task)
 
-    def _request(
+    def request(
         self, kind: RolloutKind, done: Container[tuple[str, int]] = (), seed: int | None = None
     ) -> RolloutRequest:
+        """What a call of this kind asks of the dispatcher."""
         rollout = self._rollout
         source = rollout.val_kwargs if kind is RolloutKind.VALIDATION else rollout
         sampling = SamplingParams(
@@ -282,51 +277,23 @@ class RolloutService:
         return RolloutRequest(sampling, n, done, stamp=stamp)
 
 
-async def _start_workers(
-    rollout: RolloutConfig,
-    model: ModelConfig,
-    renderer: Renderer,
-    engine: TokenGenerator,
-    parts: RolloutParts,
-    started: AsyncExitStack,
-) -> Sequence[ManagedWorker]:
-    """One worker here, some in processes of their own, or those that the caller provides."""
-    workers: list[ManagedWorker] = []
-    wanted = num_processes(rollout)
-    if parts.workers is not None:
-        workers += await parts.workers(engine)
-        for worker in workers:
-            started.push_async_callback(worker.close)
-    elif wanted == 0:
-        workers.append(await AgentLoopWorker.create(rollout=rollout, model=model, engine=engine, renderer=renderer))
-        started.push_async_callback(workers[0].close)
-    else:
-        for number in range(wanted):
-            name = f"agent worker {number}"
-            workers.append(await RemoteAgentWorker.create(rollout=rollout, model=model, engine=engine, name=name))
-            started.push_async_callback(workers[-1].close)
-    return workers
-
-
-def _forget(router: Router, completion_log: CompletionLog, session: str) -> None:
-    """A session is over: its state for a next turn is dropped."""
-    router.forget(session)
-    completion_log.forget(session)
-
-
 def _check_rendering(renderer: Renderer, rollout: RolloutConfig, journal: Journal | None) -> None:
     """Refuse a template that cannot do what the rollout needs; say at the start where it does something unexpected."""
-    proof = renderer.proof
-    notes = check_template(proof, rollout.multi_turn)
+    parity = renderer.parity
+    notes = check_template(parity, rollout.multi_turn)
     if journal is not None:
-        journal.add_event("rendering", proof=str(proof), differences=len(proof.differences), notes=notes)
+        journal.add_event("rendering", parity=str(parity), differences=len(parity.differences), notes=notes)
     for note in notes:
         warn(f"note: {note}")
 
 
-def _record_event(journal: Journal | None, kind: str, fields: Mapping[str, object]) -> None:
-    if journal is not None:
-        journal.add_event(kind, **fields)
+def _report_gateway(totals: GatewayTotals, journal: Journal | None) -> None:
+    """At the end of a rollout: what its agents did, and the habit that costs most."""
+    line = totals.line()
+    if line is not None:
+        if journal is not None:
+            journal.add_event("gateway", **totals.fields())
+        warn(line)
 
 
 def _report_stall(parts: RolloutParts, report: StallReport) -> None:
@@ -337,7 +304,7 @@ def _report_stall(parts: RolloutParts, report: StallReport) -> None:
 
 def _waits(workers: Sequence[ManagedWorker], router: Router, dispatcher: Dispatcher) -> Iterator[Wait]:
     """What each open session waits for; for those that generate, the router knows on which replica."""
-    replicas = {flight.session: flight.replica for flight in router.flights()}
+    replicas = {request.session: request.replica for request in router.in_flight()}
     for worker in workers:
         for wait in worker.waits():
             server = replicas.get(f"{wait.uid}/{wait.sample}")

@@ -10,12 +10,37 @@ and returns what it did not use.
 import asyncio
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
+from treadle.config import RolloutConfig
+from treadle.data.renderer import truncate
+from treadle.errors import PromptFailure
 from treadle.types import NOTHING, Completion, Message, Row, StopReason, ToolCall, ToolResult, Turn
 
 if TYPE_CHECKING:
     from treadle.rollout.session import Session
+
+TRUNCATION_SIDES: Mapping[str, Literal["left", "middle", "right"]] = {
+    "truncate_left": "left",
+    "truncate_middle": "middle",
+    "truncate_right": "right",
+}
+
+
+class PromptDropped(Exception):
+    """A prompt that is too long, where the config says to drop its task."""
+
+
+def fit_prompt(ids: tuple[int, ...], rollout: RolloutConfig) -> tuple[int, ...]:
+    """A prompt's ids, cut or refused as `rollout.overlong_prompts` says."""
+    if len(ids) <= rollout.prompt_length:
+        return ids
+    detail = f"the prompt has {len(ids)} tokens; rollout.prompt_length is {rollout.prompt_length}"
+    if rollout.overlong_prompts == "error":
+        raise PromptFailure(f"{detail}: raise it, or set rollout.overlong_prompts to drop or truncate_left")
+    if rollout.overlong_prompts == "drop":
+        raise PromptDropped(detail)
+    return truncate(ids, rollout.prompt_length, TRUNCATION_SIDES[rollout.overlong_prompts])
 
 
 @dataclass(slots=True)
@@ -25,6 +50,8 @@ class SessionState:
     sampled: int = 0
     reserved: int = 0
     """Tokens that requests under way may still sample."""
+    prompt_tokens_cut: int = 0
+    """Tokens of the prompt that were cut out."""
     assistant_turns: int = 0
     user_turns: int = 0
     preemptions: int = 0
@@ -38,6 +65,8 @@ class SessionState:
     ended: StopReason | None = None
     stage: str = "start"
     since: float = 0.0
+    opened: float = 0.0
+    """When the session began, by the loop's clock."""
     server: str = ""
     last_event: str = "started"
     conversation: list[Message] = field(default_factory=list)
@@ -76,28 +105,30 @@ class TurnBuilder:
     stop: StopReason
     generate_s: float
     replica: str
+    started_s: float
     calls: tuple[ToolCall, ...] = ()
     results: tuple[ToolResult, ...] = ()
     tool_s: float = 0.0
     reward: float | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class RowMark:
+    """A place in a row: where a branch can begin. Made by `Session.mark`; it holds no tokens."""
+
+    row: int
+    num_ids: int
+    """Ids of the response before it."""
+    num_messages: int
+    """Messages of the conversation before it."""
+
+
 class RowBuilder:
     """A row that is still growing."""
 
     __slots__ = (
-        *(
-            "has_begun",
-            "ids",
-            "is_generating",
-            "logprobs",
-            "mask",
-            "num_sampled",
-            "number",
-            "processed",
-            "processed_logprobs",
-        ),
-        *("processed_logprobs", "prompt_ids", "turns", "versions"),
+        *("broken_turn", "has_begun", "ids", "is_generating", "kept_end", "logprobs", "mask", "num_sampled"),
+        *("number", "processed", "processed_logprobs", "prompt_ids", "seat", "turns", "versions"),
     )
 
     def __init__(self, prompt_ids: tuple[int, ...], number: int = 0) -> None:
@@ -106,7 +137,14 @@ class RowBuilder:
         self.has_begun = False
         """Whether it has ever asked for tokens."""
         self.is_generating = False
+        self.broken_turn: int | None = None
+        """Where the turn starts that an engine's failure broke off; the next request goes on with it."""
+        self.kept_end: int | None = None
+        """How many ids of the response the trajectory keeps; None for all."""
+        self.seat: int | None = None
+        """The agent that it is a row of, in an episode of several."""
         self.num_sampled = 0
+        """Noise is drawn by this count: the tokens of an opponent count, too."""
         self.processed = False
         """Whether some token was drawn from another distribution than the whole softmax."""
         self.ids: list[int] = []
@@ -125,6 +163,11 @@ class RowBuilder:
         self.num_sampled += len(completion.ids)
         self.processed |= bool(completion.processed_logprobs)
 
+    def add_opponent(self, completion: Completion) -> None:
+        """Tokens that another model sampled: given, as far as the policy is concerned."""
+        self.add_observed(completion.ids)
+        self.num_sampled += len(completion.ids)
+
     def add_observed(self, ids: Sequence[int]) -> None:
         self.ids += ids
         self.mask += [0] * len(ids)
@@ -133,10 +176,12 @@ class RowBuilder:
         self.versions += [-1] * len(ids)
 
     def close(self) -> Row:
-        ends = [turn.start for turn in self.turns[1:]] + [len(self.ids)]
-        turns = tuple(_build_turn(turn, end) for turn, end in zip(self.turns, ends, strict=False))
-        processed = tuple(self.processed_logprobs) if self.processed else ()
-        columns = (tuple(self.ids), tuple(self.mask), tuple(self.logprobs), tuple(self.versions))
+        end = len(self.ids) if self.kept_end is None else self.kept_end
+        kept = [turn for turn in self.turns if turn.sampled_end <= end]
+        ends = [turn.start for turn in kept[1:]] + [end]
+        turns = tuple(_build_turn(turn, last) for turn, last in zip(kept, ends, strict=False))
+        processed = tuple(self.processed_logprobs[:end]) if self.processed else ()
+        columns = tuple(self.ids[:end]), tuple(self.mask[:end]), tuple(self.logprobs[:end]), tuple(self.versions[:end])
         return Row(self.prompt_ids, *columns, turns, processed)
 
 
@@ -152,6 +197,7 @@ def _build_turn(turn: TurnBuilder, end: int) -> Turn:
         turn.tool_s,
         turn.replica,
         turn.reward,
+        turn.started_s,
     )
 
 
@@ -170,20 +216,35 @@ class SessionRecord:
         return tuple(self.state.conversation)
 
     @property
+    def schemas(self) -> tuple[Mapping[str, Any], ...]:
+        """Schemas of the tools that the model was shown."""
+        return self._session.tools
+
+    @property
     def generates(self) -> bool:
         """Whether a row waits for an engine."""
         return any(row.is_generating for row in self._session._rows)
 
     def rows(self) -> tuple[Row, ...]:
         """The rows as they stand; a fork that never sampled teaches nothing and is left out."""
-        rows = [row.close() for row in self._session._rows]
-        return tuple(row for at, row in enumerate(rows) if at == 0 or row.ids)
+        return tuple(row for _, row in self._kept_rows())
+
+    def _kept_rows(self) -> list[tuple[RowBuilder, Row]]:
+        builders = self._session._rows
+        rows = [(builder, builder.close()) for builder in builders]
+        is_first_kept = builders[0].kept_end is None
+        return [(builder, row) for at, (builder, row) in enumerate(rows) if row.ids or (at == 0 and is_first_kept)]
 
     def extra(self) -> Mapping[str, Any]:
         state = self.state
         notes = dict(state.extra)
+        seats = [builder.seat for builder, _ in self._kept_rows()]
+        if any(seat is not None for seat in seats):
+            notes["seats"] = seats
         if state.turn_rewards:
             notes["turn_rewards"] = tuple(state.turn_rewards)
+        if state.prompt_tokens_cut:
+            notes["prompt_tokens_cut"] = state.prompt_tokens_cut
         if state.preemptions:
             notes["engine_preemptions"] = state.preemptions
         return notes or NOTHING

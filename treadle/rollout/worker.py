@@ -6,30 +6,25 @@ Invariant: `run` returns a trajectory (or says that the prompt was dropped) for 
 
 import asyncio
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
-from typing import Literal, Self
+from typing import Self
 from zlib import crc32
 
 from treadle.aio import GIVE_UP_S, abandon, cancel_and_wait, describe_error, error_location, run_shielded, task_location
 from treadle.config import ModelConfig, RolloutConfig
-from treadle.data.renderer import Renderer, truncate
+from treadle.data.renderer import Renderer
 from treadle.engine.protocol import TokenGenerator
-from treadle.errors import EngineFailure, EnvironmentFailure, Failure, LoopFailure, PromptFailure, ToolFailure
+from treadle.errors import EngineFailure, EnvironmentFailure, Failure, LoopFailure, ToolFailure
 from treadle.observe import Wait
-from treadle.rollout.agent_loop import AgentLoopBase, LoopFactory
+from treadle.rollout.agent_loop import LoopFactory
 from treadle.rollout.parsers import parser
 from treadle.rollout.protocol import Dropped, Job, Services
 from treadle.rollout.session import Session
 from treadle.rollout.tools import Toolbox
-from treadle.rollout.trajectory_builder import SessionRecord, SessionState
+from treadle.rollout.trajectory_builder import PromptDropped, SessionRecord, SessionState, fit_prompt
 from treadle.types import NOTHING, Outcome, StopReason, Timing, Trajectory
-
-TRUNCATION_SIDES: Mapping[str, Literal["left", "middle", "right"]] = {
-    "truncate_left": "left",
-    "truncate_middle": "middle",
-    "truncate_right": "right",
-}
 
 DRIFT_SHARE = 8
 """One task in so many has the row of its first sample compared with a rendering of the whole conversation."""
@@ -65,7 +60,12 @@ class AgentLoopWorker:
         loops = LoopFactory(rollout)
         renderer, calls = renderer or Renderer.create(model), parser(rollout.multi_turn.format)
         services = Services(rollout, engine, renderer, calls, announce=announce)
-        toolbox = await Toolbox.create(rollout.multi_turn)
+        await loops.open()
+        try:
+            toolbox = await Toolbox.create(rollout.multi_turn, rollout.sandbox)
+        except BaseException:
+            await loops.close()
+            raise
         return cls(rollout, services, toolbox, loops)
 
     async def run(self, job: Job) -> Trajectory | Dropped:
@@ -74,7 +74,7 @@ class AgentLoopWorker:
         began = clock()
         running = RunningJob(job, began)
         self._open[id(job)] = running
-        attempt = asyncio.ensure_future(self._run_guarded(running))
+        attempt = asyncio.ensure_future(self._attempt(running))
         try:
             outcome = await self._await_outcome(running, attempt)
         finally:
@@ -82,17 +82,19 @@ class AgentLoopWorker:
         if isinstance(outcome, Dropped):
             return outcome
         trajectory = _trajectory(running, outcome, started_at, clock() - began)
-        if job.sample == 0 and crc32(job.task.uid.encode()) % DRIFT_SHARE == 0:
-            return self._with_drift(trajectory, running)
+        if job.sample == 0 and crc32(job.task.uid.encode()) % DRIFT_SHARE == 0 and "gateway" not in trajectory.extra:
+            return self._with_drift(trajectory, running)  # an agent's own tools are not known here
         return trajectory
 
     def _with_drift(self, trajectory: Trajectory, running: "RunningJob") -> Trajectory:
         """The trajectory with a note of whether its row is what the template makes of the whole conversation."""
         assistant_turns = [at for at, message in enumerate(trajectory.messages) if message["role"] == "assistant"]
-        if not trajectory.outcome.ok or len(trajectory.rows) != 1 or running.num_truncated or len(assistant_turns) < 2:
+        is_cut = "prompt_tokens_cut" in trajectory.extra
+        if not trajectory.outcome.ok or len(trajectory.rows) != 1 or is_cut or len(assistant_turns) < 2:
             return trajectory
         row = trajectory.rows[0]
-        shown = self._toolbox.schemas(running.job.task.tools)
+        assert running.record is not None, "a session that ended has one"
+        shown = running.record.schemas
         try:
             whole = self._services.renderer.prompt(trajectory.messages[: assistant_turns[-1]], shown)
         except Failure:
@@ -125,13 +127,23 @@ class AgentLoopWorker:
             return Outcome.failed(running.failure("cancelled its own task"))
         return attempt.result()
 
-    async def _run_guarded(self, running: "RunningJob") -> Outcome | Dropped:
+    async def _attempt(self, running: "RunningJob") -> Outcome | Dropped:
         """One attempt, whatever the user's code does: a task that ends with SystemExit would end the event loop."""
+        job = running.job
         try:
             prompt_ids = self._prompt(running)
-            if isinstance(prompt_ids, Dropped):
-                return prompt_ids
-            return await self._attempt(running, prompt_ids)
+            loop = self._loops.create(job.task.agent)
+            async with self._toolbox.open(job.task) as tools:
+                schemas = self._toolbox.schemas(job.task.tools)
+                session = Session(
+                    job.task, job.sample, self._services, tools, schemas, job.sampling, prompt_ids, attempt=job.redraws
+                )
+                async with self._recorded(session, running):
+                    await loop.run(session)
+            assert running.record is not None
+            return Outcome.ended(running.record.state.ended or StopReason.STOP)
+        except PromptDropped as dropped:
+            return Dropped(job.task.uid, str(dropped))
         except Failure as failure:
             return Outcome.failed(failure)
         except asyncio.CancelledError as error:
@@ -143,50 +155,37 @@ class AgentLoopWorker:
         except BaseException as error:  # noqa: BLE001  a loop is the user's code: whatever breaks in it is its own
             return Outcome.failed(running.failure(describe_error(error)))
 
-    async def _attempt(self, running: "RunningJob", prompt_ids: tuple[int, ...]) -> Outcome:
-        job = running.job
-        loop = self._loops.create(job.task.agent)
-        async with self._toolbox.open(job.task) as tools:
-            schemas = self._toolbox.schemas(job.task.tools)
-            session = Session(
-                job.task, job.sample, self._services, tools, schemas, job.sampling, prompt_ids, attempt=job.redraws
-            )
-            running.record = SessionRecord(session)
-            try:
-                await self._run_loop(loop, session, running)
-            finally:
-                running.is_loop_over = True
-                for work, what in reversed(running.record.state.cleanups):
-                    await run_shielded(work(), CLEANUP_S, what)
-        return Outcome.ended(running.record.state.ended or StopReason.STOP)
-
-    async def _run_loop(self, loop: AgentLoopBase, session: Session, running: "RunningJob") -> None:
-        """Until the loop has ended, or its deadline has ended it; a failure where the model has no part in that."""
+    @asynccontextmanager
+    async def _recorded(self, session: Session, running: "RunningJob") -> AsyncIterator[None]:
+        """Around a loop: its record, deadline and cleanups. Raises where a late end is not the model's own."""
+        record = running.record = SessionRecord(session)
+        record.state.opened = running.began  # turns count from where the trajectory's own times do
         limit, at = self._rollout.limits.session_timeout_s, ""
         try:
-            async with asyncio.timeout(limit) as deadline:
-                await loop.run(session)
-        except TimeoutError as error:
-            if not deadline.expired():
-                raise
-            at = error_location(error.__cause__ or error)
-        if deadline.expired():
-            running.blame_deadline(limit, at)
-            session.end(StopReason.DEADLINE)
+            try:
+                async with asyncio.timeout(limit) as deadline:
+                    yield
+            except TimeoutError as error:
+                if not deadline.expired():
+                    raise
+                at = error_location(error.__cause__ or error)
+            if deadline.expired():
+                running.check_deadline(limit, at)
+                session.end(StopReason.DEADLINE)
+        finally:
+            running.is_loop_over = True
+            for work, what in reversed(record.state.cleanups):
+                await run_shielded(work(), CLEANUP_S, what)
 
-    def _prompt(self, running: "RunningJob") -> tuple[int, ...] | Dropped:
-        """The prompt's ids, cut or refused as `rollout.overlong_prompts` says."""
-        task, rollout = running.job.task, self._rollout
+    def _prompt(self, running: "RunningJob") -> tuple[int, ...]:
+        """The prompt's ids; none where the environment writes it."""
+        task = running.job.task
+        if not task.messages:
+            return ()
         ids = self._services.renderer.prompt(task.messages, self._toolbox.schemas(task.tools))
-        if len(ids) <= rollout.prompt_length:
-            return ids
-        detail = f"the prompt has {len(ids)} tokens; rollout.prompt_length is {rollout.prompt_length}"
-        if rollout.overlong_prompts == "error":
-            raise PromptFailure(f"{detail}: raise it, or set rollout.overlong_prompts to drop or truncate_left")
-        if rollout.overlong_prompts == "drop":
-            return Dropped(task.uid, detail)
-        running.num_truncated = len(ids) - rollout.prompt_length
-        return truncate(ids, rollout.prompt_length, TRUNCATION_SIDES[rollout.overlong_prompts])
+        fitted = fit_prompt(ids, self._rollout)
+        running.num_truncated = len(ids) - len(fitted)
+        return fitted
 
     def waits(self) -> Iterator[Wait]:
         """What every open session is waiting for, for stall reports."""
@@ -196,6 +195,7 @@ class AgentLoopWorker:
     async def close(self) -> None:
         """Release the tools. Sessions must have ended."""
         self._services.threads.close()
+        await self._loops.close()
         await self._toolbox.close()
 
 
@@ -218,7 +218,7 @@ class RunningJob:
         stage = self.record.state.stage if self.record else "start"
         return STAGE_FAILURES.get(stage, LoopFailure)(detail)
 
-    def blame_deadline(self, limit_s: float, at: str) -> None:
+    def check_deadline(self, limit_s: float, at: str) -> None:
         """Raise where the session's time went into something that the model has no part in; `at`: where it was."""
         assert self.record is not None
         state = self.record.state
@@ -227,6 +227,8 @@ class RunningJob:
         own_s = limit_s - state.generate_s - state.tool_s - state.environment_s
         if state.stage in ("start", "loop") and not self.record.generates and 2 * own_s > limit_s:
             raise LoopFailure(f"the loop's own code took {own_s:.3g} s of {limit}{at}")
+        if not state.sampled and state.stage == "agent":
+            raise LoopFailure(f"the agent asked for nothing within {limit}{at}")
         if not state.sampled:
             raise EngineFailure(f"no token within {limit}")
         if state.stage == "generate" and 2 * waited_s > limit_s:
@@ -245,7 +247,7 @@ def _trajectory(running: RunningJob, outcome: Outcome, started_at: float, total_
     job, record = running.job, running.record
     state = record.state if record else SessionState()
     extra = record.extra() if record else NOTHING
-    if running.num_truncated:
+    if running.num_truncated and "prompt_tokens_cut" not in extra:
         extra = {**extra, "prompt_tokens_cut": running.num_truncated}
     return Trajectory(
         uid=job.task.uid,

@@ -63,7 +63,7 @@ class Assumptions:
     no_signal: float = _number(0.0, "fraction of groups whose samples all score the same, for algorithm.filter_groups")
 
     def fill(self, rollout: "RolloutConfig") -> "Assumptions":
-        """The same with every number: those not given follow from the config. Refuses what does not fit in it."""
+        """Assumptions with every number: those not given follow from the config. Refuses what does not fit in it."""
         turns = self.turns or _default_turns(rollout)
         calls, longest = round(turns) - 1, rollout.response_length
         tool_tokens = self.tool_tokens

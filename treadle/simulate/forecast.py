@@ -46,7 +46,7 @@ class ScheduleSetup:
         return self.train_gpus if self.shared else self.train_gpus + self.rollout_gpus
 
     @property
-    def lag(self) -> int:
+    def staleness_bound(self) -> int:
         """Policy versions that a token may be behind."""
         return {"sync": 0, "one_step_off": 1, "fully_async": self.max_staleness}[self.mode]
 
@@ -120,7 +120,7 @@ def derive_config(config: TrainConfig, setup: ScheduleSetup, *, places: int, ste
 
 
 def _with(section: S, **values: Any) -> S:
-    """The same section with other values."""
+    """A section with other values."""
     return type(section)(**{**section.values(), **values})
 
 

@@ -76,8 +76,9 @@ def describe_best(
 
 def describe_steps(found: Forecast) -> str:
     """How much they differ."""
-    in_rounds = found.setup.lag and found.max_step_s > 1.25 * found.min_step_s
-    rounds = f", in rounds of {found.setup.lag + 1}: one waits for stragglers at their bound" if in_rounds else ""
+    bound = found.setup.staleness_bound
+    in_rounds = bound and found.max_step_s > 1.25 * found.min_step_s
+    rounds = f", in rounds of {bound + 1}: one waits for stragglers at their bound" if in_rounds else ""
     return f"{_seconds(found.min_step_s)} to {_seconds(found.max_step_s)}{rounds}"
 
 
@@ -139,7 +140,7 @@ def notes(config: TrainConfig, best: Forecast) -> Iterator[str]:
             f"{best.late:.1%} of the sessions take longer than rollout.limits.session_timeout_s = "
             f"{limits.session_timeout_s:g}, and would be cut off there; the longest takes {best.max_session_s:,.0f} s"
         )
-    if best.setup.lag and config.algorithm.rollout_correction.rollout_is is None:
+    if best.setup.staleness_bound and config.algorithm.rollout_correction.rollout_is is None:
         yield "a real run needs a choice of algorithm.rollout_correction.rollout_is: token, sequence or none"
 
 

@@ -8,7 +8,7 @@ half speed; then simulated. Every candidate gets the same work. Knows no command
 
 import asyncio
 import gc
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import AsyncExitStack, contextmanager
 from dataclasses import dataclass
@@ -18,8 +18,8 @@ from multiprocessing import get_context
 
 from treadle.algorithm.kl import KLControl
 from treadle.config import TrainConfig
+from treadle.data.task_feed import TaskFeed
 from treadle.data.tasks import TaskSource
-from treadle.engine.protocol import WeightUpdate
 from treadle.errors import ConfigError, Mistake
 from treadle.observe.step_metrics import Spans
 from treadle.observe.trackers import Trackers
@@ -39,14 +39,21 @@ from treadle.simulate.forecast import (
     gpus_per_node,
     make_forecast,
 )
-from treadle.simulate.stand_ins import CountingPolicy, NoCheckpoints, NoHistory, NoJournal, TimedRollout, start_rollout
+from treadle.simulate.stand_ins import (
+    CountingPolicy,
+    NoCheckpoints,
+    NoHistory,
+    NoJournal,
+    NoSender,
+    TimedRollout,
+    start_rollout,
+)
 from treadle.simulate.workload import MeanSession, Workload, expected_work
-from treadle.trainer.parts import TrainerParts
 from treadle.trainer.schedules import SCHEDULES
-from treadle.trainer.step import StepParts, StepReport
+from treadle.trainer.step import Learner, StepParts, StepReport
 from treadle.trainer.trainer import Trainer
 from treadle.types import Group, Row, Task
-from treadle.weights.sync import PushReport
+from treadle.weights.sync import WeightLock, WeightSync
 
 HORIZON_S = 10 * 365 * 24 * 3600.0
 
@@ -81,14 +88,18 @@ class MeasuredSteps:
     total: int
 
     @classmethod
-    def of(cls, steps: int, lag: int) -> "MeasuredSteps":
+    def of(cls, steps: int, max_staleness: int) -> "MeasuredSteps":
         """At least `steps`, after the run has settled and before it samples less because its end is near.
 
-        With a bound of `lag` steps come in rounds of lag + 1: one waits for stragglers, the others go by quickly. Only
-        whole rounds have a mean that means something.
+        With a bound of `max_staleness` steps come in rounds of one more: one waits for stragglers, the others go by
+        quickly. Only whole rounds have a mean that means something.
         """
-        settled, measured = 2 + 2 * lag, ceil(steps / (lag + 1)) * (lag + 1)
-        return cls(settled, settled + measured, settled + measured + (lag + 1 if lag else 0))
+        settled, measured = 2 + 2 * max_staleness, ceil(steps / (max_staleness + 1)) * (max_staleness + 1)
+        return cls(settled, settled + measured, settled + measured + (max_staleness + 1 if max_staleness else 0))
+
+
+TakeStep = Callable[[Sequence[Group], KLControl | None], Awaitable[StepReport]]
+"""A training step in the time that it is assumed to take."""
 
 
 class _SimulatedRun:
@@ -97,7 +108,7 @@ class _SimulatedRun:
     def __init__(
         self, config: TrainConfig, assumptions: Assumptions, workload: Workload, setup: ScheduleSetup, steps: int
     ) -> None:
-        self._window = MeasuredSteps.of(steps, setup.lag)
+        self._window = MeasuredSteps.of(steps, setup.staleness_bound)
         self._given = config
         places = choose_max_sessions(config.rollout, assumptions, workload.mean, setup)
         self._config = derive_config(config, setup, places=places, steps=self._window.total)
@@ -117,37 +128,29 @@ class _SimulatedRun:
             self._engines = [TimedEngine(f"replica-{at}", speed, push_s) for at in range(count)]
             metric = self._config.algorithm.filter_groups.metric
             rollout = start_rollout(self._config.rollout, self._engines, self._workload, metric, stack)
-            trainer = Trainer(self._config, self._parts(rollout), Spans(asyncio.get_running_loop().time))
-            await SCHEDULES[self._setup.mode](trainer)
+            await SCHEDULES[self._setup.mode](self._trainer(rollout))
         marks = self._marks[self._window.first - 1 : self._window.last]
         return make_forecast(self._setup, self._assumptions, self._given, speed, len(self._engines), marks)
 
-    def _parts(self, rollout: TimedRollout) -> TrainerParts:
-        config, policy = self._config, self._policy
+    def _trainer(self, rollout: TimedRollout) -> Trainer:
+        config, policy, weights = self._config, self._policy, WeightSync.of(self._config, NoSender())
         count = self._window.total * config.data.train_batch_size
-        step = StepParts(policy, config.actor, config.algorithm, config.trainer, reference=policy, critic=policy)
-        return TrainerParts(
-            step=step,
+        networks = StepParts(policy, config.actor, config.algorithm, config.trainer, reference=policy, critic=policy)
+        return Trainer(
+            config,
+            learner=TimedLearner(self.train, networks, weights.lock),
             rollout=rollout,
-            push=partial(self._push, rollout),
-            tasks=TaskSource([Task(str(at), ()) for at in range(count)], shuffle=False, seed=0),
-            validation_tasks=(),
+            weights=weights,
+            tasks=TaskFeed(TaskSource([Task(str(at), ()) for at in range(count)], shuffle=False, seed=0)),
             checkpoints=NoCheckpoints(),
             journal=NoJournal(),
             trackers=Trackers({}),
             view=self,
-            lineage=NoHistory(),
-            train=self._train,
+            history=NoHistory(),
+            spans=Spans(asyncio.get_running_loop().time),
         )
 
-    async def _push(self, rollout: TimedRollout, version: int) -> PushReport:
-        running = self._config.trainer.on_weight_update
-        checksum = await rollout.service.update_weights(WeightUpdate(version, str(version), {}), running)
-        return PushReport(version, checksum, 0, 0.0, 0.0)
-
-    async def _train(
-        self, groups: Sequence[Group], step: int, control: KLControl | None, baselines: Sequence[float | None] | None
-    ) -> StepReport:
+    async def train(self, groups: Sequence[Group], control: KLControl | None) -> StepReport:
         """Take as long as the tokens do."""
         self._sessions.add(groups, self._policy.version, self._given.rollout.limits.session_timeout_s)
         tokens = sum(row.prompt_ids[0] + sum(row.ids) for group in groups for row in _rows(group))
@@ -156,6 +159,8 @@ class _SimulatedRun:
         self._policy.version += 1
         control = control or KLControl.start(self._config.algorithm.kl_ctrl)
         return StepReport(self._policy.version, {}, control)
+
+    def begin(self, total_steps: int) -> None: ...
 
     def watch(self, phase: Callable[[], str]) -> None: ...
 
@@ -171,6 +176,24 @@ class _SimulatedRun:
         last = self._marks[-1].seconds if self._marks else {}
         total = {name: last.get(name, 0.0) + seconds.get(name, 0.0) for name in {*last, *seconds}}
         self._marks.append(StepMark(step, now, work, total, self._sessions.note()))
+
+
+class TimedLearner(Learner):
+    """Learner whose steps `take_step` makes: they only take time."""
+
+    def __init__(self, take_step: TakeStep, parts: StepParts, lock: WeightLock) -> None:
+        super().__init__(parts, lock)
+        self._take_step = take_step
+
+    async def train(
+        self,
+        groups: Sequence[Group],
+        *,
+        step: int,
+        control: KLControl | None,
+        baselines: Sequence[float | None] | None,
+    ) -> StepReport:
+        return await self._take_step(groups, control)
 
 
 def _rows(group: Group) -> list[Row]:
@@ -213,7 +236,7 @@ class Comparison:
         """The shortest step; of those nearly as short, the one with the youngest tokens."""
         shortest = min(found.step_s for found in self.forecasts)
         near = [found for found in self.forecasts if found.step_s <= AS_GOOD * shortest]
-        return min(near, key=lambda found: (found.setup.lag, found.staleness_mean, found.step_s))
+        return min(near, key=lambda found: (found.setup.staleness_bound, found.staleness_mean, found.step_s))
 
     @property
     def sync(self) -> Forecast | None:

@@ -16,9 +16,12 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
+from treadle.checkpoint.links import CheckpointScore
 from treadle.checkpoint.store import Checkpoints, Progress
 from treadle.config import RolloutConfig
+from treadle.config.rollout import OnWeightUpdate
 from treadle.data.renderer import Renderer
+from treadle.engine.protocol import WeightUpdate
 from treadle.engine.router import Router
 from treadle.journal import Journal
 from treadle.observe import StallWatchdog
@@ -29,13 +32,12 @@ from treadle.rollout.protocol import Dropped, Job
 from treadle.rollout.service import RolloutKind, RolloutService
 from treadle.simulate.engine import TimedEngine
 from treadle.simulate.workload import Workload
-from treadle.trainer.resume import UNKNOWN_PROVENANCE, RunHistory
+from treadle.trainer.resume import RunHistory
 from treadle.types import (
     NOTHING,
     Batch,
     Group,
     Outcome,
-    Provenance,
     Request,
     Row,
     SamplingParams,
@@ -60,6 +62,12 @@ class CountingPolicy:
     def logprobs(self, rows: Sequence[Row]) -> Tensor:
         return torch.zeros(0)
 
+    def frozen_logprobs(self, rows: Sequence[Row]) -> None:
+        return None
+
+    def annotations(self) -> None:
+        return None
+
     def gradient_norms(self, rows: Sequence[Row]) -> Tensor:
         return torch.zeros(0)
 
@@ -79,6 +87,15 @@ class CountingPolicy:
     def export(self, directory: Path) -> None: ...
 
     def close(self) -> None: ...
+
+
+class NoSender:
+    """Sender of weights that are not there: a version, and its number as the checksum."""
+
+    async def publish(self, version: int) -> WeightUpdate:
+        return WeightUpdate(version, str(version), {})
+
+    async def retire(self, version: int) -> None: ...
 
 
 class NoJournal(Journal):
@@ -104,6 +121,8 @@ class NoCheckpoints(Checkpoints):
     def is_due(self, step: int) -> bool:
         return False
 
+    def score(self, step: int, score: CheckpointScore) -> None: ...
+
     def save(
         self,
         policy: Policy,
@@ -121,14 +140,13 @@ class NoHistory(RunHistory):
     def __init__(self) -> None:
         """There is no journal to read."""
         self._resumes = ()
+        self._sampled = frozenset()
         self.set_aside = NOTHING
+        self.settings = ""
 
     def refuse_lost_checkpoints(self) -> None: ...
 
-    def past(
-        self, uid: str, n: int, *, version: int, oldest: int, made_from: Provenance = UNKNOWN_PROVENANCE
-    ) -> RecoveredTask:
-        return NOTHING_RECOVERED
+    def tell_lost_journal(self, step: int) -> None: ...
 
 
 _ENDED = Outcome.ended(StopReason.STOP)
@@ -220,7 +238,7 @@ class TimedRollout:
         return await self.service.generate(tasks, kind, seed)
 
     async def generate_group(self, task: Task, *, past: RecoveredTask = NOTHING_RECOVERED) -> Group | Dropped:
-        return await self.service.group(task, RolloutKind.TRAINING, past)
+        return await self.service.dispatcher.group(task, self.service.request(RolloutKind.TRAINING), past)
 
     async def watch(self) -> None:
         await self.service.watch()
@@ -231,6 +249,9 @@ class TimedRollout:
     async def sleep(self) -> None:
         """No memory to free."""
 
+    async def update_weights(self, update: WeightUpdate, *, running: OnWeightUpdate = "continue") -> str:
+        return await self.service.update_weights(update, running)
+
 
 def start_rollout(
     rollout: RolloutConfig, engines: Sequence[TimedEngine], workload: Workload, metric: str, stack: AsyncExitStack
@@ -238,7 +259,8 @@ def start_rollout(
     """The rollout around these engines; `stack` closes it. `metric` is what `algorithm.filter_groups` looks at."""
     router = Router(engines, limits=rollout.limits, failures=rollout.failures, rng=random.Random(rollout.seed))
     stack.push_async_callback(router.close)
-    dispatcher = Dispatcher(rollout, [TimedWorker(router, workload, metric)], None, forget=router.forget)
+    log = CompletionLog(router, None)
+    dispatcher = Dispatcher(rollout, [TimedWorker(router, workload, metric)], None, completion_log=log)
     watch = StallWatchdog(rollout.limits.stall_report_s, tuple, lambda report: None)
     renderer = cast(Renderer, _NoText())
     return TimedRollout(
@@ -246,7 +268,7 @@ def start_rollout(
             rollout,
             renderer,
             router,
-            CompletionLog(router, None),
+            log,
             dispatcher,
             watch,
             None,

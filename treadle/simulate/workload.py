@@ -116,7 +116,7 @@ class TruncatedLogNormal:
         return below + self.longest * (1 - _NORMAL.cdf(edge))
 
     def truncate(self, longest: float) -> "TruncatedLogNormal":
-        """The same draws, truncated sooner."""
+        """These draws, truncated sooner."""
         return TruncatedLogNormal(self.location, self.width, min(longest, self.longest))
 
     def at(self, unit: float) -> float:

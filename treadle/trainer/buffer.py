@@ -9,20 +9,22 @@ take       waits for the groups that would be too old for the next batch, and un
 Nothing polls: `allow` and every removal admit, every group that ends wakes `take`. `allow` bounds what is open (that is
 the back-pressure on the rollout). Open groups are counted by the version of their tokens as they come, end and leave,
 so that choosing a batch costs as much as there are versions among them, not groups.
-Invariant: every task is admitted in the order of its source and leaves once, trained or removed; and no token is taken
-that is more than `lag` policy versions old.
+A sampler of tasks is told how they went when a batch is taken, and not between: what it chooses for a batch does not
+depend on the order in which groups end, where every batch is sampled alone.
+Invariant: every task is admitted in the order of its feed and leaves once, trained or removed; and no token is taken
+that is more than `max_staleness` policy versions old.
 """
 
 import asyncio
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Protocol
+from dataclasses import dataclass, field
+from typing import Any, Protocol
 
 from treadle.aio import is_external_stop
 from treadle.config import FailureConfig, FilterGroupsConfig, TrainConfig
-from treadle.config.plan import max_lag
-from treadle.data.tasks import SourceState, TaskSource
+from treadle.config.plan import staleness_bound
+from treadle.data.task_feed import DrawnTask, TaskFeed
 from treadle.errors import DeadlineError, RunError
 from treadle.journal import Journal
 from treadle.rollout.completion_log import NOTHING_RECOVERED, RecoveredTask
@@ -37,11 +39,11 @@ class BufferLimits:
 
     batch_size: int
     """Groups of one training step."""
-    lag: int
+    max_staleness: int
     """Policy versions a token may be behind the weights it trains."""
     drop_stale: bool
     """Whether groups that would become too old are begun again instead of waited for."""
-    patience_s: float
+    group_timeout_s: float
     """How long a step waits for any group to end."""
 
     @classmethod
@@ -49,9 +51,9 @@ class BufferLimits:
         limits, failures, trainer = config.rollout.limits, config.rollout.failures, config.trainer
         return cls(
             batch_size=config.data.train_batch_size,
-            lag=max_lag(config),
+            max_staleness=staleness_bound(config),
             drop_stale=trainer.mode == "fully_async" and trainer.stale_samples == "drop",
-            patience_s=2 * (failures.session_retries + 1) * limits.session_timeout_s + limits.request_timeout_s,
+            group_timeout_s=2 * (failures.session_retries + 1) * limits.session_timeout_s + limits.request_timeout_s,
         )
 
 
@@ -66,6 +68,8 @@ class OpenGroup:
     """No token of it is older."""
     since: float
     attempt: int = 0
+    repeat: int | None = None
+    """How often a sampler chose its task before; None where none chooses."""
     group: Group | None = None
     """Once it is ready."""
     work: asyncio.Task[None] | None = field(default=None, repr=False)
@@ -115,13 +119,13 @@ class OpenGroups:
         """How many may have tokens of this version, or older."""
         return sum(count for at, count in self._open.items() if at <= version)
 
-    def choose(self, size: int, due: int | None) -> list[OpenGroup] | None:
+    def choose(self, size: int, min_version: int | None) -> list[OpenGroup] | None:
         """The oldest groups that are ready, in order of admission; None while there are too few, or too young ones.
 
-        Too young: a later batch would then have more groups at their bound than it has places. `due` is the version
-        that is at its bound now; None where nothing is waited for.
+        Too young: a later batch would then have more groups at their bound than it has places. `min_version` is the
+        oldest version that may train now; None where nothing is waited for.
         """
-        if self._ready.total() < size or (due is not None and self._leaves_too_many(size, due)):
+        if self._ready.total() < size or (min_version is not None and self._leaves_too_many(size, min_version)):
             return None
         places = self._places(size)
         chosen: list[OpenGroup] = []
@@ -138,18 +142,18 @@ class OpenGroups:
             places[version] = min(self._ready[version], size - places.total())
         return places
 
-    def _leaves_too_many(self, size: int, due: int) -> bool:
+    def _leaves_too_many(self, size: int, min_version: int) -> bool:
         """With v versions to go until some groups are at their bound, v batches can take them; this one, the rest."""
         open_ = ready = 0
         for version in sorted(self._open):
             open_ += self._open[version]
             ready += self._ready[version]
-            if open_ - (version - due) * size > min(ready, size):
+            if open_ - (version - min_version) * size > min(ready, size):
                 return True
         return False
 
 
-FindPast = Callable[[Task, int], RecoveredTask]
+RecoverTask = Callable[[Task, int], RecoveredTask]
 """What an earlier start of a run left of a task, with no token older than a version."""
 
 
@@ -167,6 +171,8 @@ class BufferedBatch:
     positions: tuple[int, ...]
     removed: Mapping[str, int] = NOTHING
     """Groups that were removed on the way to it, by reason."""
+    sampler: Mapping[str, float] = NOTHING
+    """Metrics of how its tasks were chosen, where a sampler chooses."""
 
 
 class RolloutBuffer:
@@ -175,7 +181,7 @@ class RolloutBuffer:
     def __init__(
         self,
         sampler: GroupSampler,
-        tasks: TaskSource,
+        tasks: TaskFeed,
         journal: Journal,
         limits: BufferLimits,
         *,
@@ -193,7 +199,7 @@ class RolloutBuffer:
         """Positions that were taken, until their step is done."""
         self._returned: deque[int] = deque()
         """Positions that an earlier start of the run admitted and left open."""
-        self._past: FindPast = lambda task, oldest: NOTHING_RECOVERED
+        self._recover: RecoverTask = lambda task, oldest: NOTHING_RECOVERED
         self._work: asyncio.TaskGroup | None = None
         self._allowed = 0
         self._taken = 0
@@ -204,17 +210,17 @@ class RolloutBuffer:
         """The oldest version that the next batch may train."""
         self._changed = asyncio.Event()
 
-    def restore(self, batches: int, positions: Sequence[int], past: FindPast) -> None:
-        """Go on after `batches` taken batches, first with the tasks at `positions`; `past` is what is left of them."""
+    def restore(self, batches: int, positions: Sequence[int], recover: RecoverTask) -> None:
+        """Go on after `batches` taken batches, first with the tasks at `positions`, and with what `recover` finds."""
         self._taken = batches * self._limits.batch_size
         self._returned = deque(positions)
-        self._past = past
+        self._recover = recover
 
     def start(self, work: asyncio.TaskGroup, version: int) -> None:
         """Begin; groups are sampled as tasks of `work`, with weights of `version` at first."""
         self._work = work
         self._version = version
-        self._usable = version - self._limits.lag
+        self._usable = version - self._limits.max_staleness
 
     def stop(self) -> None:
         """Sample nothing more; what is open stays known, for a checkpoint."""
@@ -228,7 +234,7 @@ class RolloutBuffer:
         """Where the tasks are that were admitted and have not been trained or removed."""
         return (*self._training, *self._open.positions, *self._returned)
 
-    def frontier(self) -> SourceState:
+    def frontier(self) -> dict[str, Any]:
         """Where admission stands in the data: every task before it was admitted."""
         return self._tasks.state()
 
@@ -248,36 +254,48 @@ class RolloutBuffer:
 
     async def take(self, version: int) -> BufferedBatch:
         """The next batch, to train weights of `version`."""
-        due = version - self._limits.lag
+        min_version = version - self._limits.max_staleness
         if self._limits.drop_stale:
-            self._begin_again(due)
-        size, bound = self._limits.batch_size, None if self._limits.drop_stale else due
+            self._begin_again(min_version)
+        size, bound = self._limits.batch_size, None if self._limits.drop_stale else min_version
         while (chosen := self._open.choose(size, bound)) is None:
             await self._change()
         for item in chosen:
             self._open.remove(item)
+            self._tasks.end(item.position, item.group)
+        self._tasks.tell()
         self._taken += len(chosen)
         self._training = tuple(item.position for item in chosen)
-        self._usable = due + 1
+        self._usable = min_version + 1
         removed = dict(self._removed)
         self._removed.clear()
         groups = tuple(item.group for item in chosen if item.group is not None)
-        _check_staleness(groups, due)
-        return BufferedBatch(groups, self._training, removed)
+        _check_staleness(groups, min_version)
+        return BufferedBatch(groups, self._training, removed, self._describe_choice(chosen))
+
+    def _describe_choice(self, chosen: Sequence[OpenGroup]) -> Mapping[str, float]:
+        """How many of these tasks a sampler had chosen before, and how many of all tasks it ever chose, as shares."""
+        if not (books := self._tasks.books()):
+            return NOTHING
+        repeated = sum(bool(item.repeat) for item in chosen) / len(chosen)
+        coverage = books["drawn"] / books["tasks"]
+        return {"sampler/new": 1 - repeated, "sampler/repeated": repeated, "sampler/coverage": coverage}
 
     def settle(self) -> None:
         """The batch that was taken has been trained: only now have its tasks left."""
+        for position in self._training:
+            self._tasks.leave(position)
         self._training = ()
 
     async def _change(self) -> None:
         """Wait until a group ends; not for longer than any group may take."""
         self._changed.clear()
         try:
-            async with asyncio.timeout(self._limits.patience_s):
+            async with asyncio.timeout(self._limits.group_timeout_s):
                 await self._changed.wait()
         except TimeoutError:
             raise DeadlineError(
-                f"no group ended within {self._limits.patience_s:g} s; training waits for {self._describe_open()}"
+                f"no group ended within {self._limits.group_timeout_s:g} s; training waits for {self._describe_open()}"
             ) from None
 
     def _describe_open(self) -> str:
@@ -287,16 +305,13 @@ class RolloutBuffer:
         return f"{len(open_)} groups: {shown}" if open_ else "groups, but none is being sampled"
 
     def _admit(self) -> None:
-        while self._work is not None and self._taken + len(self._open) < self._allowed:
-            if self._returned:
-                position = self._returned.popleft()
-                task = self._tasks.at(position)
-            else:
-                position = self._tasks.position
-                (task,) = self._tasks.take(1)
-            named = _name(task, position // len(self._tasks))
-            self._journal.add_task(named)
-            self._begin(position, named, self._past(named, self._oldest()))
+        while self._work is not None and (places := self._allowed - self._taken - len(self._open)) > 0:
+            returned = [self._tasks.at(self._returned.popleft())] if self._returned else []
+            for drawn in returned or self._tasks.draw(places):
+                self._journal.add_task(drawn.task)
+                past = self._recover(drawn.task, self._oldest())
+                item = self._open_group(drawn, past)
+                item.work = self._work.create_task(self._sample(item, past))
 
     def _oldest(self) -> int:
         """The oldest version that one more group may have: of older ones the batches to come have no place left.
@@ -308,21 +323,22 @@ class RolloutBuffer:
             oldest -= 1
         return oldest
 
-    def _begin(self, position: int, task: Task, past: RecoveredTask) -> None:
-        assert self._work is not None, "groups begin between start and stop"
+    def _open_group(self, drawn: DrawnTask, past: RecoveredTask) -> OpenGroup:
         oldest = min((_oldest_version(item, self._version) for item in past.finished), default=self._version)
         oldest = min((oldest, *(version for part in past.parts for version in part.completion.versions)))
-        item = OpenGroup(position, task, oldest, asyncio.get_running_loop().time(), past.attempt)
+        since = asyncio.get_running_loop().time()
+        item = OpenGroup(drawn.position, drawn.task, oldest, since, past.attempt, drawn.repeat)
         self._open.add(item)
         self._journal.add_event(
             "admit",
-            position=position,
-            uid=task.uid,
+            position=item.position,
+            uid=item.task.uid,
+            repeat=item.repeat,
             version=item.version,
             finished=len(past.finished),
             continued=len({part.sample for part in past.parts}),
         )
-        item.work = self._work.create_task(self._sample(item, past))
+        return item
 
     async def _sample(self, item: OpenGroup, past: RecoveredTask) -> None:
         try:
@@ -337,6 +353,7 @@ class RolloutBuffer:
             version = min(_oldest_version(trajectory, item.version) for trajectory in result.survivors)
             self._open.end(item, result, version)
         else:
+            self._tasks.end(item.position, result if isinstance(result, Group) else None)
             self._remove(item, reason)
         self._changed.set()
 
@@ -353,6 +370,7 @@ class RolloutBuffer:
     def _remove(self, item: OpenGroup, reason: str) -> None:
         """Give the place of a group to the next task; no more often than the config allows for one step."""
         self._open.remove(item)
+        self._tasks.leave(item.position)
         self._removed[reason] += 1
         self._journal.add_event("remove", position=item.position, uid=item.task.uid, reason=reason)
         limit = (self._filter_groups.max_num_gen_batches - 1) * self._limits.batch_size
@@ -365,20 +383,18 @@ class RolloutBuffer:
             )
         self._admit()
 
-    def _begin_again(self, due: int) -> None:
+    def _begin_again(self, min_version: int) -> None:
         """Start over what has tokens, or may have, that the next batch could not train."""
-        for item in [item for item in self._open if item.version < due]:
+        assert self._work is not None, "batches are taken between start and stop"
+        for item in [item for item in self._open if item.version < min_version]:
             if item.work is not None:
                 item.work.cancel()
             self._open.remove(item)
             self._journal.add_event("stale", position=item.position, uid=item.task.uid, version=item.version)
             attempts = 2 * (self._failures.session_retries + 1)  # that the group may have used, drawn twice
-            self._begin(item.position, item.task, RecoveredTask(attempt=item.attempt + attempts))
-
-
-def _name(task: Task, epoch: int) -> Task:
-    """In later epochs a task has a name of its own, so that records and noise differ."""
-    return task if epoch == 0 else replace(task, uid=f"{task.uid}@{epoch}")
+            past = RecoveredTask(attempt=item.attempt + attempts)
+            again = self._open_group(DrawnTask(item.position, item.task, item.repeat), past)
+            again.work = self._work.create_task(self._sample(again, past))
 
 
 def _oldest_version(trajectory: Trajectory, default: int) -> int:

@@ -5,25 +5,52 @@ written with it. Decides nothing. The state that a resume reads is written by `s
 """
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Protocol
 
 from treadle.config.root import LoggingConfig
+from treadle.journal import Journal
 from treadle.observe.step_metrics import Spans, add_up, describe_batch
+from treadle.observe.trackers import Trackers
+from treadle.terminal import warn
 from treadle.trainer.buffer import BufferedBatch
-from treadle.trainer.parts import TrainerParts
 from treadle.trainer.step import StepReport
 from treadle.trainer.validation import Validation
 from treadle.types import Group
+from treadle.weights.logprob_probe import ProbeResult
 from treadle.weights.sync import PushReport
+
+
+class RunView(Protocol):
+    """Display of a run's progress."""
+
+    def watch(self, phase: Callable[[], str]) -> None: ...
+
+    def begin(self, total_steps: int) -> None: ...
+
+    def resume(self, step: int) -> None: ...
+
+    def on_step(self, step: int, metrics: Mapping[str, float]) -> None: ...
+
+    def on_validation(self, step: int, success: float) -> None: ...
 
 
 class RunRecorder:
     """Recorder of one start. With `overlaps`, sampling goes on during training: its speed is over the whole step."""
 
-    def __init__(self, parts: TrainerParts, logging: LoggingConfig, spans: Spans, *, overlaps: bool) -> None:
-        self._journal = parts.journal
-        self._trackers = parts.trackers
-        self._view = parts.view
+    def __init__(
+        self,
+        journal: Journal,
+        trackers: Trackers,
+        view: RunView,
+        logging: LoggingConfig,
+        spans: Spans,
+        *,
+        overlaps: bool,
+    ) -> None:
+        self._journal = journal
+        self._trackers = trackers
+        self._view = view
         self._logging = logging
         self._spans = spans
         self._overlaps = overlaps
@@ -45,6 +72,13 @@ class RunRecorder:
         """Record which weights the engines have confirmed."""
         self._journal.add_event("weights", version=report.version, checksum=report.checksum)
 
+    def write_probes(self, results: Sequence[ProbeResult]) -> None:
+        """Record what each replica answered to a logprob probe; the farthest one is a metric of the step."""
+        for result in results:
+            self._journal.add_event("probe", **result.fields())
+        if results:
+            self.note({"weights/probe_nats": max(result.nats for result in results)})
+
     def write_step(
         self, step: int, report: StepReport, taken: BufferedBatch, baselines: Sequence[float | None] | None
     ) -> None:
@@ -60,6 +94,8 @@ class RunRecorder:
             positions=list(taken.positions),
             baselines=None if baselines is None else list(baselines),
         )
+        if report.annotations:
+            self._journal.add_annotations(report.annotations)
         cut = sum(any("prompt_tokens_cut" in item.extra for item in group.trajectories) for group in taken.groups)
         metrics = {
             **report.metrics,
@@ -68,6 +104,7 @@ class RunRecorder:
             **self._measure(step, taken.groups),
             "prompts/dropped": float(taken.removed.get("prompt dropped", 0)),  # tasks left out, their prompts too long
             "prompts/cut": float(cut),
+            **taken.sampler,
         }
         self._noted = {}
         self._log(step, metrics)
@@ -79,6 +116,17 @@ class RunRecorder:
         if count := self._logging.log_val_generations:
             self._trackers.log_texts(found.step, found.transcripts(count))
         self._view.on_validation(found.step, found.success)
+
+    def write_lost_validation(self, step: int, reason: str) -> None:
+        """Record a validation that its engines did not live to finish."""
+        warn(f"note: the validation of step {step} is lost: {reason}")
+        self._journal.add_event("validation_lost", step=step, reason=reason)
+        self._log(step, {"validation/lost": 1.0})
+
+    def write_findings(self, step: int, counts: Mapping[str, float]) -> None:
+        """To the trackers alone: the journal has what they were found in."""
+        if counts:
+            self._trackers.log(step, counts)
 
     async def write_rest(self, step: int) -> None:
         """Write the spans since the last step to the journal: the last validation, the last checkpoint."""

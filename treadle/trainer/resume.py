@@ -3,7 +3,8 @@
 Tokens are valid while the weights that sampled them are part of this run's history. A resume goes back to a checkpoint;
 versions after it are made anew, with other weights under the same numbers. So what was recorded before a resume counts
 up to the version it went back to, and that for every resume since. Nothing older than the caller's bound counts, so
-that staleness stays bounded across a crash. Reads one task at a time, on a connection of its own; knows no schedule.
+that staleness stays bounded across a crash. Reads one task at a time, on a connection of its own, and only tasks that
+an earlier start has sampled; knows no schedule.
 
 A start records its whole config, and digests of the files and sources it names, in the journal; the next start compares
 before anything is loaded or written.
@@ -14,6 +15,7 @@ before anything is loaded or written.
     never     another model or other training tasks: the checkpoint and its position mean nothing for them
 """
 
+import time
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -27,10 +29,10 @@ from treadle.config import TrainConfig
 from treadle.config.show import as_yaml, flatten, hide_secret
 from treadle.data.tasks import TaskSource
 from treadle.errors import ConfigError, Mistake, RunError
-from treadle.journal import DamagedRecord, Journal, JournalReader, PartEntry, TrajectoryEntry
-from treadle.journal.codec import task_values
+from treadle.journal import DamagedRecord, Event, Journal, JournalReader, PartEntry, TrajectoryEntry
+from treadle.journal.codec import label, task_values
 from treadle.journal.schema import FILE_NAME
-from treadle.rollout.completion_log import RecoveredTask, needs_new_noise
+from treadle.rollout.completion_log import NOTHING_RECOVERED, RecoveredTask, needs_new_noise
 from treadle.rollout.provenance import (
     INPUTS_EVENT,
     RESUME_EVENT,
@@ -41,8 +43,9 @@ from treadle.rollout.provenance import (
     digest_of,
     is_placement,
     origin_of,
+    source_digests,
 )
-from treadle.types import NOTHING, Provenance, RecordedCompletion, StopReason, Trajectory
+from treadle.types import NOTHING, Provenance, RecordedCompletion, StopReason, Task, Trajectory
 
 log = getLogger(__name__)
 
@@ -75,9 +78,16 @@ class RunHistory:
         scored: bool,
         set_aside: Mapping[str, int] = NOTHING,
         bounds: tuple[float, float] = (-inf, inf),
+        settings: str = "",
+        inputs: RunInputs | None = None,
     ) -> None:
         self._run_dir = run_dir
         self._reader = reader
+        self._sampled = reader.sampled_uids()
+        """Tasks that an earlier start has sampled anything of."""
+        self._inputs = inputs
+        self.settings = settings
+        """Stands for everything that decides what this start samples."""
         self.set_aside = set_aside
         """Tasks whose samples spoiled a step, and the start of the run that last said so: what was recorded up to then
         is not used again."""
@@ -94,38 +104,45 @@ class RunHistory:
         settings: str = "",
         scored: bool = True,
         bounds: tuple[float, float] = (-inf, inf),
+        inputs: RunInputs | None = None,
     ) -> "RunHistory":
         """Read which versions the run went back to. With `scored`, trajectories without a reward do not count; nor do
         those whose reward lies outside `bounds`.
 
         `settings` stands for everything that decides what is sampled: nothing counts that was sampled with others.
+        `inputs` is what this start's trajectories are made from.
         """
         reader = JournalReader.open(run_dir)
         resumes: list[tuple[int, int]] = []
         before = ""
-        for event in reader.events(kind=RESUME, limit=_ALL):
-            if not event.is_intact:
-                reader.close()
-                raise DamagedRecord(
-                    f"event {event.id} ({RESUME}) of the journal in {run_dir} is not as it was written, so it is "
-                    "unknown what of it may be used: begin anew with --fresh, or in another logging.run_dir with "
-                    "checkpoint.resume_mode=resume_path"
-                )
+        for event in _intact(reader, run_dir, RESUME):
             given = event.fields.get("settings", "")
             resumes.append((event.start, int(event.fields["version"]) if given == before else _NOTHING))
             before = given
         if settings != before:
             resumes.append((_ALL, _NOTHING))
-        aside = {
-            uid: event.start for event in reader.events(kind=SET_ASIDE, limit=_ALL) for uid in event.fields["uids"]
-        }
-        return cls(run_dir, reader, tuple(resumes), scored=scored, set_aside=aside, bounds=bounds)
+        aside = {uid: event.start for event in _intact(reader, run_dir, SET_ASIDE) for uid in event.fields["uids"]}
+        return cls(
+            *(run_dir, reader, tuple(resumes)),
+            scored=scored,
+            set_aside=aside,
+            bounds=bounds,
+            settings=settings,
+            inputs=inputs,
+        )
 
     @property
     def newly_set_aside(self) -> tuple[str, ...]:
         """The tasks of the batch that ended the last start of the run, if one did."""
         newest = max((start for start, _ in self._resumes if start != _ALL), default=_NOTHING)
         return tuple(uid for uid, start in self.set_aside.items() if start == newest)
+
+    def recover(self, task: Task, n: int, *, version: int, oldest: int) -> RecoveredTask:
+        """What is left of a task (see `past`). The journal is asked only where it has something of it."""
+        if label(task.uid) not in self._sampled:
+            return NOTHING_RECOVERED
+        made_from = UNKNOWN_PROVENANCE if self._inputs is None else self._inputs.stamp(task, validation=False)
+        return self.past(task.uid, n, version=version, oldest=oldest, made_from=made_from)
 
     def past(
         self, uid: str, n: int, *, version: int, oldest: int, made_from: Provenance = UNKNOWN_PROVENANCE
@@ -171,6 +188,23 @@ class RunHistory:
                 "anew with --fresh (which sets this run aside), checkpoint.resume_mode=disable, or another "
                 "logging.run_dir"
             )
+        damaged = sorted((self._run_dir / "checkpoints").glob("[0-9]*-step-*"))
+        if damaged:
+            raise RunError(
+                f"{self._run_dir} has no whole checkpoint, but {len(damaged)} damaged, such as {damaged[-1].name}, and "
+                "its journal knows of none: bring the directory back as it was, or begin anew with --fresh (which sets "
+                "this run aside), checkpoint.resume_mode=disable, or another logging.run_dir"
+            )
+
+    def tell_lost_journal(self, step: int) -> None:
+        """Warn where a checkpoint is gone on from that this journal knows nothing of: it was deleted meanwhile."""
+        if not any(start != _ALL for start, _ in self._resumes):
+            log.warning(
+                "%s goes on after step %d, but its journal begins anew: what was sampled and trained before is not in "
+                "it, and treadle audit counts from here",
+                self._run_dir,
+                step,
+            )
 
     def close(self) -> None:
         self._reader.close()
@@ -202,6 +236,13 @@ class RunHistory:
         return min([version, *(returned for resumed, returned in self._resumes if resumed > start)])
 
 
+def settings_digest(config: TrainConfig, inputs: RunInputs | None = None) -> str:
+    """Stands for everything that decides what is sampled: what other settings left is not taken over."""
+    inputs = inputs or RunInputs.of(config.rollout, config.model, config.reward)
+    fresh = f"-{time.time()}" if config.checkpoint.resume_mode == "disable" else ""
+    return digest_of(inputs.training) + fresh
+
+
 def _with_valid_score(trajectory: Trajectory, made_from: Provenance) -> Trajectory:
     before = trajectory.provenance
     same = (before.scoring, before.row) == (made_from.scoring, made_from.row)
@@ -226,8 +267,11 @@ _NOTED = ("trainer.", "checkpoint.", "logging.", "cluster.", "data.val_", "rollo
 _CRITIC_WARMUP = "trainer.critic_warmup"
 _NEVER = (
     "contents of model.path",
+    "contents of model.adapter",
+    "actor.lora.",
     "model.override_config",
     "contents of data.train_files",
+    "data.train_weights",
     "data.shuffle",
     "data.seed",
 )
@@ -254,12 +298,14 @@ class ConfigChange:
 def config_items(config: TrainConfig, inputs: RunInputs, tasks: TaskSource) -> InputItems:
     """Everything a training run depends on, by name."""
     leaves = {name: as_yaml(hide_secret(name, value, digest=True)) for name, value in flatten(config).items()}
-    named = {name: value for name, value in {**inputs.training, **inputs.scoring}.items() if " of " in name}
+    sampler = {"data.sampler": config.data.sampler or ""}
+    given = {**inputs.training, **inputs.scoring, **source_digests(sampler)}
+    named = {name: value for name, value in given.items() if " of " in name}
     digest = blake2b(digest_size=8)
     for task in tasks.tasks:
         digest.update(b"\n".join(str(value).encode() for value in task_values(task)[:3]))
     # Contents stand for paths: a model or a data file that was moved is the same.
-    moved = ("model.path", "model.tokenizer_path", "data.train_files", "data.train_max_samples")
+    moved = ("model.path", "model.adapter", "model.tokenizer_path", "data.train_files", "data.train_max_samples")
     kept = {name: value for name, value in leaves.items() if name not in moved}
     return {**kept, **named, "contents of data.train_files": digest.hexdigest()}
 
@@ -271,6 +317,19 @@ def record_config(journal: Journal, items: InputItems, changed: list[ConfigChang
         journal.add_event(CHANGED, changes=[[change.key, change.before, change.now] for change in changed])
 
 
+def _intact(reader: JournalReader, run_dir: Path, kind: str) -> Iterator[Event]:
+    """The events of a kind that decides what may be used again; DamagedRecord where one of them cannot be read."""
+    for event in reader.events(kind=kind, limit=_ALL):
+        if not event.is_intact:
+            reader.close()
+            raise DamagedRecord(
+                f"event {event.id} ({kind}) of the journal in {run_dir} is not as it was written, so it is unknown "
+                "what of it may be used: begin anew with --fresh, or in another logging.run_dir with "
+                "checkpoint.resume_mode=resume_path"
+            )
+        yield event
+
+
 def check_changes(run_dir: Path, config: TrainConfig, items: InputItems, *, allow: bool) -> list[ConfigChange]:
     """What changed since the last start of the run in this directory; a ConfigError where it must not have."""
     if not (run_dir / FILE_NAME).exists():
@@ -279,8 +338,14 @@ def check_changes(run_dir: Path, config: TrainConfig, items: InputItems, *, allo
         if not reader.events(kind=RESUME_EVENT, limit=1):
             _refuse_rollout(reader, run_dir)
             return []
-        known = [event.fields for event in reader.events(kind=INPUTS_EVENT, limit=1 << 30) if event.is_intact]
-        steps = reader.events(kind="step", limit=1 << 30)
+        inputs = reader.events(kind=INPUTS_EVENT, limit=_ALL)
+        steps = [event for event in reader.events(kind="step", limit=_ALL) if event.is_intact]
+    known = [event.fields for event in inputs if event.is_intact]
+    if len(known) < len(inputs) and config.checkpoint.resume_mode == "auto" and not allow:
+        raise DamagedRecord(
+            f"an event ({INPUTS_EVENT}) of the journal in {run_dir} is not as it was written, so it is unknown whether "
+            "the config changed since: --allow-changes goes on with the one that is given, --fresh begins anew"
+        )
     before = next((fields["items"] for fields in reversed(known) if fields["part"] == _PART), None)
     if before is None or not steps or config.checkpoint.resume_mode != "auto":
         return []
@@ -299,7 +364,7 @@ def _change_mistakes(
 ) -> Iterator[Mistake]:
     anew = f"--fresh sets {run_dir} aside and trains anew; logging.run_dir=DIRECTORY keeps both"
     for change in found:
-        never = change.key.startswith(_NEVER)
+        never = change.key.startswith(_NEVER) or change.key == "data.sampler"
         if change.is_noted or (allow and not never):
             continue
         problem = (

@@ -71,7 +71,7 @@ async def train_fully_async(trainer: Trainer) -> None:
     """
     await trainer.start()
     async with trainer.working():
-        trainer.allow(trainer.step + 1 + trainer.lag)
+        trainer.allow(trainer.step + 1 + trainer.staleness_bound)
         while trainer.step < trainer.total_steps:
             with trainer.spans("rollout"):
                 batch = await trainer.take()
@@ -80,7 +80,7 @@ async def train_fully_async(trainer: Trainer) -> None:
             if trainer.push_is_due:
                 with trainer.spans("weights"):
                     await trainer.push()
-                trainer.allow(trainer.step + 2 + trainer.lag)
+                trainer.allow(trainer.step + 2 + trainer.staleness_bound)
             await trainer.end_step(report, batch)
         await trainer.finish()
 

@@ -1,37 +1,99 @@
-"""Trainer state: what a checkpoint holds beside the networks, and how a later start restores it.
+"""Trainer state: what a checkpoint holds beside the networks, how a later start restores it; and the request to stop.
 
 Owns the step that was reached, the KL coefficient, and what is reused of the tasks that were open. The networks save
 themselves, through `Checkpoints`.
 Invariant: what a checkpoint follows from is in the journal, on disk, before it.
+Stop: a long wait ends where a stop is requested first (`unless`); work that may not be interrupted looks at `requested`
+afterwards. A stop is never taken back.
 """
 
 import asyncio
-from collections.abc import Mapping
-from dataclasses import asdict, replace
+import signal
+import threading
+from collections.abc import Awaitable, Mapping
+from dataclasses import replace
 from logging import getLogger
-from typing import Any
+from typing import Any, TypeVar
 
 from treadle.algorithm.kl import KLControl
-from treadle.checkpoint.store import Progress
+from treadle.checkpoint.store import Checkpoints, Progress
 from treadle.config import TrainConfig
-from treadle.data.tasks import SourceState
+from treadle.data.task_feed import TaskFeed
+from treadle.journal import Journal
 from treadle.rollout.completion_log import RecoveredTask
+from treadle.terminal import warn
 from treadle.trainer.buffer import RolloutBuffer
-from treadle.trainer.parts import TrainerParts
-from treadle.trainer.resume import RESUME, SAVED, UNKNOWN_PROVENANCE
-from treadle.trainer.terms import settings_digest
+from treadle.trainer.recorder import RunView
+from treadle.trainer.resume import RESUME, SAVED, RunHistory
+from treadle.trainer.step import Learner
 from treadle.types import Task
 
 log = getLogger(__name__)
+
+T = TypeVar("T")
+
+
+class RunInterrupted(Exception):
+    """The run was requested to stop; all finished steps are saved."""
+
+
+class StopRequest:
+    """A request to stop the run; never withdrawn."""
+
+    def __init__(self) -> None:
+        self._event = asyncio.Event()
+        self._requests = 0
+
+    def request(self) -> None:
+        """Stop when nothing is lost by it. After a second request, one more Ctrl-C ends the process at once."""
+        self._event.set()
+        self._requests += 1
+        if self._requests == 2 and threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGINT, signal.SIG_DFL)
+            warn("asked to stop again: the run saves what it has; once more ends it at once")
+
+    @property
+    def requested(self) -> bool:
+        return self._event.is_set()
+
+    async def unless(self, work: Awaitable[T]) -> T:
+        """The result of `work`; RunInterrupted, and `work` cancelled to its end, where a stop is requested first."""
+        working, stopping = asyncio.ensure_future(work), asyncio.ensure_future(self._event.wait())
+        try:
+            await asyncio.wait({working, stopping}, return_when=asyncio.FIRST_COMPLETED)
+            if working.done():
+                return working.result()
+            raise RunInterrupted
+        finally:
+            stopping.cancel()
+            if not working.done():
+                working.cancel()
+                await asyncio.wait({working})
 
 
 class TrainerState:
     """Trainer state (see the module). `step` counts finished steps; `control` is the weight of KL for the next one."""
 
-    def __init__(self, config: TrainConfig, parts: TrainerParts, buffer: RolloutBuffer) -> None:
+    def __init__(
+        self,
+        config: TrainConfig,
+        learner: Learner,
+        tasks: TaskFeed,
+        buffer: RolloutBuffer,
+        *,
+        checkpoints: Checkpoints,
+        journal: Journal,
+        history: RunHistory,
+        view: RunView,
+    ) -> None:
         self._config = config
-        self._parts = parts
+        self._learner = learner
+        self._tasks = tasks
         self._buffer = buffer
+        self._checkpoints = checkpoints
+        self._journal = journal
+        self._history = history
+        self._view = view
         self._restored = 0
         """The version that this start began with."""
         self._saved: int | None = None
@@ -43,48 +105,56 @@ class TrainerState:
 
     async def restore(self) -> bool:
         """Go on from the newest checkpoint, if there is one; whether there was."""
-        parts = self._parts
-        step = parts.step
-        progress = await asyncio.to_thread(parts.checkpoints.restore, step.policy, step.critic, step.reference)
+        networks, history = self._learner.parts, self._history
+        progress = await asyncio.to_thread(
+            self._checkpoints.restore, networks.policy, networks.critic, networks.reference
+        )
         state: Mapping[str, Any] = {} if progress is None else progress.state
         if progress is not None:
             self._resume(progress)
+            if self._config.checkpoint.resume_mode == "auto":
+                history.tell_lost_journal(progress.step)
         elif self._config.checkpoint.resume_mode == "auto":
-            parts.lineage.refuse_lost_checkpoints()
-        parts.journal.rewind(self.step)
-        self._restored = parts.version
-        self._buffer.restore(self.step, tuple(state.get("open", ())), self._past)
-        if aside := parts.lineage.newly_set_aside:
+            history.refuse_lost_checkpoints()
+        self._journal.rewind(self.step)
+        self._restored = self._learner.version
+        self._buffer.restore(self.step, tuple(state.get("open", ())), self._recover)
+        if aside := history.newly_set_aside:
             log.warning(
                 "the last start ended by numbers that were not finite: the samples of that batch, %d tasks such as %s, "
                 "are set aside and drawn again",
                 len(aside),
                 aside[0],
             )
-        parts.journal.add_event(RESUME, **self.describe(), settings=settings_digest(self._config, parts.inputs))
+        self._journal.add_event(RESUME, **self.describe(), settings=history.settings)
         return progress is not None
 
     async def save(self) -> None:
         """A checkpoint of what is done, unless there is one already."""
         if self._saved == self.step:
             return
-        parts, where = self._parts, self.describe()
+        where, networks = self.describe(), self._learner.parts
         coefficient = None if self.control is None else self.control.coefficient
-        state = {"tasks": asdict(self._buffer.frontier()), "open": where["open"], "kl_coefficient": coefficient}
-        parts.journal.add_event("checkpoint", **where)
-        await parts.journal.flush()
-        step = parts.step
+        state = {"tasks": self._buffer.frontier(), "open": where["open"], "kl_coefficient": coefficient}
+        self._journal.add_event("checkpoint", **where)
+        await self._journal.flush()
         await asyncio.to_thread(
-            parts.checkpoints.save, step.policy, step.critic, self.step, state, reference=step.reference
+            self._checkpoints.save,
+            networks.policy,
+            networks.critic,
+            self.step,
+            state,
+            reference=networks.reference,
         )
         self._saved = self.step
-        parts.journal.add_event(SAVED, step=self.step)
+        self._journal.add_event(SAVED, step=self.step)
         log.info("saved a checkpoint after step %d", self.step)
 
     def describe(self) -> dict[str, Any]:
-        """The step, the policy, the next new task, and the tasks that are under way."""
-        open_, position = list(self._buffer.open_positions), self._parts.tasks.position
-        return {"step": self.step, "version": self._parts.version, "position": position, "open": open_}
+        """The step, the policy, the next new task, the tasks that are under way, and the books of a sampler."""
+        open_, position = list(self._buffer.open_positions), self._tasks.position
+        where = {"step": self.step, "version": self._learner.version, "position": position, "open": open_}
+        return {**where, **self._tasks.books()}
 
     def _resume(self, progress: Progress) -> None:
         state: Any = progress.state
@@ -92,15 +162,12 @@ class TrainerState:
         if self._config.checkpoint.resume_mode == "auto":
             self._saved = progress.step
         log.info("going on after step %d", progress.step)
-        self._parts.tasks.restore(SourceState(**state["tasks"]))
+        self._tasks.restore(state["tasks"])
         if state["kl_coefficient"] is not None:
             start = KLControl.start(self._config.algorithm.kl_ctrl)
             self.control = replace(start, coefficient=state["kl_coefficient"])
-        self._parts.view.resume(progress.step)
+        self._view.resume(progress.step)
 
-    def _past(self, task: Task, oldest: int) -> RecoveredTask:
+    def _recover(self, task: Task, oldest: int) -> RecoveredTask:
         """What earlier starts left of a task, as far as this run still has the weights, and tokens are young enough."""
-        n = task.n or self._config.rollout.n
-        inputs = self._parts.inputs
-        made_from = UNKNOWN_PROVENANCE if inputs is None else inputs.stamp(task, validation=False)
-        return self._parts.lineage.past(task.uid, n, version=self._restored, oldest=oldest, made_from=made_from)
+        return self._history.recover(task, task.n or self._config.rollout.n, version=self._restored, oldest=oldest)

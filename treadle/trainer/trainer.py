@@ -5,66 +5,116 @@ save and resume alike. Owns the order of these; `buffer`, `recorder`, `validatio
 """
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from logging import getLogger
 from math import ceil
+from typing import Protocol
 
 from treadle.aio import first_error
+from treadle.checkpoint.links import TRAINING_REWARD, CheckpointScore
+from treadle.checkpoint.store import Checkpoints
 from treadle.config import TrainConfig
-from treadle.config.plan import max_lag
+from treadle.config.plan import staleness_bound
+from treadle.data.task_feed import TaskFeed
 from treadle.errors import NotFiniteError, RunError, TreadleError
+from treadle.journal import Journal
 from treadle.observe.step_metrics import Spans
+from treadle.observe.trackers import Trackers
 from treadle.rollout.service import RolloutKind
 from treadle.terminal import warn
 from treadle.trainer.buffer import BufferedBatch, BufferLimits, RolloutBuffer
-from treadle.trainer.parts import RunInterrupted, StopRequest, TrainerParts
-from treadle.trainer.recorder import RunRecorder
-from treadle.trainer.resume import SET_ASIDE
-from treadle.trainer.state import TrainerState
-from treadle.trainer.step import StepReport
-from treadle.trainer.terms import total_steps
-from treadle.trainer.validation import Validation, ValidationRunner
-from treadle.types import Group
-from treadle.weights.sync import PushReport
+from treadle.trainer.recorder import RunRecorder, RunView
+from treadle.trainer.resume import SET_ASIDE, RunHistory
+from treadle.trainer.state import RunInterrupted, StopRequest, TrainerState
+from treadle.trainer.step import Learner, StepReport
+from treadle.trainer.validation import Rollout, Validation, ValidationRunner
+from treadle.types import Group, Task
+from treadle.weights.logprob_probe import LogprobProbe
+from treadle.weights.sync import PushReport, WeightSync
 
 log = getLogger(__name__)
 
 _NO_SIGNAL = "estimators that compare them learn nothing from it"
 
 
+class RunMonitor(Protocol):
+    """Processes that no call waits for all the time."""
+
+    async def watch(self) -> None:
+        """Run until cancelled; raise when a process dies."""
+        ...
+
+
 class Trainer:
     """One start of a training run. `spans` says where its time goes."""
 
-    def __init__(self, config: TrainConfig, parts: TrainerParts, spans: Spans | None = None) -> None:
+    def __init__(
+        self,
+        config: TrainConfig,
+        *,
+        learner: Learner,
+        rollout: Rollout,
+        weights: WeightSync,
+        tasks: TaskFeed,
+        checkpoints: Checkpoints,
+        journal: Journal,
+        trackers: Trackers,
+        view: RunView,
+        history: RunHistory,
+        validation_tasks: Sequence[Task] = (),
+        validation_rollout: Rollout | None = None,
+        monitor: RunMonitor | None = None,
+        spans: Spans | None = None,
+    ) -> None:
+        """`history` is what earlier starts left; `validation_rollout` has weights of its own; `monitor` is watched."""
         self._config = config
-        self._parts = parts
+        self._learner = learner
+        self._rollout = rollout
+        self._weights = weights
+        self._checkpoints = checkpoints
+        self._journal = journal
+        self._monitor = monitor
+        self._scores_steps = not validation_tasks
+        """Whether training's own rewards say which checkpoint is best."""
         self._stop = StopRequest()
         self._buffer = RolloutBuffer(
-            parts.rollout,
-            parts.tasks,
-            parts.journal,
-            BufferLimits.of(config),
+            *(rollout, tasks, journal, BufferLimits.of(config)),
             filter_groups=config.algorithm.filter_groups,
             failures=config.rollout.failures,
         )
+        self._probe = LogprobProbe.of(config, learner.parts.policy, weights.lock)
         self._pushed = -1
         """The version that the engines have."""
         self._baselines: list[float | None] | None = None
         """What the step under way was trained against, where the estimator needs it."""
-        self._equal_steps = 0
-        self._told_equal = False
-        self._oversized = _describe_oversized(config, len(parts.tasks))
+        self._equal_steps, self._told_equal = 0, False
+        self._oversized = _describe_oversized(config, len(tasks))
         self.spans = spans or Spans()
-        self.total_steps = total_steps(config, parts.tasks)
-        self.lag = max_lag(config)
-        self._state = TrainerState(config, parts, self._buffer)
-        self._recorder = RunRecorder(parts, config.logging, self.spans, overlaps=self.lag > 0)
-        self._validations = ValidationRunner(
-            parts, config.reward, self._recorder, self.spans, self._stop, overlaps=config.trainer.mode != "sync"
+        self.total_steps = config.total_steps(len(tasks))
+        self._state = TrainerState(
+            *(config, learner, tasks, self._buffer),
+            checkpoints=checkpoints,
+            journal=journal,
+            history=history,
+            view=view,
         )
-        parts.view.watch(lambda: self.spans.current)
+        overlaps = self.staleness_bound > 0
+        self._recorder = RunRecorder(journal, trackers, view, config.logging, self.spans, overlaps=overlaps)
+        self._validations = ValidationRunner(
+            *(validation_tasks, config.reward, rollout, learner, weights, checkpoints),
+            *(self._recorder, self.spans, self._stop),
+            own_rollout=validation_rollout,
+            overlaps=config.trainer.mode != "sync",
+        )
+        view.begin(self.total_steps)
+        view.watch(lambda: self.spans.current)
+
+    @property
+    def staleness_bound(self) -> int:
+        """Policy versions that a token may be behind the weights it trains."""
+        return staleness_bound(self._config)
 
     @property
     def step(self) -> int:
@@ -79,7 +129,7 @@ class Trainer:
     @property
     def version(self) -> int:
         """The policy's version."""
-        return self._parts.version
+        return self._learner.version
 
     @property
     def validations(self) -> Sequence[Validation]:
@@ -95,7 +145,9 @@ class Trainer:
         resumed = await self._state.restore()
         if self._oversized:
             warn(f"note: {self._oversized}")
-        report = await self._push()
+        report = await self._weights.push(self._rollout, self.version)
+        await self._check_logprobs(report.version)
+        self._note_pushed(report)
         if resumed:
             self._recorder.write_weights(report)  # which a replay compares: what was restored is what was trained
         if trainer.val_only or (trainer.val_before_train and not resumed):
@@ -111,9 +163,9 @@ class Trainer:
         """
         with first_error():
             async with asyncio.TaskGroup() as beside:
-                watches = [beside.create_task(_forever(self._parts.rollout.watch, "the rollout's watch"))]
-                if self._parts.watch is not None:
-                    watches.append(beside.create_task(_forever(self._parts.watch, "the watch over the ranks")))
+                watches = [beside.create_task(_forever(self._rollout, "the rollout's watch"))]
+                if self._monitor is not None:
+                    watches.append(beside.create_task(_forever(self._monitor, "the watch over the ranks")))
                 self._validations.start(beside)
                 self._buffer.start(beside, self._pushed)
                 try:
@@ -139,7 +191,7 @@ class Trainer:
 
     async def _take(self) -> BufferedBatch:
         taking = asyncio.ensure_future(self._buffer.take(self.version))
-        wanted = asyncio.ensure_future(self._parts.needs_push())
+        wanted = asyncio.ensure_future(self._weights.lock.requested())
         try:
             await asyncio.wait({taking, wanted}, return_when=asyncio.FIRST_COMPLETED)
             if not taking.done():
@@ -155,10 +207,12 @@ class Trainer:
         """One step on a batch. Not interrupted: a step is whole or has not begun."""
         baselines = await self._draw_baselines(taken.groups)
         if self._config.rollout.nnodes == 0 and self._config.rollout.free_cache_engine:
-            await self._parts.rollout.sleep()
+            await self._rollout.sleep()
         self._recorder.note_staleness(taken.groups, self.version)
         try:
-            report = await self._parts.train(taken.groups, self.step + 1, self._state.control, baselines)
+            report = await self._learner.train(
+                taken.groups, step=self.step + 1, control=self._state.control, baselines=baselines
+            )
         except NotFiniteError as error:
             await self._set_aside(taken, str(error))
             raise
@@ -171,8 +225,8 @@ class Trainer:
     async def _set_aside(self, taken: BufferedBatch, reason: str) -> None:
         """Record that these samples spoil a step, so that no later start takes them over and ends the same way."""
         uids = [group.task.uid for group in taken.groups]
-        self._parts.journal.add_event(SET_ASIDE, step=self.step + 1, uids=uids, reason=reason)
-        await self._parts.journal.flush()
+        self._journal.add_event(SET_ASIDE, step=self.step + 1, uids=uids, reason=reason)
+        await self._journal.flush()
 
     @property
     def notes(self) -> tuple[str, ...]:
@@ -182,6 +236,8 @@ class Trainer:
             notes.append(f"in {equal} of {self.step} steps all samples of each task had the same reward: {_NO_SIGNAL}")
         if self._oversized:
             notes.append(self._oversized)
+        if self._probe.open_question:
+            notes.append(self._probe.open_question)
         return tuple(notes)
 
     def _note_signal(self, report: StepReport) -> None:
@@ -209,12 +265,20 @@ class Trainer:
             return
         try:
             await self._validations.hold()
-            report = await self._stop.unless(self._push())
+            report = await self._stop.unless(self._weights.push(self._rollout, self.version))
+            await self._stop.unless(self._check_logprobs(report.version))
         except RunInterrupted:
             return
+        self._note_pushed(report)
         self._recorder.note(report.metrics())
         self._recorder.write_weights(report)
         await self._validations.after_push(report.version)
+
+    async def _check_logprobs(self, version: int) -> None:
+        """Probe the replicas, where that is due; what they answered is recorded, and a wrong answer ends the run."""
+        results = await self._probe.ask(self._rollout, version)
+        self._recorder.write_probes(results)
+        self._probe.judge(results)
 
     async def end_step(self, report: StepReport, taken: BufferedBatch) -> None:
         """Record the step; validate and save where the config says so."""
@@ -222,10 +286,12 @@ class Trainer:
         self._buffer.settle()
         self._recorder.write_step(self.step, report, taken, self._baselines)
         self._note_signal(report)
+        if self._scores_steps and "reward/mean" in report.metrics:
+            self._checkpoints.score(self.step, CheckpointScore(TRAINING_REWARD, report.metrics["reward/mean"]))
         trainer = self._config.trainer
         if trainer.test_freq > 0 and self.step % trainer.test_freq == 0 and self.step < self.total_steps:
             await self._validations.begin(self.step, arrived=self._pushed == self.version)
-        if self._parts.checkpoints.is_due(self.step):
+        if self._checkpoints.is_due(self.step):
             await self._save()
         if self._stop.requested:
             raise RunInterrupted
@@ -244,6 +310,10 @@ class Trainer:
         if self.step:
             await self._save()
 
+    def record_findings(self, counts: Mapping[str, float]) -> None:
+        """Send what was found in the newest groups to the trackers."""
+        self._recorder.write_findings(self.step, counts)
+
     async def record_rest(self) -> None:
         """Write what happened since the last step to the journal."""
         await self._recorder.write_rest(self.step)
@@ -253,7 +323,7 @@ class Trainer:
         if self._config.algorithm.adv_estimator != "remax":
             return None
         tasks = [replace(group.task, uid=f"greedy/{group.task.uid}") for group in groups]
-        batch = await self._stop.unless(self._parts.rollout.generate_sequences(tasks, kind=RolloutKind.GREEDY))
+        batch = await self._stop.unless(self._rollout.generate_sequences(tasks, kind=RolloutKind.GREEDY))
         rewards = {
             group.task.uid: item.reward.value for group in batch.groups for item in group.survivors[:1] if item.reward
         }
@@ -268,11 +338,9 @@ class Trainer:
             )
         return baselines
 
-    async def _push(self) -> PushReport:
-        report = await self._parts.push_weights(self._parts.push)
+    def _note_pushed(self, report: PushReport) -> None:
         self._pushed = report.version
         self._buffer.advance(report.version)
-        return report
 
     async def _save(self) -> None:
         with self.spans("checkpoint"):
@@ -285,7 +353,7 @@ class Trainer:
             return
         try:
             async with asyncio.timeout(self._config.rollout.limits.close_timeout_s):
-                await self._parts.rollout.keep()
+                await self._rollout.keep()
         except (TimeoutError, TreadleError) as error:
             log.warning("what is half generated could not be kept, and will be sampled again: %s", error or "no answer")
 
@@ -301,7 +369,7 @@ def _describe_oversized(config: TrainConfig, tasks: int) -> str:
     )
 
 
-async def _forever(work: Callable[[], Awaitable[None]], name: str) -> None:
-    """Run work that must go on until it is cancelled; an early return is an error."""
-    await work()
+async def _forever(monitor: RunMonitor, name: str) -> None:
+    """Watch until cancelled; an early return is an error."""
+    await monitor.watch()
     raise RunError(f"{name} ended early")

@@ -2,7 +2,9 @@
 
 Samples as `rollout.val_kwargs` says; success is a reward of at least `reward.success_threshold`.
 alone    `sync`, and before and after training: training waits until every validation task is done
-own      the step pushes its weights to the validator's engines, and goes on; the next validation waits for this one
+own      the step pushes its weights to the validator's engines, and goes on; the next validation waits for this one.
+         Where those engines die, at most the validation under way is lost; where they do not come back for the next,
+         that one and those after it are shared
 shared   it begins when the rollout's engines have the weights, and sampling and training go on; the next push waits for
          its end, so that one version is validated. An engine that was restarted and waits for that push ends it: it
          begins once more after the push, with the weights of that one
@@ -14,21 +16,32 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Protocol
 
+from treadle.checkpoint.links import VALIDATION_SUCCESS, CheckpointScore
+from treadle.checkpoint.store import Checkpoints
 from treadle.config.reward import RewardConfig
+from treadle.config.rollout import OnWeightUpdate
+from treadle.engine.protocol import WeightUpdate
+from treadle.errors import DeadlineError, EnginesLost
 from treadle.observe import Summary, summarize
 from treadle.observe.step_metrics import Spans
 from treadle.rollout.completion_log import NOTHING_RECOVERED, RecoveredTask
 from treadle.rollout.protocol import Dropped
 from treadle.rollout.service import RolloutKind
+from treadle.terminal import warn
+from treadle.trainer.step import Learner
 from treadle.types import Batch, Group, Task, Trajectory
+from treadle.weights.sync import WeightSync
 
 if TYPE_CHECKING:
-    from treadle.trainer.parts import StopRequest, TrainerParts
     from treadle.trainer.recorder import RunRecorder
+    from treadle.trainer.state import StopRequest
 
 
 class Rollout(Protocol):
     """Rollout, as far as the trainer uses it."""
+
+    @property
+    def name(self) -> str: ...
 
     async def generate_sequences(
         self, tasks: Sequence[Task], *, kind: RolloutKind = RolloutKind.TRAINING, seed: int | None = None
@@ -48,6 +61,10 @@ class Rollout(Protocol):
 
     async def sleep(self) -> None:
         """Free the memory of shared devices until the next push."""
+        ...
+
+    async def update_weights(self, update: WeightUpdate, *, running: OnWeightUpdate = "continue") -> str:
+        """Hand new weights to every engine; the checksum they confirmed."""
         ...
 
 
@@ -104,23 +121,34 @@ class ValidationRunner:
 
     def __init__(
         self,
-        parts: "TrainerParts",
+        tasks: Sequence[Task],
         reward: RewardConfig,
+        rollout: Rollout,
+        learner: Learner,
+        weights: WeightSync,
+        checkpoints: Checkpoints,
         recorder: "RunRecorder",
         spans: Spans,
         stop: "StopRequest",
         *,
+        own_rollout: Rollout | None,
         overlaps: bool,
     ) -> None:
-        """`overlaps`: sampling and training go on side by side."""
-        self._parts = parts
+        """`own_rollout` has weights of its own, and keeps to one version while training goes on; None: validation
+        shares the engines of training's. `overlaps`: sampling and training go on side by side."""
+        self._tasks = tasks
         self._reward = reward
+        self._rollout = rollout
+        self._own_rollout = own_rollout
+        self._learner = learner
+        self._weights = weights
+        self._checkpoints = checkpoints
         self._recorder = recorder
         self._spans = spans
         self._stop = stop
         self._beside: asyncio.TaskGroup | None = None
         self._overlaps = overlaps
-        self._running: asyncio.Task[None] | None = None
+        self._running: asyncio.Task[bool] | None = None
         self._step = -1
         """What `_running` validates."""
         self._due = False
@@ -137,24 +165,36 @@ class ValidationRunner:
 
     async def begin(self, step: int, *, arrived: bool) -> None:
         """Validate without stalling the steps. `arrived`: the rollout's engines have the weights of this step."""
-        validator = self._parts.validator
-        if self._beside is None or (validator is None and not self._overlaps):
+        own = self._own_rollout
+        if self._beside is None or (own is None and not self._overlaps):
             await self.finish(step)
-        elif validator is not None:
+        elif own is not None:
             await self._wait()
-            await self._parts.push_weights(validator.push)
-            self._start(validator.rollout, step)
+            if await self._push_to_own(own):
+                self._start(own, step)
+            else:
+                await self.begin(step, arrived=arrived)
         elif arrived:
             await self._begin_shared(step)
         else:
             self._due = True
 
+    async def _push_to_own(self, own: Rollout) -> bool:
+        """Whether the validator's engines have the policy's weights; where they have died for good, there are none."""
+        try:
+            await self._weights.push_to(own, self._learner.version)
+        except (EnginesLost, DeadlineError) as error:
+            warn(f"note: validation shares the rollout's engines from now on: {error}")
+            self._own_rollout = None
+            return False
+        return True
+
     async def hold(self) -> None:
         """Before a push to the rollout: wait for the validation that shares its engines, or end it (see the module)."""
         running = self._running
-        if running is None or running.done() or self._parts.validator is not None:
+        if running is None or running.done() or self._own_rollout is not None:
             return
-        wanted = asyncio.ensure_future(self._parts.needs_push())
+        wanted = asyncio.ensure_future(self._weights.lock.requested())
         try:
             with self._spans("validation"):
                 await self._stop.unless(asyncio.wait({running, wanted}, return_when=asyncio.FIRST_COMPLETED))
@@ -175,7 +215,7 @@ class ValidationRunner:
         if self._running is not None and self._step == step:
             return  # it began with the push
         await self._wait()
-        self._start(self._parts.rollout, step)
+        self._start(self._rollout, step)
 
     def _start(self, rollout: Rollout, step: int) -> None:
         assert self._beside is not None
@@ -185,12 +225,13 @@ class ValidationRunner:
     async def finish(self, step: int) -> None:
         """Validate the policy as it is, and wait for what is found."""
         await self._wait()
-        validator = self._parts.validator
-        if validator is not None:
-            await self._parts.push_weights(validator.push)
-        rollout = self._parts.rollout if validator is None else validator.rollout
+        own = self._own_rollout
+        if own is not None and await self._push_to_own(own):
+            with self._spans("validation"):
+                if await self._stop.unless(self._evaluate(own, step)):
+                    return
         with self._spans("validation"):
-            await self._stop.unless(self._evaluate(rollout, step))
+            await self._stop.unless(self._evaluate(self._rollout, step))
 
     async def _wait(self) -> None:
         """Wait for the validation that goes on beside the steps, if one does."""
@@ -199,10 +240,19 @@ class ValidationRunner:
                 await self._stop.unless(self._running)
         self._running = None
 
-    async def _evaluate(self, rollout: Rollout, step: int) -> None:
-        if not self._parts.validation_tasks:
-            return
-        with self._spans.beside("validating"):
-            found = await validate(rollout, self._parts.validation_tasks, step, self._reward.success_threshold)
+    async def _evaluate(self, rollout: Rollout, step: int) -> bool:
+        """Whether it came to an end: False where the validator's own engines were lost on the way."""
+        if not self._tasks:
+            return True
+        try:
+            with self._spans.beside("validating"):
+                found = await validate(rollout, self._tasks, step, self._reward.success_threshold)
+        except EnginesLost as error:
+            if rollout is self._rollout:
+                raise
+            self._recorder.write_lost_validation(step, str(error))
+            return False
         self.found.append(found)
+        self._checkpoints.score(step, CheckpointScore(VALIDATION_SUCCESS, found.success))
         self._recorder.write_validation(found)
+        return True

@@ -66,13 +66,13 @@ class BroadcastGroup:
         cls, place: tuple[Store, BroadcastRank], address: tuple[str, int], device: torch.device, timeout_s: float
     ) -> Iterator[Self]:
         """Meet the others of a round; `address` is the sender's. No wait takes longer than `timeout_s`."""
-        store, seat = place
-        wait, inner = timedelta(seconds=timeout_s), PrefixStore(f"round/{seat.round}", store)
-        circle = cls(_join_group(inner, seat, address, device, wait), device, wait)
+        store, rank = place
+        wait, inner = timedelta(seconds=timeout_s), PrefixStore(f"round/{rank.round}", store)
+        group = cls(_join_group(inner, rank, address, device, wait), device, wait)
         try:
-            yield circle
+            yield group
         finally:
-            del circle._group  # processes that still wait for this one see it leave
+            del group._group  # processes that still wait for this one see it leave
 
     def broadcast(self, memory: Tensor) -> None:
         """From the sender to all; return when it is done here."""
@@ -84,25 +84,25 @@ class BroadcastGroup:
 
 
 def _join_group(
-    store: Store, seat: BroadcastRank, address: tuple[str, int], device: torch.device, wait: timedelta
+    store: Store, rank: BroadcastRank, address: tuple[str, int], device: torch.device, wait: timedelta
 ) -> Group:
     if device.type == "cuda":
         torch.cuda.set_device(device)
         nccl = dist.ProcessGroupNCCL.Options()
         nccl._timeout = 4 * wait  # its watchdog ends the process: the deadline of a broadcast comes first
-        return dist.ProcessGroupNCCL(store, seat.rank, seat.size, nccl)
+        return dist.ProcessGroupNCCL(store, rank.rank, rank.size, nccl)
     options = _GLOO._Options()
     options._timeout = wait
-    options._devices = [_GLOO.create_device(hostname=own_address(seat, address))]
-    return _GLOO(store, seat.rank, seat.size, options)
+    options._devices = [_GLOO.create_device(hostname=own_address(rank, address))]
+    return _GLOO(store, rank.rank, rank.size, options)
 
 
-def own_address(seat: BroadcastRank, address: tuple[str, int]) -> str:
+def own_address(rank: BroadcastRank, address: tuple[str, int]) -> str:
     """Where the others reach this process: the sender as they did already, others by the interface that leads there.
 
     Left to itself, gloo looks its host's name up, which on many machines is the loopback.
     """
-    if seat.rank == 0:
+    if rank.rank == 0:
         return address[0]
     family = socket.getaddrinfo(*address, type=socket.SOCK_DGRAM)[0][0]
     with socket.socket(family, socket.SOCK_DGRAM) as probe:
@@ -128,7 +128,7 @@ JOIN_S = 0.5
 
 HOST_BUCKET_BYTES = 16 << 20
 
-_SIGNED, _SEAT, _END = "signed", "seat", "end"
+_SIGNED, _RANK, _END = "signed", "rank", "end"
 _LONG = timedelta(days=1)
 
 
@@ -150,9 +150,9 @@ class CollectiveTransport:
         self._timeout_s = timeout_s
         default = DEVICE_BUCKET_BYTES if self._device.type == "cuda" else HOST_BUCKET_BYTES
         self._bucket_bytes = bucket_bytes or default
-        self._offers: dict[int, _BroadcastRounds] = {}
+        self._published: dict[int, _BroadcastRounds] = {}
 
-    def offer(self, version: int, tensors: CastTensors) -> WeightTransfer:
+    def publish(self, version: int, tensors: CastTensors) -> WeightTransfer:
         """A transfer of these tensors, to be opened by any number of processes that reach `host`."""
         patience = timedelta(seconds=self._timeout_s)
         key = token_hex(16)
@@ -161,16 +161,16 @@ class CollectiveTransport:
         transfer = CollectiveTransfer(
             tensors.specs(), self._bucket_bytes, address, key, self._timeout_s, self._device.type
         )
-        self._offers[version] = _BroadcastRounds(server, transfer, tensors, self._device, self._receivers)
+        self._published[version] = _BroadcastRounds(server, transfer, tensors, self._device, self._receivers)
         return transfer
 
     def retire(self, version: int) -> None:
-        offer = self._offers.pop(version, None)
-        if offer is not None:
-            offer.close()
+        published = self._published.pop(version, None)
+        if published is not None:
+            published.close()
 
     def close(self) -> None:
-        for version in list(self._offers):
+        for version in list(self._published):
             self.retire(version)
 
 
@@ -203,9 +203,9 @@ class CollectiveTransfer(WeightTransfer):
         done, memory = 0, bucket_memory(self, device)
         for attempt in range(1, ATTEMPTS + 1):
             try:
-                with BroadcastGroup.enter(self._sign_in(), self.address, device, self.stall_s) as circle:
+                with BroadcastGroup.enter(self._sign_in(), self.address, device, self.stall_s) as group:
                     for number, bucket in enumerate(self.buckets):
-                        circle.broadcast(memory[: bucket.num_bytes])
+                        group.broadcast(memory[: bucket.num_bytes])
                         if number == done:
                             yield [*bucket.views(memory)]
                             done += 1
@@ -215,7 +215,7 @@ class CollectiveTransfer(WeightTransfer):
                     raise EngineFailure(f"the broadcast of the weights broke {attempt} times: {error}") from error
 
     def _sign_in(self) -> tuple[Store, BroadcastRank]:
-        """A seat in the next round."""
+        """This receiver's rank in the next round."""
         host, port = self.address
         check_reachable(host, port, self.timeout_s)
         wait = timedelta(seconds=self.timeout_s)
@@ -223,10 +223,10 @@ class CollectiveTransfer(WeightTransfer):
             store = join_store(host, port, self.key, wait)
             number = store.add(_SIGNED, 1)
             store.set(f"{_SIGNED}/{number}", "")
-            store.wait([f"{_SEAT}/{number}"], wait)
-            return store, BroadcastRank.parse(store.get(f"{_SEAT}/{number}"))
+            store.wait([f"{_RANK}/{number}"], wait)
+            return store, BroadcastRank.parse(store.get(f"{_RANK}/{number}"))
         except RuntimeError as error:
-            waited = f"no seat in a broadcast of the weights from {host}:{port} within {self.timeout_s:g} s"
+            waited = f"no rank in a broadcast of the weights from {host}:{port} within {self.timeout_s:g} s"
             raise EngineFailure(f"{waited}: {error}") from error
 
 
@@ -236,7 +236,7 @@ def bucket_memory(transfer: WeightTransfer, device: torch.device) -> Tensor:
 
 
 class _BroadcastRounds:
-    """One version on offer: rounds in a thread, until it is taken back."""
+    """One published version: rounds in a thread, until it is taken back."""
 
     def __init__(
         self,
@@ -253,7 +253,7 @@ class _BroadcastRounds:
         self._device = device
         self._missing = receivers
         """Receivers that are expected and have not been served yet."""
-        self._seated = 0
+        self._admitted = 0
         self._ending = False
         self._work = threading.Thread(target=self._serve, name="weights", daemon=True)
         self._work.start()
@@ -271,34 +271,34 @@ class _BroadcastRounds:
 
     def _admit(self) -> range:
         """The numbers of receivers that signed in since the last round, when it is time for another."""
-        first = self._seated + 1
-        while self._seated + 1 - first < max(1, self._missing):
-            patience = _LONG if self._seated + 1 == first else timedelta(seconds=JOIN_S)
+        first = self._admitted + 1
+        while self._admitted + 1 - first < max(1, self._missing):
+            wait = _LONG if self._admitted + 1 == first else timedelta(seconds=JOIN_S)
             try:
-                self._store.wait([f"{_SIGNED}/{self._seated + 1}"], patience)
+                self._store.wait([f"{_SIGNED}/{self._admitted + 1}"], wait)
             except RuntimeError:
                 break  # no other receiver comes, for now
-            if self._store.get(f"{_SIGNED}/{self._seated + 1}") == _END.encode():
+            if self._store.get(f"{_SIGNED}/{self._admitted + 1}") == _END.encode():
                 self._ending = True
                 break
-            self._seated += 1
-        return range(first, self._seated + 1)
+            self._admitted += 1
+        return range(first, self._admitted + 1)
 
     def _broadcast(self, numbers: range) -> None:
         size = len(numbers) + 1
         for rank, number in enumerate(numbers, 1):
-            self._store.set(f"{_SEAT}/{number}", str(BroadcastRank(numbers.start, rank, size)))
+            self._store.set(f"{_RANK}/{number}", str(BroadcastRank(numbers.start, rank, size)))
         transfer, mine = self._transfer, BroadcastRank(numbers.start, 0, size)
         memory = bucket_memory(transfer, self._device)
         with (
-            BroadcastGroup.enter((self._store, mine), transfer.address, self._device, transfer.stall_s) as circle,
+            BroadcastGroup.enter((self._store, mine), transfer.address, self._device, transfer.stall_s) as group,
             torch.no_grad(),
         ):
             for bucket in transfer.buckets:
                 bucket.fill(memory, self._tensors.sources)
                 if torch.cuda.is_available():
                     torch.cuda.synchronize()
-                circle.broadcast(memory[: bucket.num_bytes])
+                group.broadcast(memory[: bucket.num_bytes])
 
     def close(self) -> None:
         """Close sign-in, and wait for the round that runs. The thread's own store is busy waiting."""

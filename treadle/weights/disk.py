@@ -29,7 +29,7 @@ class DiskTransport:
         self._bucket_bytes = bucket_bytes or FILE_BYTES
         remove_leftovers(directory)
 
-    def offer(self, version: int, tensors: CastTensors) -> WeightTransfer:
+    def publish(self, version: int, tensors: CastTensors) -> WeightTransfer:
         """Write everything; returns a transfer that reads it."""
         folder = self._folder(version)
         transfer = DiskTransfer(tensors.specs(), self._bucket_bytes, folder)

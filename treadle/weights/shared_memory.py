@@ -1,6 +1,6 @@
 """Shared-memory transport: weights to other processes of the same machine, through host or GPU memory.
 
-Owns the versions on offer, a Unix server that transfers connect to, and the ring of slots that both processes map: a
+Owns the published versions, a Unix server that transfers connect to, and the ring of slots that both processes map: a
 file descriptor without a name on the host, so that nothing stays behind a killed process, or a CUDA IPC handle on a
 GPU. A reader connects, gets the slots of a ring of its own, and reads bucket after bucket; the sender fills the slots
 in turn, and fills one again only when the reader is done with it. So memory is bounded by the ring, readers do not wait
@@ -151,77 +151,77 @@ class SharedMemoryTransport:
         self._timeout_s = timeout_s
         default = DEVICE_BUCKET_BYTES if self._device.type == "cuda" else HOST_BUCKET_BYTES
         self._bucket_bytes = bucket_bytes or default
-        self._offers: dict[int, _PublishedVersion] = {}
+        self._published: dict[int, _PublishedVersion] = {}
         self._changed = threading.Condition()
         self._rings = _RingPool(self._device)
         self._shares = IpcHandleCache()
-        self._door: UnixServer | None = None
+        self._server: UnixServer | None = None
 
-    def offer(self, version: int, tensors: CastTensors) -> WeightTransfer:
+    def publish(self, version: int, tensors: CastTensors) -> WeightTransfer:
         """A transfer of these tensors, to be opened by any number of processes of this machine."""
-        self._door = self._door or UnixServer(self._serve, timeout_s=self._timeout_s)
+        self._server = self._server or UnixServer(self._serve, timeout_s=self._timeout_s)
         specs = tensors.specs()
         transfer = SharedMemoryTransfer(
             specs,
             self._bucket_bytes,
-            address=self._door.address,
+            address=self._server.address,
             version=version,
             timeout_s=self._timeout_s,
             direct=_readable_in_place(tensors.sources, specs, self._device),
         )
         with self._changed:
-            self._offers[version] = _PublishedVersion(transfer, tensors.sources)
+            self._published[version] = _PublishedVersion(transfer, tensors.sources)
         return transfer
 
     def retire(self, version: int) -> None:
         with self._changed:
-            if offer := self._offers.pop(version, None):
-                self._changed.wait_for(lambda: not offer.readers)  # each of their waits has a deadline
+            if published := self._published.pop(version, None):
+                self._changed.wait_for(lambda: not published.readers)  # each of their waits has a deadline
 
     def close(self) -> None:
-        door, self._door = self._door, None
-        if door is not None:
-            door.close()
-        for version in list(self._offers):
+        server, self._server = self._server, None
+        if server is not None:
+            server.close()
+        for version in list(self._published):
             self.retire(version)
 
     def _serve(self, connection: socket.socket) -> None:
         """Send everything to one reader. It may be gone, or stuck: then it has no claim any more."""
         reader, version = read_exactly(connection, ID_BYTES), _receive(connection)
-        with self._reading(version) as offer:
-            if offer.transfer.direct:
-                self._share(offer, connection, reader)
+        with self._reading(version) as published:
+            if published.transfer.direct:
+                self._share(published, connection, reader)
             else:
-                self._stream(offer, connection, reader)
+                self._stream(published, connection, reader)
 
     @contextmanager
     def _reading(self, version: int) -> Iterator["_PublishedVersion"]:
         with self._changed:
-            if (offer := self._offers.get(version)) is None:
-                raise ConnectionError(f"version {version} is not on offer")
-            offer.readers += 1
+            if (published := self._published.get(version)) is None:
+                raise ConnectionError(f"version {version} is not published")
+            published.readers += 1
         try:
-            yield offer
+            yield published
         finally:
             with self._changed:
-                offer.readers -= 1
+                published.readers -= 1
                 self._changed.notify_all()
 
-    def _share(self, offer: "_PublishedVersion", connection: socket.socket, reader: bytes) -> None:
+    def _share(self, published: "_PublishedVersion", connection: socket.socket, reader: bytes) -> None:
         torch.cuda.synchronize(self._device)  # whatever was to be computed for them is done
-        self._shares.send(connection, reader, list(offer.tensors.values()))
+        self._shares.send(connection, reader, list(published.tensors.values()))
         _await_end(connection)
 
-    def _stream(self, offer: "_PublishedVersion", connection: socket.socket, reader: bytes) -> None:
+    def _stream(self, published: "_PublishedVersion", connection: socket.socket, reader: bytes) -> None:
         """Through a ring, which goes if this fails: a stuck reader may still look at it."""
-        size = offer.transfer.largest
+        size = published.transfer.largest
         ring = self._rings.take(size, reader)
         ring.send(connection, reader)
         with torch.no_grad():
-            for number, bucket in enumerate(offer.transfer.buckets):
+            for number, bucket in enumerate(published.transfer.buckets):
                 if number >= SLOTS:
                     _receive(connection)
-                bucket.fill(ring.slots[number % SLOTS], offer.tensors)
+                bucket.fill(ring.slots[number % SLOTS], published.tensors)
                 ring.settle()
                 connection.sendall(_NUMBER.pack(number))
         _await_end(connection)
@@ -304,7 +304,7 @@ class _RingPool:
 
 @dataclass(slots=True)
 class _PublishedVersion:
-    """One version on offer."""
+    """One published version."""
 
     transfer: SharedMemoryTransfer
     tensors: Mapping[str, Tensor]

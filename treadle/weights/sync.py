@@ -4,8 +4,8 @@ Owns the push: the dtype on the way, the checksum, the deadline, and the lock be
 weights, and everything that reads them. Knows no transport: a sender publishes a version, a receiver takes a map of
 tensors, and the sender retires the version when every receiver is done. The policy in this process is one sender; ranks
 elsewhere that gather their shards are another.
-Invariant: a push that returns was confirmed by the engine, bit for bit; anything else is a RunError, or the receiver's
-EngineFailure. Either way the sender has retired the version.
+Invariant: a push that returns was confirmed by the engine, bit for bit; anything else is a RunError. Either way the
+sender has retired the version.
 
 What waits for what: a push waits for the one before it; a restarted engine waits until the policy's weights are those
 that engines have (`WeightLock`); a training step waits until nothing reads the weights.
@@ -13,24 +13,21 @@ that engines have (`WeightLock`); a training step waits until nothing reads the 
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from functools import partial
 from typing import Protocol, Self
 
 import torch
 from torch import Tensor
 
 from treadle.config import TrainConfig
-from treadle.config.training import OnWeightUpdate
+from treadle.config.rollout import OnWeightUpdate
 from treadle.engine.protocol import WeightUpdate
-from treadle.errors import DeadlineError, RunError
+from treadle.errors import DeadlineError, EnginesLost, Failure, RunError
 from treadle.model.checksum import checksum
 from treadle.policy.protocol import Policy
 from treadle.weights.transfer import CastTensors, WeightTransfer
-
-_UpdateWeights = Callable[[WeightUpdate], Awaitable[str]]
 
 
 class WeightSender(Protocol):
@@ -46,9 +43,9 @@ class WeightSender(Protocol):
 
 
 class Transport(Protocol):
-    """How tensors reach other processes: `local`, `collective` or `disk`."""
+    """How tensors reach other processes: `shared`, `store`, `collective` or `disk`."""
 
-    def offer(self, version: int, tensors: CastTensors) -> Mapping[str, Tensor]:
+    def publish(self, version: int, tensors: CastTensors) -> Mapping[str, Tensor]:
         """A map of these tensors that can be pickled and read elsewhere."""
         ...
 
@@ -87,7 +84,7 @@ class PolicySender:
             return WeightUpdate(version, expected, {})
         if self._transport is None:
             return WeightUpdate(version, expected, dict(tensors))
-        return WeightUpdate(version, expected, self._transport.offer(version, tensors))
+        return WeightUpdate(version, expected, self._transport.publish(version, tensors))
 
     async def retire(self, version: int) -> None:
         if self._transport is not None:
@@ -160,48 +157,71 @@ class WeightSync:
 
     async def push(self, rollout: RolloutReceiver, version: int) -> PushReport:
         """Bring `version` to the rollout that training samples from; from then on engines are in sync."""
-        report = await self._push(
-            rollout.name, partial(rollout.update_weights, running=self._on_weight_update), version
-        )
+        async with self._published(rollout.name, version) as push:
+            push.confirm(await rollout.update_weights(push.update, running=self._on_weight_update))
         self.lock.mark_synced(version)
-        return report
+        return push.report()
 
     async def push_to(self, receiver: WeightReceiver, version: int) -> PushReport:
         """Bring `version` to one more receiver: validation's engines, or an engine that was restarted."""
-        return await self._push(receiver.name, receiver.update_weights, version)
+        async with self._published(receiver.name, version) as push:
+            push.confirm(await receiver.update_weights(push.update))
+        return push.report()
 
-    async def _push(self, name: str, update_weights: _UpdateWeights, version: int) -> PushReport:
+    @asynccontextmanager
+    async def _published(self, receiver: str, version: int) -> AsyncIterator["_Push"]:
+        """The weights of a version, published while a receiver takes them within its deadline; then retired.
+
+        A failure of the receiver is EnginesLost: it ends a run, or a validation, and fails no trajectory.
+        """
         async with self._pushing:
             began = time.perf_counter()
-            publishing = asyncio.ensure_future(self._sender.publish(version))
+            push = _Push(receiver, await self._publish(version), began)
             try:
-                update = await asyncio.shield(publishing)
-            except asyncio.CancelledError:
-                await asyncio.wait({publishing})  # it works in a thread, which cannot be stopped
-                await asyncio.shield(self._sender.retire(version))
-                raise
-            ready = time.perf_counter()
-            try:
-                confirmed = await self._confirm(name, update_weights, update)
+                async with asyncio.timeout(self._timeout_s):
+                    yield push
+            except TimeoutError as error:
+                late = f"{receiver} did not confirm the weights of version {version} within {self._timeout_s:g} s"
+                raise DeadlineError(late) from error
+            except Failure as failure:
+                raise EnginesLost(str(failure)) from failure
             finally:
                 await asyncio.shield(self._sender.retire(version))
-            return PushReport(version, confirmed, _count_bytes(update), ready - began, time.perf_counter() - ready)
 
-    async def _confirm(self, name: str, update_weights: _UpdateWeights, update: WeightUpdate) -> str:
-        """The receiver's own checksum of the weights it has now, which must be the sender's."""
+    async def _publish(self, version: int) -> WeightUpdate:
+        publishing = asyncio.ensure_future(self._sender.publish(version))
         try:
-            async with asyncio.timeout(self._timeout_s):
-                confirmed = await update_weights(update)
-        except TimeoutError as error:
-            raise DeadlineError(
-                f"{name} did not confirm the weights of version {update.version} within {self._timeout_s:g} s"
-            ) from error
-        if confirmed != update.checksum:
+            return await asyncio.shield(publishing)
+        except asyncio.CancelledError:
+            await asyncio.wait({publishing})  # it works in a thread, which cannot be stopped
+            await asyncio.shield(self._sender.retire(version))
+            raise
+        except Failure as failure:
+            raise RunError(str(failure)) from failure
+
+
+class _Push:
+    """One push, from publishing to the receiver's confirmation."""
+
+    def __init__(self, receiver: str, update: WeightUpdate, began: float) -> None:
+        self.update = update
+        self._receiver = receiver
+        self._began = began
+        self._ready = self._confirmed = time.perf_counter()
+
+    def confirm(self, checksum: str) -> None:
+        """The receiver's own checksum of the weights it has now; a RunError where it is not the sender's."""
+        self._confirmed = time.perf_counter()
+        if checksum != self.update.checksum:
             raise RunError(
-                f"{name} holds other weights than the policy: version {update.version} has checksum "
-                f"{update.checksum}, the engine confirms {confirmed}"
+                f"{self._receiver} holds other weights than the policy: version {self.update.version} has checksum "
+                f"{self.update.checksum}, the engine confirms {checksum}"
             )
-        return confirmed
+
+    def report(self) -> PushReport:
+        update = self.update
+        prepare_s, update_s = self._ready - self._began, self._confirmed - self._ready
+        return PushReport(update.version, update.checksum, _count_bytes(update), prepare_s, update_s)
 
 
 class WeightLock:

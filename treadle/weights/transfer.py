@@ -54,7 +54,7 @@ class Bucket:
             yield spec.name, flat[spec.dtype].narrow(0, offset // spec.dtype.itemsize, spec.size).view(spec.shape)
 
     def fill(self, memory: Tensor, tensors: Mapping[str, Tensor]) -> None:
-        """Put the tensors of this bucket into `memory`, in the bucket's number format. One call: they are many."""
+        """Put the tensors of this bucket into `memory`, in the bucket's dtype. One call: they are many."""
         views = [view for _, view in self.views(memory)]
         torch._foreach_copy_(views, [tensors[spec.name] for spec in self.specs], non_blocking=True)
 
@@ -90,7 +90,7 @@ def _aligned(size: int) -> int:
 
 
 class WeightTransfer(Mapping[str, Tensor]):
-    """See the module. A transport says how its values are read."""
+    """Weights on their way to engines. A transport says how its values are read."""
 
     def __init__(self, specs: Sequence[TensorSpec], bucket_bytes: int) -> None:
         self.specs = tuple(specs)
@@ -168,7 +168,7 @@ class _Values(ValuesView[Tensor]):
 
 
 class CastTensors(Mapping[str, Tensor]):
-    """Tensors in another number format, made when they are looked at; whole numbers stay as they are."""
+    """Tensors in another dtype, made when they are looked at; whole numbers stay as they are."""
 
     def __init__(self, tensors: Mapping[str, Tensor], dtype: torch.dtype | None) -> None:
         self.sources = {name: tensor.detach() if tensor.requires_grad else tensor for name, tensor in tensors.items()}

@@ -38,7 +38,7 @@ class UnixServer:
         self._listener = socket.socket(socket.AF_UNIX)
         self._listener.bind(self.address)
         self._listener.listen()
-        self._accepting = threading.Thread(target=self._accept, name="door", daemon=True)
+        self._accepting = threading.Thread(target=self._accept, name="unix server", daemon=True)
         self._accepting.start()
 
     def _accept(self) -> None:
@@ -49,10 +49,10 @@ class UnixServer:
                 time.sleep(0 if self._closed else _NO_DESCRIPTOR_S)
             else:
                 threading.Thread(
-                    target=self._meet, args=(connection,), name="unix server connection", daemon=True
+                    target=self._handle, args=(connection,), name="unix server connection", daemon=True
                 ).start()
 
-    def _meet(self, connection: socket.socket) -> None:
+    def _handle(self, connection: socket.socket) -> None:
         connection.settimeout(self._timeout_s)
         with connection, suppress(OSError):
             _require_same_user(connection)
@@ -68,7 +68,7 @@ class UnixServer:
 
 @contextmanager
 def connect_unix(address: str, *, timeout_s: float) -> Iterator[socket.socket]:
-    """A connection through the door with this name; OSError where there is none, or another user's."""
+    """A connection to the server with this address; OSError where there is none, or another user's."""
     with socket.socket(socket.AF_UNIX) as connection:
         connection.settimeout(timeout_s)
         connection.connect(address)

@@ -23,7 +23,7 @@ import ray
 from treadle.cluster.ray.reaper import descendants, reaping
 from treadle.errors import DeadlineError
 from treadle.process.channel import RAW, Channel, ChannelCodec
-from treadle.process.main import ParentConnection, receive_setup, serve_async
+from treadle.process.child_main import ParentConnection, receive_setup, serve_async
 
 _KEY_BYTES = 32
 _KEY_TIMEOUT_S = 5.0
@@ -127,7 +127,7 @@ class _GuardedParent(ParentConnection):
         self._guards = guards
 
     def started(self, value: Any = None) -> None:
-        if self._guards is not None:  # a successor needs the memory that they hold
+        if self._guards is not None:  # a replacement needs the memory that they hold
             self._guards.enter_context(reaping(descendants(os.getpid())))
         super().started(value)
 

@@ -20,8 +20,9 @@ from treadle.cluster.ray.actor import ActorEnvironment, Address, ProcessActor, c
 from treadle.cluster.ray.placement import ActorSlot
 from treadle.errors import DeadlineError, RunError, TreadleError
 from treadle.process.channel import RAW, Channel, ChannelClosed
-from treadle.process.launcher import ProcessSpec, read_first
-from treadle.process.main import STARTED, ChildHead
+from treadle.process.child_handle import ProcessSpec
+from treadle.process.child_main import STARTED, ChildHead
+from treadle.process.launcher import read_first
 from treadle.process.rpc import Handler, RpcPeer
 
 _VERDICT_S = 2.0
@@ -51,7 +52,7 @@ class RayLauncher:
                 address: Address = await actor.address.remote()
                 serving = actor.serve.remote(spec.start_timeout_s, spec.kill_with_parent)
                 channel = await Channel.open(await connect(address), RAW, STARTED)
-                started = await _meet(spec, channel, serving)
+                started = await _handshake(spec, channel, serving)
         except BaseException as error:
             ray.kill(actor)
             if isinstance(error, TimeoutError):
@@ -65,7 +66,7 @@ class RayLauncher:
         return RayProcess(spec.name, actor, serving, channel, peer, address.pid, started)
 
 
-async def _meet(spec: ProcessSpec, channel: Channel, serving: Any) -> Any:
+async def _handshake(spec: ProcessSpec, channel: Channel, serving: Any) -> Any:
     """Tell the actor what to serve; raise what is in the way."""
     try:
         channel.send(ChildHead(list(sys.path), spec.name, spec.serve).to_json())

@@ -146,7 +146,7 @@ class Reservation:
 
     @classmethod
     def reserve_blocking(cls, plan: Plan, nodes: Sequence[Node], *, timeout_s: float) -> Self:
-        """The same, for code that does not await."""
+        """As `reserve`, for code that does not await."""
         by_name = {node.machine.name: node for node in nodes}
         bundles = [_bundle(placement) for placement in plan.held()]
         _refuse_impossible(plan, nodes)
@@ -236,7 +236,7 @@ class Reservation:
         raise RunError(f"{place.machine}, which had the reward models, has left the cluster")
 
     def reward_gpus(self) -> Mapping[str, tuple[Gpu, ...]]:
-        """Those of each reward model, as the scorer counts them."""
+        """The GPUs of each reward model, as the scorer counts them."""
         rewards = self._plan.rewards
         if rewards is None:
             return NOTHING

@@ -21,7 +21,7 @@ LINGER_S = 5.0
 
 
 class RankActor:
-    """See the module."""
+    """One rank of the policy, in an actor of Ray."""
 
     def __init__(self, environment: ActorEnvironment) -> None:
         environment.settle()
@@ -36,8 +36,8 @@ class RankActor:
     def load(self, start: Callable[[], Any], name: str, timeout_s: float) -> None:
         """Meet the driver, then the other ranks, and load the networks with them. The first answer tells of trouble."""
         self._name = name
-        visitor = asyncio.run(self._listener.accept(timeout_s))
-        Thread(target=_end_with, args=(visitor,), name="driver", daemon=True).start()
+        driver = asyncio.run(self._listener.accept(timeout_s))
+        Thread(target=_end_with, args=(driver,), name="driver", daemon=True).start()
         try:
             self._rank = start()
         except Exception as error:  # noqa: BLE001  whatever it is, the driver must hear it
@@ -57,11 +57,11 @@ class RankActor:
             return RankAnswer(error=portable_error(error, self._name))
 
 
-def _end_with(visitor: socket.socket) -> None:
+def _end_with(driver: socket.socket) -> None:
     """End this process soon after the driver's end closes."""
-    visitor.setblocking(True)
+    driver.setblocking(True)
     try:
-        while visitor.recv(1):
+        while driver.recv(1):
             continue
     except OSError:
         pass  # gone, one way or the other

@@ -1,8 +1,8 @@
 """Reaper: ends what a killed process leaves behind. `python -m treadle.cluster.ray.reaper FD PID …`, never by hand.
 
 Most processes end with the one that started them, but some take their time: two helpers of Ray notice a minute later,
-and an engine's server holds the memory that its successor needs. The reaper holds on to them from the start, so that no
-other process can be mistaken for them, and waits for the other end of a pipe to close. Linux only.
+and an engine's server holds the memory that its replacement needs. The reaper holds on to them from the start, so that
+no other process can be mistaken for them, and waits for the other end of a pipe to close. Linux only.
 """
 
 import os

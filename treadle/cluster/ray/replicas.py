@@ -5,8 +5,8 @@ one machine (`engine.replica_supervisor`): its tokens are kept, another is start
 
     slot       a replica whose node has left looks for another (`RestartPolicy.place_s`); then the others go on, and it
                waits for a node that joins, as long as the run lasts
-    weights    plain tensors lie in Ray's store, written once for all replicas; a successor gets the last ones that were
-               pushed, once no push is under way
+    weights    plain tensors lie in Ray's store, written once for all replicas; a replacement gets the last ones that
+               were pushed, once no push is under way
 
 All calls come from the rollout's loop.
 """
@@ -151,7 +151,7 @@ async def _take_stored(
 
     transport = SharedMemoryTransport()
     try:
-        return await update(transport.offer(version, CastTensors(tensors, None)))
+        return await update(transport.publish(version, CastTensors(tensors, None)))
     finally:
         await asyncio.to_thread(transport.close)
 
@@ -176,7 +176,7 @@ class RayReplica(RemoteEngine):
                 return await self.push(update)
 
     async def push(self, update: WeightUpdate) -> str:
-        """The same, for the holder of the lock."""
+        """Give it new weights, as `update_weights` does; for the holder of the lock."""
         stored = await self.pushed.stored(update)
         if stored is None:
             return await super().update_weights(update)
@@ -234,7 +234,7 @@ class RayReplicas:
                         group.create_task(self.supervisor.add(name, partial(self._start, name))) for name in self.slots
                     ]
         except BaseException:
-            await self.supervisor.dismiss()
+            await self.supervisor.close_engines()
             raise
         return [task.result() for task in added]
 
@@ -281,7 +281,7 @@ class RayReplicas:
             self.slots[name] = await self._move(slot)
 
     async def _restore(self, engine: Engine, wanted: Callable[[], bool]) -> int | None:
-        """Give a successor the weights of the others; the version it has then. A push that comes first does it too."""
+        """Give a replacement the weights of the others; the version it has then. A push that is first does it too."""
         assert isinstance(engine, RayReplica)
         timeout_s = self._setup.rollout.limits.request_timeout_s
         while True:

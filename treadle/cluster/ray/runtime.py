@@ -13,30 +13,28 @@ import torch
 
 from treadle.cluster.ray.placement import Reservation
 from treadle.cluster.ray.ranks import RemoteRanks
-from treadle.cluster.ray.rollout import Report, reserved, supply_rollout
+from treadle.cluster.ray.rollout import RayRollout, Report, reserved
 from treadle.cluster.ray.single_rank import SingleRankSpec
 from treadle.cluster.ray.weight_sender import RankSender
-from treadle.cluster.runtime import Runtime, sharded_spec
-from treadle.config import TrainConfig
-from treadle.data.tasks import TaskSource
+from treadle.cluster.runtime import sharded_spec
+from treadle.config import Plan, TrainConfig
 from treadle.engine.native.engine import choose_dtype
 from treadle.policy.policy import Sampling
 from treadle.policy.rank import NetworksSpec
+from treadle.policy.rank_calls import ShardedCritic, ShardedPolicy, ShardedReference
 from treadle.policy.rank_group import RankGroup
-from treadle.policy.sharded import ShardedCritic, ShardedPolicy, ShardedReference
 from treadle.process.supervisor import print_recovery
-from treadle.rollout import RolloutParts
+from treadle.rollout.engines import RolloutBackend
 from treadle.trainer.step import StepParts
-from treadle.trainer.terms import total_steps
 from treadle.weights.sync import WeightSync
 from treadle.weights.transports import TransportSpec
 
 
-def start_ranks(config: TrainConfig, tasks: TaskSource, reservation: Reservation) -> RemoteRanks:
+def start_ranks(config: TrainConfig, total_steps: int, reservation: Reservation) -> RemoteRanks:
     """Every rank that the plan places, with its networks loaded; or an error. Blocks."""
     places = reservation.rank_slots()
     return RemoteRanks.start(
-        _spec(config, tasks, len(places)),
+        _spec(config, total_steps, len(places)),
         places,
         launch_timeout_s=config.rollout.limits.launch_timeout_s,
         timeout_s=config.trainer.rank_timeout_s,
@@ -46,19 +44,11 @@ def start_ranks(config: TrainConfig, tasks: TaskSource, reservation: Reservation
 def make_step(config: TrainConfig, ranks: RankGroup) -> StepParts:
     """What a training step works with, on these ranks."""
     _, ref, critic = config.used_networks()
-    return StepParts(
-        ShardedPolicy(ranks),
-        config.actor,
-        config.algorithm,
-        config.trainer,
-        None if ref is None else ShardedReference(ranks),
-        None if critic is None else ShardedCritic(ranks),
-        config.reward,
-    )
+    reference = None if ref is None else ShardedReference(ranks)
+    return StepParts.of(config, ShardedPolicy(ranks), reference, None if critic is None else ShardedCritic(ranks))
 
 
-def _spec(config: TrainConfig, tasks: TaskSource, num_ranks: int) -> NetworksSpec | SingleRankSpec:
-    steps = total_steps(config, tasks)
+def _spec(config: TrainConfig, steps: int, num_ranks: int) -> NetworksSpec | SingleRankSpec:
     if num_ranks > 1:
         return sharded_spec(config, steps)
     actor, ref, critic = config.used_networks()
@@ -70,44 +60,48 @@ _SPARE_TIMEOUT_S = 10.0
 """How long Ray may take to give GPUs that seem to be free."""
 
 
-@asynccontextmanager
-async def started(config: TrainConfig, tasks: TaskSource, *, report: Report = print_recovery) -> AsyncIterator[Runtime]:
-    """Everything that the plan of this config places, started; closed again in the opposite order."""
-    async with AsyncExitStack() as parts:
-        reservation = await parts.enter_async_context(reserved(config))
-        route = TransportSpec.of(config, replicas=len(reservation.replica_slots()), device="cuda:0")
-        parts.callback(route.clear)
-        handles = await asyncio.to_thread(start_ranks, config, tasks, reservation)
-        parts.callback(handles.close)
-        validation = await _validation(config, reservation, report)
-        yield _runtime(config, reservation, handles, route, report, validation)
+class RayRuntime:
+    """The parts of a training run on a cluster, where its plan places them. Made by `start`."""
+
+    def __init__(
+        self,
+        config: TrainConfig,
+        reservation: Reservation,
+        handles: RemoteRanks,
+        transport: TransportSpec,
+        validation: RolloutBackend | None,
+        report: Report,
+    ) -> None:
+        ranks = RankGroup(handles, config.trainer.rank_timeout_s)
+        device = torch.device("cuda" if reservation.replica_slots()[0].gpus else "cpu")
+        sender = RankSender(ranks, choose_dtype(config.rollout, device), transport)
+        self.networks = make_step(config, ranks)
+        self.weights = WeightSync.of(config, sender)
+        self.rollout: RolloutBackend = RayRollout(config, reservation, report)
+        self.validation = validation
+        self._handles = handles
+
+    @classmethod
+    @asynccontextmanager
+    async def start(
+        cls, config: TrainConfig, plan: Plan, total_steps: int, *, report: Report = print_recovery
+    ) -> AsyncIterator["RayRuntime"]:
+        """Everything that the plan places on the connected cluster, started; closed again in the opposite order."""
+        async with AsyncExitStack() as parts:
+            reservation = await parts.enter_async_context(reserved(config, plan))
+            transport = TransportSpec.of(config, replicas=len(reservation.replica_slots()), device="cuda:0")
+            parts.callback(transport.clear)
+            handles = await asyncio.to_thread(start_ranks, config, total_steps, reservation)
+            parts.callback(handles.close)
+            validation = await _validation(config, reservation, report)
+            yield cls(config, reservation, handles, transport, validation, report)
+
+    async def watch(self) -> None:
+        """Raise when a rank dies, also between two calls to it."""
+        raise await asyncio.wrap_future(self._handles.gone)
 
 
-async def _validation(config: TrainConfig, reservation: Reservation, report: Report) -> RolloutParts | None:
+async def _validation(config: TrainConfig, reservation: Reservation, report: Report) -> RolloutBackend | None:
     """A further replica with weights of its own, where the plan has one."""
     slot = await reservation.validation_slot(timeout_s=_SPARE_TIMEOUT_S)
-    return None if slot is None else supply_rollout(config, reservation, report, slots=[slot], name="validation")
-
-
-def _runtime(
-    config: TrainConfig,
-    reservation: Reservation,
-    handles: RemoteRanks,
-    route: TransportSpec,
-    report: Report,
-    validation: RolloutParts | None,
-) -> Runtime:
-    ranks = RankGroup(handles, config.trainer.rank_timeout_s)
-    device = torch.device("cuda" if reservation.replica_slots()[0].gpus else "cpu")
-    sender = RankSender(ranks, choose_dtype(config.rollout, device), route)
-
-    async def watch() -> None:
-        raise await asyncio.wrap_future(handles.gone)
-
-    return Runtime(
-        step=make_step(config, ranks),
-        rollout=supply_rollout(config, reservation, report),
-        weights=WeightSync.of(config, sender),
-        validation=validation,
-        watch=watch,
-    )
+    return None if slot is None else RayRollout(config, reservation, report, slots=[slot], name="validation")

@@ -19,9 +19,10 @@ from treadle.data.renderer import Renderer
 from treadle.engine.protocol import Gpu, TokenGenerator
 from treadle.errors import Failure, RewardFailure
 from treadle.process.channel import ChannelClosed, ChannelCodec
+from treadle.process.child_handle import ProcessSpec
+from treadle.process.child_main import ParentConnection
 from treadle.process.codec import RecordCodec
-from treadle.process.launcher import ProcessSpec, RemoteProcess
-from treadle.process.main import ParentConnection
+from treadle.process.launcher import RemoteProcess
 from treadle.process.supervisor import RestartPolicy, Supervisor
 from treadle.reward.context import RewardContext
 from treadle.reward.scorer import Scorer
@@ -94,12 +95,12 @@ async def _start_scorer(setup: ScorerSetup, policy: UpstreamEngine) -> Scorer:
     if not reward.judges or model is None:
         return await Scorer.create(reward, RewardContext(api_keys=setup.api_keys, gpus=setup.gpus))
     renderer = await asyncio.to_thread(Renderer.create, model)
-    surroundings = RewardContext(model, renderer, policy, start_engines, setup.api_keys, setup.gpus)
-    return await Scorer.create(reward, surroundings)
+    context = RewardContext(model, renderer, policy, start_engines, setup.api_keys, setup.gpus)
+    return await Scorer.create(reward, context)
 
 
 class RemoteScorer:
-    """A `Scoring`. Built by `create`, on the loop that uses it."""
+    """A scorer in an actor. Built by `create`, on the loop that uses it."""
 
     def __init__(
         self, setup: ScorerSetup, slot: Callable[[], ActorSlot], limits: LimitsConfig, policy: TokenGenerator | None
@@ -128,7 +129,7 @@ class RemoteScorer:
 
     @property
     def pid(self) -> int:
-        """Of the process that runs."""
+        """The id of the scorer's process."""
         assert self._supervisor.process is not None
         return self._supervisor.process.pid
 
@@ -164,7 +165,7 @@ class RemoteScorer:
             self._setup,
             _launch_timeout_s(self._setup.reward, self._limits),
             codec=ChannelCodec(to_parent=SCORER_CODEC.frames()),
-            kill_with_parent=bool(self._setup.gpus),  # they hold memory that a successor needs
+            kill_with_parent=bool(self._setup.gpus),  # they hold memory that a replacement needs
         )
         handle = _refuse if self._policy is None else self._policy.generate
         return await RayLauncher(self._slot()).launch(spec, handle, Failure)

@@ -1,6 +1,6 @@
 """Single rank: policy, reference and critic on one device, called as the ranks of a sharded run are.
 
-Owns nothing but the likeness: `sharded` sees a rank, and finds the same networks under the same names.
+Owns the networks of a group of one: what calls ranks finds them under the names they have in `policy.rank`.
 """
 
 from collections.abc import Callable, Iterator
@@ -15,7 +15,7 @@ from treadle.config.training import ActorConfig, CriticConfig, RefConfig, Rollou
 from treadle.policy.critic import SingleCritic
 from treadle.policy.policy import Sampling, SinglePolicy
 from treadle.policy.rank import RankSpec
-from treadle.policy.reference import SingleReference
+from treadle.policy.reference import FrozenReference, SingleReference
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +45,7 @@ class SingleRank:
     """The networks, loaded."""
 
     policy: SingleRankPolicy
-    reference: SingleReference | None
+    reference: SingleReference | FrozenReference | None
     critic: SingleCritic | None
 
     def __init__(self, rank_spec: RankSpec, spec: SingleRankSpec) -> None:
@@ -67,8 +67,8 @@ class SingleRank:
         )
         self.reference = self.critic = None
         if spec.ref is not None:
-            self.reference = SingleReference.create(
-                model=model,
+            self.reference = self.policy.frozen_reference(spec.ref) or SingleReference.create(
+                model=spec.ref.model_of(model),
                 ref=spec.ref,
                 temperature=sampling.temperature,
                 device=device,

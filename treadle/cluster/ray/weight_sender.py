@@ -25,7 +25,7 @@ from treadle.weights.transfer import CastTensors, TensorSpec, WeightTransfer, te
 from treadle.weights.transports import TransportSpec
 
 
-class StoredParcel(WeightTransfer, InStore):
+class StoredWeights(WeightTransfer, InStore):
     """Weights in the store. Readable in every process of the cluster that Ray runs."""
 
     def __init__(self, specs: Sequence[TensorSpec], reference: Any) -> None:
@@ -38,7 +38,7 @@ class StoredParcel(WeightTransfer, InStore):
 
 
 class RankSender:
-    """A `Sender` for ranks on the cluster."""
+    """Sender of the policy's weights, for ranks on the cluster."""
 
     def __init__(self, ranks: RankGroup, dtype: torch.dtype, route: TransportSpec) -> None:
         self._ranks = ranks
@@ -51,42 +51,42 @@ class RankSender:
         return WeightUpdate(version, published.checksum, published.transfer)
 
     async def retire(self, version: int) -> None:
-        """Nothing: see the module."""
+        """Nothing: weights stay until the next version takes their place."""
 
 
 @dataclass(frozen=True, slots=True)
 class Published:
-    """What the first rank has on offer."""
+    """What the first rank has published."""
 
     checksum: str
     transfer: WeightTransfer
 
 
-class Outbox:
-    """The first rank's copy of the weights, and the transport that offers it."""
+class WeightPublisher:
+    """The first rank's copy of the weights, and the transport that publishes it."""
 
     def __init__(self, transport: Transport) -> None:
         self._transport = transport
         self._held: dict[str, Tensor] = {}
         self._version: int | None = None
 
-    def offer(self, version: int, tensors: Iterator[tuple[str, Tensor]]) -> Published:
+    def publish(self, version: int, tensors: Iterator[tuple[str, Tensor]]) -> Published:
         """Take the last version back, and put these in its place: in the same memory, which is faster than new."""
         if self._version is not None:
             self._transport.retire(self._version)
-        tally, held = RunningChecksum(), self._held
+        checksum, held = RunningChecksum(), self._held
         for name, tensor in tensors:
             if name not in held:
                 held[name] = torch.empty_like(tensor, device="cpu")
             held[name].copy_(tensor)
-            tally.add(name, tensor)
+            checksum.add(name, tensor)
         self._version = version
-        transfer = self._transport.offer(version, CastTensors(held, None))
+        transfer = self._transport.publish(version, CastTensors(held, None))
         assert isinstance(transfer, WeightTransfer), "it goes to other processes"
-        return Published(tally.word(), transfer)
+        return Published(checksum.word(), transfer)
 
 
-_outboxes: WeakKeyDictionary[Any, Outbox] = WeakKeyDictionary()
+_publishers: WeakKeyDictionary[Any, WeightPublisher] = WeakKeyDictionary()
 """By rank: a process has one, which lives as long as the process."""
 
 
@@ -95,21 +95,21 @@ def publish(rank: Any, version: int, dtype: torch.dtype, route: TransportSpec) -
     tensors = rank.policy.full_tensors(dtype)
     if rank.rank_spec.rank:
         for _ in tensors:
-            pass  # the first rank needs everybody's rows
+            pass  # the first rank needs the rows of all
         return None
     if route.way == "store":
         return _store(tensors)
-    if rank not in _outboxes:
-        _outboxes[rank] = Outbox(route.open(ray.util.get_node_ip_address()))
-    return _outboxes[rank].offer(version, tensors)
+    if rank not in _publishers:
+        _publishers[rank] = WeightPublisher(route.open(ray.util.get_node_ip_address()))
+    return _publishers[rank].publish(version, tensors)
 
 
 def _store(tensors: Iterator[tuple[str, Tensor]]) -> Published:
     """Write everything into Ray's store, once."""
-    tally, specs = RunningChecksum(), list[TensorSpec]()
+    checksum, specs = RunningChecksum(), list[TensorSpec]()
     packed: dict[str, Packed] = {}
     for name, tensor in tensors:
-        tally.add(name, tensor)
+        checksum.add(name, tensor)
         specs += tensor_specs({name: tensor})
         packed |= pack({name: tensor})
-    return Published(tally.word(), StoredParcel(specs, ray.put(packed)))
+    return Published(checksum.word(), StoredWeights(specs, ray.put(packed)))

@@ -11,6 +11,7 @@ sequences that outgrow them are preempted: they wait as well, and go on later wi
 """
 
 import asyncio
+import logging
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -22,23 +23,26 @@ from torch import Tensor
 
 from treadle.config.rollout import ModelConfig, RolloutConfig
 from treadle.engine.in_flight import PauseGate
-from treadle.engine.native.engine_thread import EngineThread, OnResult
+from treadle.engine.native.engine_thread import EngineThread, OnResult, settle
 from treadle.engine.native.input_batch import MAX_STOPS
 from treadle.engine.native.kv_cache import PagedKVCache
 from treadle.engine.native.model_runner import ModelRunner, find_row_step
-from treadle.engine.native.prefix_cache import SwapSpace
-from treadle.engine.native.proof import require_engine
+from treadle.engine.native.parity import require_engine
+from treadle.engine.native.prefix_cache import CacheCounters, SwapSpace
 from treadle.engine.native.scheduler import Scheduler
+from treadle.engine.native.sequence import SequenceOutput, SequenceResult, SequenceState, TokenUpdate
 from treadle.engine.protocol import Decode, WeightUpdate, batches_of
-from treadle.engine.requests import StopStringFinder, trim_at_stop, validate_request
-from treadle.errors import MisuseError, RequestRefused
+from treadle.engine.requests import LoadDecode, StopStringFinder, load_stop_decode, trim_at_stop, validate_request
+from treadle.errors import MisuseError
 from treadle.model.causal_lm import output_weight, prepare_module
 from treadle.model.checksum import checksum as checksum_of
 from treadle.model.load import load_causal_model
-from treadle.types import Completion, Request, StopReason
+from treadle.types import Completion, OnTokens, Request, StopReason
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
+
+log = logging.getLogger(__name__)
 
 Checksum = Callable[[Mapping[str, Tensor]], str]
 
@@ -47,7 +51,7 @@ _SWAP_FRACTION = 0.125
 
 
 class NativeEngine:
-    """See the module; built by `create`."""
+    """An `Engine` on a Hugging Face decoder. Built by `create`."""
 
     def __init__(
         self,
@@ -59,6 +63,7 @@ class NativeEngine:
         version: int,
         decode: Decode | None,
         checksum: Checksum,
+        load_decode: LoadDecode | None = None,
     ) -> None:
         self.name = name
         self.version = version
@@ -66,6 +71,8 @@ class NativeEngine:
         self._module = module
         self._thread = thread
         self._decode = decode
+        self._stop_decode = decode
+        self._load_decode = load_decode
         self._checksum = checksum
         self._gate = PauseGate()
         self._vocab_size = output_weight(module).shape[0]
@@ -81,13 +88,16 @@ class NativeEngine:
         decode: Decode | None = None,
         version: int = 0,
         checksum: Checksum = checksum_of,
-        prove: bool = True,
+        parity_check: bool = True,
+        load_decode: LoadDecode | None = None,
     ) -> Self:
         """Load the model, or share one that is on `device` already, and start the engine's thread.
 
         With a shared module, `update_weights` without tensors only confirms what the module holds. `decode` makes
-        the text of completions; without it the text is empty. `checksum` computes what an update confirms. `prove`:
-        refuse a shared module of a kind that the engine computes otherwise; for a loaded one `model.prove` decides.
+        the text of completions; without it the text is empty, and `load_decode` is called, in a thread, with the first
+        request that has stop strings. `checksum` computes what an update confirms.
+        `parity_check`: refuse a shared module of a kind that the engine computes otherwise; for a loaded one
+        `model.parity_check` decides.
         """
         target, longest = torch.device(device), rollout.sequence_length()
         if isinstance(model, ModelConfig):
@@ -95,24 +105,46 @@ class NativeEngine:
             module = await asyncio.to_thread(
                 partial(load_causal_model, model, dtype=dtype, device=target, longest=longest)
             )
-            prove = model.prove
+            parity_check = model.parity_check
         else:
             module = prepare_module(model, longest)
-        if prove:
+        if parity_check:
             await asyncio.to_thread(require_engine, module.config, longest)
-        thread = EngineThread(name, rollout.sequence_length())
+        thread = EngineThread(name)
         await thread.start(partial(_build, rollout, module, target, name, version))
-        return cls(rollout, module, thread, name=name, version=version, decode=decode, checksum=checksum)
+        return cls(
+            rollout,
+            module,
+            thread,
+            name=name,
+            version=version,
+            decode=decode,
+            checksum=checksum,
+            load_decode=load_decode,
+        )
 
     async def generate(self, request: Request) -> Completion:
         room = self._rollout.sequence_length()
         validate_request(request, self.name, room=room, vocab_size=self._vocab_size, max_stops=MAX_STOPS)
         if self._gate.shut and not await self._gate.admit(request.session):
             return Completion((), (), (), StopReason.ABORT, replica=self.name)
-        answer = await self._thread.generate(request, self._stop_finder(request))
-        if isinstance(answer, Exception):
-            raise answer
-        return self._with_text(answer, request) if self._decode else answer
+        finder = await self._stop_finder(request) if request.sampling.stop else None
+        thread, answer = self._thread, asyncio.get_running_loop().create_future()
+        thread.check()
+        deliver = partial(settle, answer) if request.on_tokens is None else partial(_deliver, answer, request.on_tokens)
+        sequence = SequenceState(request, deliver, room, finder=finder)
+        thread.sequences.add(sequence)
+        thread.post(lambda scheduler: scheduler.add(sequence))
+        try:
+            result: SequenceResult = await answer
+        except asyncio.CancelledError:
+            thread.post(lambda scheduler: scheduler.abort(lambda other: other is sequence))
+            raise
+        finally:
+            thread.sequences.discard(sequence)
+        if isinstance(result, Exception):
+            raise result
+        return self._with_text(result, request) if self._decode else result
 
     def _with_text(self, completion: Completion, request: Request) -> Completion:
         assert self._decode is not None
@@ -120,15 +152,12 @@ class NativeEngine:
         visible = ids[:-1] if ids and ids[-1] in request.sampling.stop_token_ids else ids
         return replace(completion, text=trim_at_stop(self._decode(visible), request.sampling.stop))
 
-    def _stop_finder(self, request: Request) -> StopStringFinder | None:
-        stops = request.sampling.stop
-        if not stops:
-            return None
-        if self._decode is None:
-            raise RequestRefused(
-                f"{self.name}: session {request.session}: stop strings need an engine with a tokenizer"
-            )
-        return StopStringFinder(stops, self._decode, request.ids[len(request.ids) - request.said :])
+    async def _stop_finder(self, request: Request) -> StopStringFinder:
+        if self._stop_decode is None:
+            self._stop_decode = await load_stop_decode(self._load_decode, request, self.name)
+        return StopStringFinder(
+            request.sampling.stop, self._stop_decode, request.ids[len(request.ids) - request.said :]
+        )
 
     async def abort(self, session: str | None = None) -> None:
         self._gate.abort(session)
@@ -159,6 +188,10 @@ class NativeEngine:
         if self._rollout.free_cache_engine:
             await self._thread.call(lambda scheduler: scheduler.release())
 
+    async def cache_counters(self) -> CacheCounters:
+        """What the prefix cache had to do so far."""
+        return await self._thread.call(lambda scheduler: scheduler.cache_counters)
+
     async def wake(self) -> None:
         """No-op: see `sleep`."""
 
@@ -168,21 +201,51 @@ class NativeEngine:
     async def update_weights(self, update: WeightUpdate) -> str:
         """Copy the tensors in place, between two steps, and confirm what the module then holds.
 
-        Requests that run go on with keys and values of the old weights; pause first, to have none.
+        Requests that run go on with keys and values of the old weights; pause first, to have none. With
+        `rollout.overlap_weight_updates` they also go on while the tensors arrive, which takes room for all of them.
         """
-        load = partial(self._load, update.tensors)
-        confirmed = await self._thread.call(lambda scheduler: scheduler.change_weights(update.version, load))
+        tensors = update.tensors
+        if self._rollout.overlap_weight_updates and self._thread.sequences and self._can_stage(tensors):
+            tensors = await asyncio.to_thread(self._stage, tensors)
+        await self._thread.call(
+            lambda scheduler: scheduler.change_weights(update.version, partial(self._load, tensors))
+        )
         self.version = update.version
-        return confirmed
+        return await asyncio.to_thread(self._checksum, dict(self._module.named_parameters()))
 
-    def _load(self, tensors: Mapping[str, Tensor]) -> str:
+    def _can_stage(self, tensors: Mapping[str, Tensor]) -> bool:
+        """Whether tensors have yet to arrive, and a GPU has room for them beside the module's."""
+        if isinstance(tensors, dict):
+            return False
+        if self._module.device.type != "cuda":
+            return True
+        needed = sum(parameter.numel() * parameter.itemsize for parameter in self._module.parameters())
+        free, _ = torch.cuda.mem_get_info(self._module.device)
+        if free < needed:
+            log.warning(
+                "%s samples nothing while new weights arrive: %s bytes of the GPU are free, and the weights have %s; "
+                "lower rollout.gpu_memory_utilization, or set rollout.overlap_weight_updates=false",
+                *(self.name, f"{free:,}", f"{needed:,}"),
+            )
+        return free >= needed
+
+    def _stage(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Copies of the tensors, where and as the module has them."""
+        own, staged = self._module.state_dict(keep_vars=True), dict[str, Tensor]()
+        with torch.no_grad():
+            for batch in batches_of(tensors):
+                for name, tensor in batch:
+                    self._check_weight(name, tensor, own)
+                    staged[name] = torch.empty_like(own[name], requires_grad=False).copy_(tensor)
+        return staged
+
+    def _load(self, tensors: Mapping[str, Tensor]) -> None:
         own = self._module.state_dict(keep_vars=True)
         with torch.no_grad():
             for batch in batches_of(tensors):
                 for name, tensor in batch:
                     self._check_weight(name, tensor, own)
                 torch._foreach_copy_([own[name] for name, _ in batch], [tensor for _, tensor in batch])
-        return self._checksum(dict(self._module.named_parameters()))
 
     def _check_weight(self, name: str, tensor: Tensor, own: Mapping[str, Tensor]) -> None:
         if name not in own:
@@ -194,6 +257,14 @@ class NativeEngine:
     async def close(self) -> None:
         if self._gate.close(f"engine {self.name} is closed"):
             await self._thread.close()
+
+
+def _deliver(answer: "asyncio.Future[SequenceOutput]", on_tokens: OnTokens, output: SequenceOutput) -> None:
+    """Tokens to the request that asks for them, and the result to the call that waits for it."""
+    if not isinstance(output, TokenUpdate):
+        settle(answer, output)
+    elif not answer.done():
+        on_tokens(output.start, output.ids)
 
 
 def choose_dtype(rollout: RolloutConfig, device: torch.device) -> torch.dtype:

@@ -12,30 +12,28 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 from treadle.engine.native.scheduler import Scheduler
-from treadle.engine.native.sequence import SequenceResult, SequenceState
-from treadle.engine.requests import StopStringFinder
+from treadle.engine.native.sequence import SequenceOutput, SequenceState
 from treadle.errors import EngineFailure, TreadleError
-from treadle.types import Request
 
 Built = TypeVar("Built")
 SchedulerCall = Callable[[Scheduler], None]
-OnResult = Callable[[SequenceState, SequenceResult], None]
+OnResult = Callable[[SequenceState, SequenceOutput], None]
 
 
 class EngineThread:
     """Runs a scheduler. All methods are for the event loop that made it."""
 
-    def __init__(self, name: str, room: int) -> None:
+    def __init__(self, name: str) -> None:
         self._name = name
-        self._room = room
         self._loop = asyncio.get_running_loop()
         self._wake = threading.Condition()
         self._inbox: list[SchedulerCall] = []
         self._closing = False
         self._error: str | None = None
-        self._sequences: set[SequenceState] = set()
+        self.sequences: set[SequenceState] = set()
+        """Those that wait for their answer, which they get also when the thread dies."""
         self._calls: set[asyncio.Future[Any]] = set()
-        self._results: list[tuple[SequenceState, SequenceResult]] = []
+        self._results: list[tuple[SequenceState, SequenceOutput]] = []
         self._thread: threading.Thread | None = None
 
     async def start(self, build: Callable[[OnResult], Scheduler]) -> None:
@@ -54,21 +52,6 @@ class EngineThread:
         if self._error is not None:
             raise EngineFailure(self._error)
 
-    async def generate(self, request: Request, finder: StopStringFinder | None = None) -> SequenceResult:
-        """Hand a request over and wait for its answer; the caller's deadline applies. Cancelling ends the work too."""
-        self.check()
-        future: asyncio.Future[SequenceResult] = self._loop.create_future()
-        sequence = SequenceState(request, lambda result: _settle(future, result), self._room, finder=finder)
-        self._sequences.add(sequence)
-        self.post(lambda scheduler: scheduler.add(sequence))
-        try:
-            return await future
-        except asyncio.CancelledError:
-            self.post(lambda scheduler: scheduler.abort(lambda other: other is sequence))
-            raise
-        finally:
-            self._sequences.discard(sequence)
-
     async def call(self, function: Callable[[Scheduler], Built]) -> Built:
         """Run `function` in the thread, between two steps, and wait for what it returns."""
         self.check()
@@ -80,7 +63,7 @@ class EngineThread:
             except TreadleError as error:
                 self._loop.call_soon_threadsafe(_fail, future, error)
             else:
-                self._loop.call_soon_threadsafe(_settle, future, result)
+                self._loop.call_soon_threadsafe(settle, future, result)
 
         self._calls.add(future)
         self.post(run)
@@ -109,7 +92,7 @@ class EngineThread:
         except BaseException as error:  # noqa: BLE001 - it is raised where `start` waits
             self._loop.call_soon_threadsafe(_fail, ready, error)
             return
-        self._loop.call_soon_threadsafe(_settle, ready, None)
+        self._loop.call_soon_threadsafe(settle, ready, None)
         try:
             self._serve(scheduler)
         except BaseException as error:  # noqa: BLE001 - every waiting call fails with it
@@ -141,18 +124,18 @@ class EngineThread:
 
     def _crash(self, problem: str) -> None:
         self._error = problem
-        for sequence in list(self._sequences):
+        for sequence in list(self.sequences):
             sequence.deliver(EngineFailure(problem))
         for call in list(self._calls):
             _fail(call, EngineFailure(problem))
 
 
-def _deliver(results: list[tuple[SequenceState, SequenceResult]]) -> None:
+def _deliver(results: list[tuple[SequenceState, SequenceOutput]]) -> None:
     for sequence, result in results:
         sequence.deliver(result)
 
 
-def _settle(future: "asyncio.Future[Built]", result: Built) -> None:
+def settle(future: "asyncio.Future[Built]", result: Built) -> None:
     if not future.done():
         future.set_result(result)
 

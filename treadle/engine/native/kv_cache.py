@@ -9,18 +9,19 @@ multiplied by zero.
 """
 
 import heapq
+import mmap
 import os
 from array import array
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from math import prod
+from math import gcd, prod
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from treadle.config.rollout import RolloutConfig
-from treadle.engine.native.cuda_memory import CudaVirtualMemory
+from treadle.engine.native.cuda_memory import CudaVirtualMemory, mapping_granularity
 from treadle.errors import ConfigError, Mistake
 from treadle.model.attention import PackedMetadata
 from treadle.model.causal_lm import hidden_states
@@ -69,7 +70,7 @@ class FreeList:
         self._free.remove(number)
 
     def below(self, limit: int) -> list[int]:
-        """Those below `limit`, lowest first."""
+        """The free numbers below `limit`, lowest first."""
         return sorted(number for number in self._free if number < limit)
 
 
@@ -77,10 +78,21 @@ class PagePool:
     """Page pool with reference counts."""
 
     def __init__(self, count: int) -> None:
-        self.free = FreeList(count)
         self.releases = 0
         """Grows whenever pages come free."""
+        self.reset(count)
+
+    def reset(self, count: int) -> None:
+        """Begin again with so many pages, all free."""
+        self.free = FreeList(count)
         self._users = [0] * count
+
+    def extend(self, pages: range) -> None:
+        """Add new pages, all free."""
+        self._users += [0] * (pages.stop - len(self._users))
+        for page in pages:
+            self.free.add(page)
+        self.releases += len(pages)
 
     def users(self, page: int) -> int:
         return self._users[page]
@@ -116,6 +128,9 @@ SPAN_STEP = 16
 
 PAGE_SIZE = 64
 """Slots of a page on a GPU: a multiple of what the decode kernel reads at once."""
+
+_GROWTH_STEPS = 8
+"""In how many steps the page pool of a GPU grows to the whole budget."""
 
 _PAGES_PER_SAVE = 16
 """Pages that are saved together: they take room on the GPU for a moment."""
@@ -193,7 +208,12 @@ class PageCopy(NamedTuple):
 
 
 class PagedKVCache:
-    """[layers, 2, pages + 1, kv heads, page, head size]. The last is the null page: inactive rows write there."""
+    """[layers, 2, max pages + 1, kv heads, page, head size].
+
+    The null page is the one behind those that are there at first: inactive rows write to it. More pages are mapped as
+    they are needed (`grow`), up to the budget: sessions between two turns keep theirs as long as there is memory, and
+    a run with few of them leaves it to the training.
+    """
 
     def __init__(
         self,
@@ -204,20 +224,31 @@ class PagedKVCache:
         pages: int,
         dtype: torch.dtype,
         device: torch.device,
+        *,
+        max_pages: int | None = None,
     ) -> None:
+        """`pages` at first, and up to `max_pages` by `grow`."""
         assert page % SPAN_STEP == 0, "spans end with a page"
-        self.num_rows, self.length, self.page_size, self.num_pages = rows, length, page, pages
+        self.num_rows, self.length, self.page_size = rows, length, page
         self.pages_per_row = -(-length // page)
+        self._page_bytes = shape.kv_heads * page * shape.head_dim * dtype.itemsize
+        self._memory: CudaVirtualMemory | None = None
+        self._max_pages = max(pages, max_pages or 0)
+        planes, total = shape.layers * 2, self._max_pages + 1
+        if device.type == "cuda":
+            grain = mapping_granularity(device)
+            self._page_step = grain // gcd(grain, self._page_bytes)
+            first, total = (round_up(count, self._page_step) for count in (pages + 1, total))
+            self._memory = CudaVirtualMemory(planes, total * self._page_bytes, first * self._page_bytes, device)
+            memory = self._memory.bytes
+        else:
+            memory = _lazy_zeros(planes * total * self._page_bytes)
+        self.kv = memory.view(dtype).view(shape.layers, 2, total, shape.kv_heads, page, shape.head_dim)
         self.null_page = pages
+        self.num_pages = pages
+        """Pages that sequences can have now. Those that `grow` adds are numbered on behind the null page."""
         self.aligned = device.type == "cpu" and self.pages_per_row == 1 and pages == rows
         """Whether row i is on page i, always."""
-        size = (shape.layers, 2, pages + 1, shape.kv_heads, page, shape.head_dim)
-        self._memory: CudaVirtualMemory | None = None
-        if device.type == "cuda":
-            self._memory = CudaVirtualMemory(prod(size) * dtype.itemsize, device)
-            self.kv = self._memory.bytes.view(dtype).view(size)
-        else:
-            self.kv = torch.zeros(size, dtype=dtype, device=device)
         self.table = torch.full((rows, self.pages_per_row), self.null_page, dtype=torch.int32, device=device)
         """The pages of each row. Beyond those that a row has are any numbers of pages."""
         self._assigned: dict[int, int] = {}
@@ -236,7 +267,7 @@ class PagedKVCache:
     ) -> "PagedKVCache":
         """Rows for `rollout.max_num_seqs`, rounded up to `row_step`, and the pages that they need or the budget allows.
 
-        `page` and `budget` (in bytes) override what the device suggests.
+        The rest of the budget is for `grow`. `page` and `budget` (in bytes) override what the device suggests.
         """
         shape, length = KVCacheShape.of(module), rollout.sequence_length()
         rows = round_up(rollout.max_num_seqs, row_step)
@@ -246,7 +277,8 @@ class PagedKVCache:
         if page is None:
             page = whole if device.type == "cpu" and (rows + 1) * whole * token_bytes <= budget else PAGE_SIZE
         pages_per_row = -(-length // page)
-        pages = min(rows * pages_per_row, budget // (page * token_bytes) - 1)
+        most = budget // (page * token_bytes) - 1
+        pages = min(rows * pages_per_row, most)
         if pages < pages_per_row:
             problem = (
                 f"one sequence of {length} tokens needs {(pages_per_row + 1) * page * token_bytes:,} bytes of KV cache"
@@ -255,10 +287,23 @@ class PagedKVCache:
             raise ConfigError(
                 [Mistake("rollout.max_model_len", f"{problem}; the budget is {budget:,}", length, fix=fix)]
             )
-        return cls(shape, rows, length, page, pages, module.dtype, device)
+        max_pages = pages if device.type == "cpu" and pages_per_row == 1 else most
+        return cls(shape, rows, length, page, pages, module.dtype, device, max_pages=max_pages)
+
+    def grow(self) -> range:
+        """Map more pages, an eighth of the budget at a time, and return their numbers; none where no memory is left."""
+        first = self.num_pages + 1
+        wanted = min(self.num_pages + max(1, self._max_pages // _GROWTH_STEPS), self._max_pages)
+        if self._memory is not None and wanted >= first:
+            missing = round_up(wanted + 1, self._page_step) * self._page_bytes - self._memory.mapped
+            if missing > 0 and not self._memory.grow(missing):
+                return range(0)
+        self.num_pages = wanted
+        return range(first, wanted + 1)
 
     def release(self) -> None:
-        """Release a GPU's memory until `acquire`; the contents are lost."""
+        """Release a GPU's memory until `acquire`, which maps the first pages alone; the contents are lost."""
+        self.num_pages = self.null_page
         if self._memory is not None:
             self._memory.release()
 
@@ -368,6 +413,14 @@ class PagedKVCache:
 def _join(pages: Tensor, span: int) -> Tensor:
     """From [rows, pages, kv heads, page, head size] to the first slots of all pages of a row together."""
     return pages.transpose(1, 2).flatten(2, 3)[:, :, :span]
+
+
+def _lazy_zeros(num_bytes: int) -> Tensor:
+    """Zeros in main memory that take room once they are written: `torch.zeros` writes them all.
+
+    A cache for many sequences of a model of some size is larger than the few that a laptop decodes.
+    """
+    return torch.frombuffer(mmap.mmap(-1, num_bytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS), dtype=torch.uint8)
 
 
 def kv_cache_bytes(rollout: RolloutConfig, device: torch.device) -> int:

@@ -63,7 +63,7 @@ class _Allocation:
 
 
 class KVCacheManager:
-    """See the module. `rows` bounds how many sequences are admitted."""
+    """Rows and pages of the sequences. `rows` bounds how many sequences are admitted."""
 
     def __init__(self, cache: PagedKVCache, swap_space: SwapSpace, rows: int, *, caching: bool) -> None:
         self._cache = cache
@@ -94,7 +94,7 @@ class KVCacheManager:
             self._free_aligned()
             allocation = self._plan_allocation(sequence, sibling)
         while allocation.new + len(self._growing) > len(self.pages.free):
-            if not self.evict():
+            if not self.free_pages():
                 return None
             allocation = self._plan_allocation(sequence, sibling)
         sequence.pages = self._assemble_pages(sequence, allocation, sibling)
@@ -119,7 +119,7 @@ class KVCacheManager:
     def _find_prefix(self, sequence: SequenceState) -> PrefixHit | None:
         if sequence.swapped is not None:
             return PrefixHit(len(sequence.swapped.ids), swapped=sequence.swapped)
-        return self.prefix_cache.find(sequence.request.session, sequence.prefix)
+        return self.prefix_cache.find(sequence.request.session_row, sequence.prefix)
 
     def _must_copy(self, found: PrefixHit, at: int) -> bool:
         """Whether a session continues in the middle of a page that others read beyond that (copy on write)."""
@@ -148,7 +148,7 @@ class KVCacheManager:
             self._cache.restore(new[: self._cache.count_pages(found.tokens)], found.swapped.kv)
             self._free_swapped(sequence)
             if found.own:
-                self._swap_space.forget(sequence.request.session)  # its pages are the cached copy from now on
+                self.prefix_cache.forget(sequence.request.session_row)  # its pages are the cached copy from now on
             return new
         cached, rest = found.cached, found.tokens % self._cache.page_size
         if rest and allocation.kept == found.tokens // self._cache.page_size:
@@ -156,7 +156,7 @@ class KVCacheManager:
         if not found.own:
             self.pages.share(cached.pages[: allocation.kept])
             return cached.pages[: allocation.kept] + new
-        pages = self.prefix_cache.take_session(sequence.request.session)
+        pages = self.prefix_cache.take_row(sequence.request.session_row)
         if allocation.kept < len(pages):
             self.run_copies()
             self.pages.release(pages[allocation.kept :])
@@ -183,10 +183,21 @@ class KVCacheManager:
         """Slots that a sequence has; None when it needs no more."""
         return len(sequence.pages) * self._cache.page_size if sequence in self._growing else None
 
-    def evict(self) -> bool:
-        """Evict an entry of the prefix cache; False if none would free a page."""
+    def free_pages(self) -> bool:
+        """Free pages: new ones where the cache can grow, else those of an evicted prefix. False if there are none."""
+        new = self._cache.grow()
+        if new:
+            self.pages.extend(new)
+            return True
         self.run_copies()
         return self.prefix_cache.evict()
+
+    def release(self) -> None:
+        """Release the memory of a cache that no sequence uses, with all cached prefixes."""
+        self.prefix_cache.clear()
+        self._cache.release()
+        if not self._cache.aligned:
+            self.pages.reset(self._cache.num_pages)
 
     def run_copies(self) -> None:
         """Run the pending page copies: before pages change owner, and before cached prefixes are read."""
@@ -215,7 +226,7 @@ class KVCacheManager:
 
     def free_and_cache(self, sequence: SequenceState, ids: tuple[int, ...]) -> None:
         """Free a sequence; these tokens stay in the prefix cache for the session's next turn."""
-        self.prefix_cache.add_session(sequence.request.session, ids, sequence.pages)
+        self.prefix_cache.add_row(sequence.request.session_row, ids, sequence.pages)
         self._free_row(sequence)
 
     def free(self, sequence: SequenceState) -> None:
@@ -243,7 +254,7 @@ class KVCacheManager:
             swapped = sequence.swapped
             self._free_swapped(sequence)
             if for_session:
-                self.prefix_cache.add_swapped(sequence.request.session, swapped)
+                self.prefix_cache.add_swapped(sequence.request.session_row, swapped)
 
     def _free_swapped(self, sequence: SequenceState) -> None:
         if sequence.swapped is not None:

@@ -242,12 +242,7 @@ def attend_paged(
     query_norm, key_norm = shape.query_norm, shape.key_norm
     padded = triton.next_power_of_2(shape.size)
     _decode_attention[(count, shape.kv_heads, splits)](
-        qkv,
-        keys,
-        values,
-        rows.table,
-        rows.active,
-        rows.length,
+        *(qkv, keys, values, rows.table, rows.active, rows.length),
         *angles,
         qkv if query_norm is None else query_norm.weight,
         qkv if key_norm is None else key_norm.weight,

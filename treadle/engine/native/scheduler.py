@@ -11,6 +11,8 @@ Invariant: a sequence waits, is in prefill or runs, never two of these; a reques
 import logging
 from collections import deque
 from collections.abc import Callable, Iterable
+from dataclasses import replace
+from functools import partial
 
 from treadle.config.rollout import RolloutConfig
 from treadle.engine.native.chunked_prefill import PrefillQueue
@@ -18,8 +20,8 @@ from treadle.engine.native.input_batch import RowOutput
 from treadle.engine.native.kv_cache import round_up
 from treadle.engine.native.kv_cache_manager import COMPACT_BELOW, LOOKAHEAD_STEPS, KVCacheManager, PageSchedule
 from treadle.engine.native.model_runner import ModelRunner
-from treadle.engine.native.prefix_cache import SwapSpace
-from treadle.engine.native.sequence import SequenceResult, SequenceState
+from treadle.engine.native.prefix_cache import CacheCounters, SwapSpace
+from treadle.engine.native.sequence import SequenceOutput, SequenceState
 from treadle.errors import EngineFailure
 from treadle.types import Completion, StopReason
 
@@ -27,14 +29,17 @@ log = logging.getLogger(__name__)
 
 
 class Scheduler:
-    """See the module. `on_result` is called once for every sequence, with its completion or the error."""
+    """Scheduler of one engine. `on_result` is called once for every sequence, with its completion or the error.
+
+    For a request with `on_tokens` it is called before that, too, with its tokens after each step.
+    """
 
     def __init__(
         self,
         rollout: RolloutConfig,
         runner: ModelRunner,
         swap_space: SwapSpace,
-        on_result: Callable[[SequenceState, SequenceResult], None],
+        on_result: Callable[[SequenceState, SequenceOutput], None],
         *,
         name: str,
         version: int,
@@ -64,10 +69,16 @@ class Scheduler:
         self._filtered = False
         self._penalized = False
         self._stoppable = False
+        self._streamed = False
 
     @property
     def busy(self) -> bool:
         return bool(self._waiting or self._prefills or self._ready or self._running)
+
+    @property
+    def cache_counters(self) -> CacheCounters:
+        """A copy of the prefix cache's counters."""
+        return replace(self._kv_manager.prefix_cache.counters)
 
     def add(self, sequence: SequenceState) -> None:
         self._waiting.append(sequence)
@@ -93,6 +104,8 @@ class Scheduler:
                 self._finish([row for row in ended if row in self._running])
             if self._stoppable:
                 self._stop_at_strings()
+            if self._streamed:
+                self._report_tokens()
 
     def abort(self, chosen: Callable[[SequenceState], bool]) -> None:
         """Abort sequences; those that have sampled keep their tokens."""
@@ -112,7 +125,7 @@ class Scheduler:
             self._runner.batch.stop(rows)
             self._finish(rows)
 
-    def change_weights(self, version: int, load: Callable[[], str]) -> str:
+    def change_weights(self, version: int, load: Callable[[], None]) -> None:
         """Let `load` change the weights between two steps; what was computed with the old ones is forgotten.
 
         Rows that have begun to sample go on with what they have, also those that wait to go on.
@@ -129,10 +142,9 @@ class Scheduler:
             else:
                 self._kv_manager.drop_swapped(sequence, for_session=False)
         self._kv_manager.prefix_cache.clear()
-        confirmed = load()
+        load()
         self._runner.refresh()
         self.version = version
-        return confirmed
 
     def _requeue_prefills(self) -> None:
         """Requeue sequences in prefill: their pages may be shared with rows that keep old keys and values."""
@@ -149,8 +161,7 @@ class Scheduler:
         if self.busy:
             return False
         self._runner.drain()
-        self._kv_manager.prefix_cache.clear()
-        self._cache.release()
+        self._kv_manager.release()
         return True
 
     def close(self) -> None:
@@ -161,7 +172,7 @@ class Scheduler:
 
     def forget(self, session: str) -> None:
         """Drop the cached tokens of a session that is over."""
-        self._kv_manager.prefix_cache.forget(session)
+        self._kv_manager.prefix_cache.forget_session(session)
 
     def _admit(self) -> None:
         """Admit waiting sequences, until the prefill budget is used or an allocation fails."""
@@ -225,7 +236,7 @@ class Scheduler:
     def _make_room(self, sequence: SequenceState, slots: int) -> bool:
         """Free the pages that a sequence is missing: evict, then preempt. False if it was itself preempted or ended."""
         while self._kv_manager.missing_pages(sequence, slots) > len(self._kv_manager.pages.free):
-            if self._kv_manager.evict():
+            if self._kv_manager.free_pages():
                 continue
             if not self._finish_late_rows():
                 self._preempt(next(reversed(self._admitted)))
@@ -270,6 +281,14 @@ class Scheduler:
         if rows:
             self._runner.batch.stop(rows)
             self._finish(rows)
+
+    def _report_tokens(self) -> None:
+        """Deliver the new tokens of rows that go on, to requests that ask for them."""
+        for row, sequence in self._running.items():
+            if sequence.request.on_tokens is not None:
+                new = sequence.report(partial(self._runner.tail, row))
+                if new is not None:
+                    self._on_result(sequence, new)
 
     def _finish(self, rows: list[int]) -> None:
         for row, output in zip(rows, self._runner.read(rows), strict=True):
@@ -353,3 +372,4 @@ class Scheduler:
         self._filtered = any(sequence.request.sampling.is_filtered for sequence in running)
         self._penalized = any(sequence.request.sampling.is_penalized for sequence in running)
         self._stoppable = any(sequence.finder is not None for sequence in running)
+        self._streamed = any(sequence.request.on_tokens is not None for sequence in running)

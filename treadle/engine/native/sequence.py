@@ -14,7 +14,18 @@ from treadle.engine.requests import StopStringFinder
 from treadle.engine.rng import stream_of
 from treadle.types import Completion, Request
 
+
+@dataclass(frozen=True, slots=True)
+class TokenUpdate:
+    """Tokens of a sequence that goes on."""
+
+    start: int
+    """How many tokens of the same answer come before them."""
+    ids: tuple[int, ...]
+
+
 SequenceResult = Completion | Exception
+SequenceOutput = SequenceResult | TokenUpdate
 
 _NOTHING = RowOutput((), ())
 
@@ -24,7 +35,8 @@ class SequenceState:
     """State of one request: its result callback, row and pages. `room` is the engine's maximum sequence length."""
 
     request: Request
-    deliver: Callable[[SequenceResult], None]
+    deliver: Callable[[SequenceOutput], None]
+    """Called with its result, and before that with tokens, where the request asks for them."""
     room: int
     row: int = -1
     pages: list[int] = field(default_factory=list)
@@ -44,6 +56,8 @@ class SequenceState:
     """How long it has waited for a row, before it began and after preemptions."""
     finder: StopStringFinder | None = None
     """Stop-string search, where the request has any."""
+    reported: int = 0
+    """How many tokens were delivered while it ran."""
     stopped_at: int | None = None
     """Length of the answer in tokens, once it contains a stop string."""
     prefix: tuple[int, ...] = field(init=False)
@@ -82,6 +96,13 @@ class SequenceState:
             prompt=seen[0],
             answer=seen[1],
         )
+
+    def report(self, tail: Callable[[int], Sequence[int]]) -> TokenUpdate | None:
+        """The tokens that were not delivered yet. `tail`: what its row sampled after so many tokens."""
+        before, start = len(self.sampled.ids), self.reported
+        ids = (*self.sampled.ids[start:], *tail(max(0, start - before)))
+        self.reported += len(ids)
+        return TokenUpdate(self.request.said + start, ids) if ids else None
 
     def find_stop(self, ids: Sequence[int]) -> None:
         """Search the new tokens for stop strings."""

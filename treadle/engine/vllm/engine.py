@@ -20,7 +20,15 @@ from typing import Any, Self
 from treadle.config.rollout import ModelConfig, RolloutConfig
 from treadle.engine.in_flight import PauseGate
 from treadle.engine.protocol import Decode, EngineGone, WeightUpdate
-from treadle.engine.requests import StopStringFinder, continuation_of, join_completions, trim_at_stop, validate_request
+from treadle.engine.requests import (
+    LoadDecode,
+    StopStringFinder,
+    continuation_of,
+    join_completions,
+    load_stop_decode,
+    trim_at_stop,
+    validate_request,
+)
 from treadle.engine.rng import stream_of
 from treadle.engine.vllm.process import ServerProcess
 from treadle.engine.vllm.protocol import (
@@ -31,7 +39,7 @@ from treadle.engine.vllm.protocol import (
     SampleResult,
     ServerHello,
 )
-from treadle.errors import ConfigError, EngineFailure, Mistake, MisuseError, RequestRefused
+from treadle.errors import ConfigError, EngineFailure, Mistake, MisuseError
 from treadle.types import NOTHING, Completion, Request, StopReason
 
 
@@ -44,7 +52,7 @@ def require_vllm(rollout: RolloutConfig) -> None:
 
 
 _SLICE = 32
-"""Tokens between two searches for stop strings: so many may be sampled in vain."""
+"""Tokens between two searches for stop strings, so many may be sampled in vain; and between two reports of tokens."""
 
 
 def _truncate(part: Completion, tokens: int) -> Completion:
@@ -60,7 +68,7 @@ def _truncate(part: Completion, tokens: int) -> Completion:
 
 
 class VLLMEngine:
-    """See the module; built by `create`, or by `attach` for a server that is there already."""
+    """An `Engine` in a vLLM server. Built by `create`, or by `attach` for a server that is there already."""
 
     def __init__(
         self,
@@ -72,6 +80,7 @@ class VLLMEngine:
         name: str,
         decode: Decode | None,
         owner: bool,
+        load_decode: LoadDecode | None = None,
     ) -> None:
         self.name = name
         self.version = 0
@@ -80,6 +89,8 @@ class VLLMEngine:
         self._socket = socket
         self._vocab_size = hello.vocabulary
         self._decode = decode
+        self._stop_decode = decode
+        self._load_decode = load_decode
         self._owner = owner
         self._gate = PauseGate()
         self._numbers = itertools.count(1)
@@ -102,15 +113,19 @@ class VLLMEngine:
         decode: Decode | None = None,
         device: str = "cpu",
         environment: Mapping[str, str] = NOTHING,
+        load_decode: LoadDecode | None = None,
     ) -> Self:
         """Start a server and wait until it serves, or raise within the launch deadline what it said last.
 
         `device` is cpu or cuda, as vLLM was built for. `environment` is added to the server's: CUDA_VISIBLE_DEVICES,
-        where a machine has more GPUs than this replica takes. `decode` makes the text of completions.
+        where a machine has more GPUs than this replica takes. `decode` makes the text of completions; without it
+        `load_decode` is called, in a thread, with the first request that has stop strings.
         """
         server = await ServerProcess.start(rollout, model, name=name, device=device, environment=environment)
         try:
-            return await cls.attach(rollout, server, name=name, version=version, decode=decode, owner=True)
+            return await cls.attach(
+                rollout, server, name=name, version=version, decode=decode, owner=True, load_decode=load_decode
+            )
         except BaseException:
             await asyncio.shield(server.end(rollout.limits.close_timeout_s))
             raise
@@ -125,10 +140,11 @@ class VLLMEngine:
         version: int = 0,
         decode: Decode | None = None,
         owner: bool = False,
+        load_decode: LoadDecode | None = None,
     ) -> Self:
         """Use a server. The `owner` ends it when it closes."""
         socket, hello = await server.connect()
-        engine = cls(rollout, server, socket, hello, name=name, decode=decode, owner=owner)
+        engine = cls(rollout, server, socket, hello, name=name, decode=decode, owner=owner, load_decode=load_decode)
         await engine._call("update", version, None)
         engine.version = version
         return engine
@@ -137,27 +153,31 @@ class VLLMEngine:
         validate_request(request, self.name, room=self._rollout.sequence_length(), vocab_size=self._vocab_size)
         if self._gate.shut and not await self._gate.admit(request.session):
             return Completion((), (), (), StopReason.ABORT, replica=self.name)
-        return await (self._sample_until_stop(request) if request.sampling.stop else self._sample(request))
+        is_sliced = request.sampling.stop or request.on_tokens is not None
+        return await (self._sample_in_slices(request) if is_sliced else self._sample(request))
 
-    async def _sample_until_stop(self, request: Request) -> Completion:
-        """Sample in slices and search each for stop strings: vLLM runs without a tokenizer here."""
-        stops = request.sampling.stop
-        if self._decode is None:
-            raise RequestRefused(
-                f"{self.name}: session {request.session}: stop strings need an engine with a tokenizer"
-            )
-        finder = StopStringFinder(stops, self._decode, request.ids[len(request.ids) - request.said :])
+    async def _sample_in_slices(self, request: Request) -> Completion:
+        """Sample in slices; report each, and search it for stop strings: vLLM runs without a tokenizer here."""
+        stops, finder = request.sampling.stop, None
+        if stops:
+            if self._stop_decode is None:
+                self._stop_decode = await load_stop_decode(self._load_decode, request, self.name)
+            finder = StopStringFinder(stops, self._stop_decode, request.ids[len(request.ids) - request.said :])
         parts: list[Completion] = []
         rest = request
         while True:
             most = rest.sampling.max_tokens
             part = await self._sample(replace(rest, sampling=replace(rest.sampling, max_tokens=min(_SLICE, most))))
-            before, end = finder.seen, finder.feed(part.ids)
-            if end is not None:
-                part = _truncate(part, end - before)
+            if finder is not None:
+                before, end = finder.seen, finder.feed(part.ids)
+                if end is not None:
+                    part = _truncate(part, end - before)
             if part.stop is not StopReason.LENGTH or len(part.ids) >= most or not part.ids:
                 whole = join_completions(parts, part, self.name)
-                return replace(whole, text=trim_at_stop(self._text(whole.ids, request), stops))
+                text = trim_at_stop(self._text(whole.ids, request), stops) if self._decode else ""
+                return replace(whole, text=text)
+            if request.on_tokens is not None:
+                request.on_tokens(rest.said, part.ids)
             parts.append(part)
             rest = continuation_of(rest, part)
 
@@ -304,7 +324,7 @@ class VLLMEngine:
                 self._settle(*await self._socket.receive())
         except ReplicaSocketClosed:
             closed = f"engine {self.name} is closed"
-            self._death = closed if self._closed else await self._server.obituary()
+            self._death = closed if self._closed else await self._server.explain_exit()
         for future in self._pending.values():
             if not future.done():
                 future.set_exception(self._ended())

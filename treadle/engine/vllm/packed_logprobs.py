@@ -98,7 +98,7 @@ class PackingScheduler(_PackingMixin, Scheduler):  # type: ignore[misc]
 
 
 class PackingAsyncScheduler(_PackingMixin, AsyncScheduler):  # type: ignore[misc]
-    """The same for steps that are prepared while the last one runs."""
+    """Packing scheduler for steps that are prepared while the last one runs."""
 
 
 _OURS = {Scheduler: PackingScheduler, AsyncScheduler: PackingAsyncScheduler}

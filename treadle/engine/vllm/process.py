@@ -30,7 +30,7 @@ _LAST_LINES = 15
 _CAUSE = re.compile(r"(?:^|\s)((?:\w+\.)*\w*(?:Error|Exception|Interrupt): .+)$")
 """What a traceback ends with. vLLM's processes repeat each other's: the first one is where it began."""
 _LINE_BYTES = 1 << 16
-_LAST_BREATH_S = 20.0
+_EXIT_S = 20.0
 """How long a server that hung up may take to be gone. Killed ones are gone at once, others clean up."""
 _EAGER = {"TORCHDYNAMO_DISABLE": "1"}
 """Without graphs nothing is compiled, vLLM's sampler included: its first step would take many seconds."""
@@ -95,33 +95,33 @@ class ServerProcess:
                 kind, _, body = await link.receive()
         except TimeoutError:
             limit = f"rollout.limits.launch_timeout_s = {self._launch_s:g}"
-            raise DeadlineError(f"{self.name} did not start within {limit}{self.last_words()}") from None
+            raise DeadlineError(f"{self.name} did not start within {limit}{self._last_lines()}") from None
         except ReplicaSocketClosed:
-            raise EngineFailure(await self.obituary("while it started")) from None
+            raise EngineFailure(await self.explain_exit("while it started")) from None
         greeting = pickle.loads(body)
         if kind is FrameKind.FAILURE:
             raise greeting
         assert isinstance(greeting, ServerHello), "the first frame is a greeting, or the reason why there is none"
         return greeting
 
-    async def obituary(self, when: str = "") -> str:
-        """How the process ended, and what it said last. For when it has ended, or is about to."""
+    async def explain_exit(self, when: str = "") -> str:
+        """How the process ended, and what it printed last. For when it has ended, or is about to."""
         try:
-            async with asyncio.timeout(_LAST_BREATH_S):
+            async with asyncio.timeout(_EXIT_S):
                 await self.process.wait()
                 await self._listening
         except TimeoutError:
-            return f"{self.name} hung up{' ' + when if when else ''}, and is not gone yet{self.last_words()}"
+            return f"{self.name} closed its socket{' ' + when if when else ''}, and is not gone yet{self._last_lines()}"
         assert self.process.returncode is not None
         if not self._exit:
             self._exit = describe_exit(self.process.returncode)
-        return f"{self.name} died{' ' + when if when else ''}: {self._exit}{self.last_words()}"
+        return f"{self.name} died{' ' + when if when else ''}: {self._exit}{self._last_lines()}"
 
-    def last_words(self) -> str:
+    def _last_lines(self) -> str:
         """The first error among the lines that are kept, and the last few of them."""
         cause = next((found[1] for line in self._lines if (found := _CAUSE.search(line))), "")
         lines = "".join(f"\n    {line}" for line in list(self._lines)[-_LAST_LINES:])
-        return f"{': ' + cause if cause else ''}; its last words:{lines}" if lines else ""
+        return f"{': ' + cause if cause else ''}; its last lines:{lines}" if lines else ""
 
     async def _listen(self) -> None:
         stream = self.process.stdout
@@ -147,7 +147,7 @@ class ServerProcess:
         finally:
             self._kill_group()
             await self.process.wait()
-            await asyncio.wait({self._listening}, timeout=_LAST_BREATH_S)
+            await asyncio.wait({self._listening}, timeout=_EXIT_S)
             self._listening.cancel()
             shutil.rmtree(self._folder, ignore_errors=True)
 

@@ -104,18 +104,20 @@ async def serve(listener: socket.socket, setup: VLLMServerSetup) -> int:
 
         sampler = await AsyncLLMSampler.start(setup.rollout, setup.model, setup.directory)
     except TreadleError as error:
-        return await _decline(listener, error)
+        return await _reject_clients(listener, error)
     limits = setup.rollout.limits
     serving = RequestTracker(sampler, timeout_s=limits.request_timeout_s)
     dead = asyncio.Event()
     try:
-        await _welcome(listener, serving, sampler.vocabulary, dead)
+        await _accept_clients(listener, serving, sampler.vocabulary, dead)
     finally:
         sampler.close(limits.close_timeout_s / 2)
     return int(dead.is_set())
 
 
-async def _welcome(listener: socket.socket, serving: RequestTracker[Any], vocabulary: int, dead: asyncio.Event) -> None:
+async def _accept_clients(
+    listener: socket.socket, serving: RequestTracker[Any], vocabulary: int, dead: asyncio.Event
+) -> None:
     numbers = itertools.count()
     hello = ServerHello(vocabulary, os.getpid())
 
@@ -130,13 +132,13 @@ async def _welcome(listener: socket.socket, serving: RequestTracker[Any], vocabu
 async def _accept(listener: socket.socket, meet: Callable[..., Any], dead: asyncio.Event) -> None:
     """Accept clients until vLLM is dead, or standard input closes."""
     async with await asyncio.start_unix_server(meet, sock=listener):
-        ends = [asyncio.ensure_future(_until_unwanted()), asyncio.ensure_future(dead.wait())]
+        ends = [asyncio.ensure_future(_until_shutdown()), asyncio.ensure_future(dead.wait())]
         _, others = await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
         for other in others:
             other.cancel()
 
 
-async def _decline(listener: socket.socket, error: TreadleError) -> int:
+async def _reject_clients(listener: socket.socket, error: TreadleError) -> int:
     async def meet(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         ReplicaSocket(reader, writer).send_object(FrameKind.FAILURE, 0, error)
 
@@ -144,7 +146,7 @@ async def _decline(listener: socket.socket, error: TreadleError) -> int:
     return 1
 
 
-async def _until_unwanted() -> None:
+async def _until_shutdown() -> None:
     """Wait until standard input closes."""
     reader = asyncio.StreamReader()
     loop = asyncio.get_running_loop()

@@ -105,11 +105,11 @@ class ProvenWeightTransfer(WeightTransferEngine):  # type: ignore[misc]
     def receive_weights(
         self, update_info: TransferUpdateInfo, load_weights: Callable[[Iterator[tuple[str, Tensor]]], Any] | None = None
     ) -> None:
-        tally = RunningChecksum()
+        running = RunningChecksum()
         self.kinds, self.places, self.arrived = {}, {}, ""
         with torch.no_grad():
-            (load_weights or self.model.load_weights)(self._counted(pickle.loads(update_info.transfer), tally))
-        self.arrived, self.torn = tally.word(), False
+            (load_weights or self.model.load_weights)(self._counted(pickle.loads(update_info.transfer), running))
+        self.arrived, self.torn = running.word(), False
 
     def write(self, tensors: Mapping[str, Tensor]) -> str:
         """Straight to where they belong; the checksum of what is there then. If it fails, the loader has to mend it."""
@@ -122,12 +122,12 @@ class ProvenWeightTransfer(WeightTransferEngine):  # type: ignore[misc]
         self.places = places
         return checksum(places)
 
-    def _counted(self, tensors: Mapping[str, Tensor], tally: RunningChecksum) -> Iterator[tuple[str, Tensor]]:
+    def _counted(self, tensors: Mapping[str, Tensor], running: RunningChecksum) -> Iterator[tuple[str, Tensor]]:
         """Each tensor as it arrives. A copy: the loader keeps it until its layer is whole, the transport does not."""
         for name, tensor in tensors.items():
             mine = tensor.to(self._device, copy=True)
             self.torn = True
-            tally.add(name, mine)
+            running.add(name, mine)
             self.kinds[name] = TensorLayout(tuple(mine.shape), mine.dtype)
             yield name, mine
 

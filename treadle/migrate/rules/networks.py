@@ -7,6 +7,7 @@ from typing import Any
 
 from treadle.migrate.rule import (
     Conversion,
+    Convert,
     Converted,
     LookUp,
     NotNeeded,
@@ -187,7 +188,10 @@ def backends(old: str) -> Rules:
 
 
 MODEL = "actor_rollout_ref.model"
-LORA = "There is no LoRA: all parameters train."
+LORA = "Only the policy has adapters (actor.lora); the critic trains all its parameters."
+MEGATRON_LORA = "These are Megatron's adapters: use lora_rank, lora_alpha and target_modules, or actor.lora."
+VERL_ALPHA = 16
+"""verl's lora_alpha, where it is not given."""
 MTP = "There is no multi-token prediction."
 FUSED = "There are no fused kernels to choose from: leave it out."
 
@@ -210,13 +214,40 @@ def _unsupported() -> Rules:
         "tiled_mlp.num_shards": none("There is no tiled MLP."),
         "lora_rank": fixed(0, None, note="all parameters train", otherwise=LORA),
         "lora_adapter_path": fixed(None, note="no adapter", otherwise=LORA),
-        "lora.rank": fixed(0, None, note="all parameters train", otherwise=LORA),
+        "lora.rank": fixed(0, None, note="all parameters train", otherwise=MEGATRON_LORA),
         "lora_alpha": none(LORA),
         "target_modules": none(LORA),
         "exclude_modules": none(LORA),
-        "lora.**": none(LORA),
+        "lora.**": none(MEGATRON_LORA),
         "mtp.enable": fixed(False, note="no multi-token prediction", otherwise=MTP),
         "mtp.**": none(MTP),
+    }
+
+
+def _lora(section: str) -> Rules:
+    """The policy's adapters: keys of its model section in verl, and of `actor.lora` here."""
+
+    def rank(value: Any, look: LookUp) -> Conversion:
+        if not value:
+            return NotNeeded("all parameters train")
+        alpha = look(f"{section}.lora_alpha")
+        return Converted(value, also={} if alpha else {"actor.lora.alpha": VERL_ALPHA})
+
+    def with_rank(convert: Convert) -> Convert:
+        def convert_if_used(value: Any, look: LookUp) -> Conversion:
+            if not look(f"{section}.lora_rank", 0):
+                return NotNeeded("no adapters: lora_rank is not given")
+            return NotNeeded("not given") if value in (None, [], "") else convert(value, look)
+
+        return convert_if_used
+
+    names = with_rank(lambda value, look: Converted([value] if isinstance(value, str) else value))
+    return {
+        "lora_rank": to("actor.lora.r", convert=rank),
+        "lora_alpha": to("actor.lora.alpha", convert=with_rank(lambda value, look: Converted(value))),
+        "target_modules": to("actor.lora.target_modules", convert=names),
+        "exclude_modules": to("actor.lora.exclude_modules", convert=names),
+        "lora_adapter_path": to("model.adapter", convert=unless_null("no adapter")),
     }
 
 
@@ -242,8 +273,8 @@ def critic_model() -> Rules:
 MODEL_RULES: Rules = (
     moved(MODEL, "model", "path trust_remote_code enable_gradient_checkpointing override_config.**")
     | moved(MODEL, "model", "tokenizer_path custom_chat_template", convert=unless_null("not given"))
-    | under(MODEL, _unsupported())
-    | under("model", _unsupported())
+    | under(MODEL, _unsupported() | _lora(MODEL))
+    | under("model", _unsupported() | _lora("model"))
     | under(
         "model",
         dict.fromkeys(

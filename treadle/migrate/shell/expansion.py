@@ -1,16 +1,19 @@
 """Word expansion of launch scripts: variables, arrays, defaults, arithmetic and assignments.
 
-Owns the values a script has set. Reads nothing from the environment: values come from the script itself, or from the
-caller (`given`), and those of the caller win. A variable without a value is empty in a condition, as in bash, and
-unknown in a value: it is never guessed. `$HOME` is written `~` and `$PWD` `.`, which mean the same.
+Owns the values a script has set, and Bash arithmetic (`$(( … ))`), in which nothing is run. Reads nothing from the
+environment: values come from the script itself, or from the caller (`given`), and those of the caller win. A variable
+without a value is empty in a condition, as in bash, and unknown in a value: it is never guessed. `$HOME` is written `~`
+and `$PWD` `.`, which mean the same.
 """
 
+import ast
+import operator
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from typing import Any
 
-from treadle.migrate.shell.arithmetic import calculate
 from treadle.migrate.shell.lexer import parse_word
 from treadle.migrate.shell.syntax_tree import ArrayItems, PartKind, Word, WordPart
 
@@ -254,3 +257,66 @@ def join_words(parts: Sequence[ExpandedWord], line: int, between: str = "") -> E
     unknown = dict.fromkeys(item for part in parts for item in part.unknown)
     notes = dict.fromkeys(item for part in parts for item in part.notes)
     return ExpandedWord(between.join(part.text for part in parts), line, tuple(unknown), tuple(notes))
+
+
+_LIMIT = 2**63
+"""bash counts in 64 bits and would go round; such a result is refused instead."""
+
+
+def calculate(expression: str) -> int | None:
+    """The value of an expression of whole numbers; None where there is none."""
+    spelled = re.sub(r"!(?!=)", " not ", expression.replace("&&", " and ").replace("||", " or "))
+    try:
+        return int(_value_of(ast.parse(spelled.strip(), mode="eval").body))
+    except (SyntaxError, ValueError, ZeroDivisionError, MemoryError, RecursionError):
+        return None
+
+
+def _divide(left: int, right: int) -> int:
+    """bash rounds towards zero."""
+    whole = abs(left) // abs(right)
+    return whole if (left < 0) == (right < 0) else -whole
+
+
+def _power(left: int, right: int) -> int:
+    if not 0 <= right <= 63:
+        raise ValueError(right)
+    return int(left**right)
+
+
+_OPERATORS: dict[type[ast.AST], Callable[..., Any]] = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.Div: _divide,
+    ast.Mod: lambda left, right: left - right * _divide(left, right),
+    ast.Pow: _power,
+    ast.USub: operator.neg,
+    ast.UAdd: operator.pos,
+    ast.Not: operator.not_,
+    ast.Eq: operator.eq,
+    ast.NotEq: operator.ne,
+    ast.Lt: operator.lt,
+    ast.LtE: operator.le,
+    ast.Gt: operator.gt,
+    ast.GtE: operator.ge,
+}
+
+
+def _value_of(node: Any) -> int:
+    match node:
+        case ast.Constant(value=int(value)) if not isinstance(node.value, bool):
+            return value
+        case ast.BinOp() if type(node.op) in _OPERATORS:
+            result = int(_OPERATORS[type(node.op)](_value_of(node.left), _value_of(node.right)))
+            if abs(result) >= _LIMIT:
+                raise ValueError(result)
+            return result
+        case ast.UnaryOp() if type(node.op) in _OPERATORS:
+            return int(_OPERATORS[type(node.op)](_value_of(node.operand)))
+        case ast.Compare(ops=[single], comparators=[right]) if type(single) in _OPERATORS:
+            return int(_OPERATORS[type(single)](_value_of(node.left), _value_of(right)))
+        case ast.BoolOp():
+            values = [_value_of(item) for item in node.values]
+            return int(all(values) if isinstance(node.op, ast.And) else any(values))
+    raise ValueError(ast.dump(node))

@@ -65,6 +65,33 @@ def _guess(task: Sum, rng: Random) -> int:
     return task.value + rng.choice((-1, 1)) * rng.randint(1, 50)
 
 
+def demonstrations(count: int = 20_000, seed: int = 0) -> Iterator[dict[str, Any]]:
+    """Rows for `treadle sft calculator_sft`: the conversations that the bundled model was made from, as messages."""
+    rng = Random(f"calculator/model/{seed}")
+    made = 0
+    while made < count:
+        task = draw_sum(rng)
+        (behaviour,) = rng.choices(list(BEHAVIOURS), list(BEHAVIOURS.values()))
+        turns = converse(task, behaviour, rng)
+        if not task.held_out:
+            made += 1
+            yield {"messages": _as_messages(task, turns)}
+
+
+def held_out_demonstrations(count: int = 256) -> Iterator[dict[str, Any]]:
+    """The same with another seed, to validate on."""
+    return demonstrations(count, seed=1)
+
+
+def _as_messages(task: Sum, turns: Sequence[Turn]) -> list[dict[str, Any]]:
+    messages: list[dict[str, Any]] = [{"role": "user", "content": task.prompt}]
+    for said, heard in turns:
+        messages.append({"role": "assistant", "content": said})
+        if heard is not None:
+            messages.append({"role": "tool", "name": "calculate", "tool_call_id": "", "content": heard})
+    return messages
+
+
 class Conversations:
     """Conversations as ids and labels, exactly as sessions would lay them out."""
 
@@ -105,10 +132,15 @@ def batch_of(examples: Iterator[tuple[list[int], list[int]]], size: int) -> tupl
     return padded, labels
 
 
+def untrained_model(seed: int = 0) -> Any:
+    """The model before its first step."""
+    torch.manual_seed(seed)
+    return LlamaForCausalLM(CONFIG)  # type: ignore[no-untyped-call]
+
+
 def train_model(renderer: Renderer, steps: int, size: int, device: str, seed: int = 0) -> Any:
     """The same model every time, up to the rounding of the device."""
-    torch.manual_seed(seed)
-    module: Any = LlamaForCausalLM(CONFIG)  # type: ignore[no-untyped-call]
+    module = untrained_model(seed)
     module.to(device)
     optimizer = torch.optim.AdamW(module.parameters(), lr=2e-3, weight_decay=0.01, betas=(0.9, 0.98))
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 2e-3, total_steps=steps, pct_start=0.05)
@@ -131,9 +163,13 @@ def main() -> None:
     parser.add_argument("directory", type=Path)
     parser.add_argument("--steps", type=int, default=3000)
     parser.add_argument("--batch", type=int, default=192)
+    parser.add_argument("--untrained", action="store_true", help="leave the training to treadle sft calculator_sft")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     options = parser.parse_args()
     save(options.directory)
+    if options.untrained:
+        untrained_model().save_pretrained(options.directory)
+        return
     renderer = Renderer.create(ModelConfig(path=str(options.directory)))
     module = train_model(renderer, options.steps, options.batch, options.device)
     module.to("cpu", torch.bfloat16).save_pretrained(options.directory)

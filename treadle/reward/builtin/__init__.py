@@ -17,18 +17,19 @@ class Builtin:
     evaluates_text: bool = False
     """True: only ever in a sandboxed worker process, though no text is run as code. False: pure and bounded, so it runs
     in the parent."""
-    starts_processes: bool = False
-    """True: waits for processes that it starts, so it runs in a worker process, as a user's function does."""
+    boxed: bool = False
+    """True: it runs text as code, in boxes that it starts with the settings of `reward.sandbox`, its argument `box`; it
+    waits for them in the parent."""
 
 
 BUILTINS: Mapping[str, Builtin] = {
     "exact_match": Builtin("treadle.reward.builtin.exact_match"),
     "number_match": Builtin("treadle.reward.builtin.number_match"),
-    "by_source": Builtin("treadle.reward.builtin.by_source", starts_processes=True),
+    "by_source": Builtin("treadle.reward.builtin.by_source", boxed=True),
     "format": Builtin("treadle.reward.builtin.format"),
     "soft_overlong": Builtin("treadle.reward.builtin.soft_overlong"),
     "length_penalty": Builtin("treadle.reward.builtin.length_penalty"),
-    "code_tests": Builtin("treadle.reward.builtin.code_tests", starts_processes=True),
+    "code_tests": Builtin("treadle.reward.builtin.code_tests", boxed=True),
     "math": Builtin("treadle.reward.builtin.math", evaluates_text=True),
     "reasoning_gym": Builtin("treadle.reward.builtin.reasoning_gym", evaluates_text=True),
 }

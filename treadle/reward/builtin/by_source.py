@@ -17,11 +17,13 @@ and every such rule is linear in the length of the text. `math` compares as math
 
 import re
 import string
-from collections.abc import Mapping
+from collections.abc import Coroutine, Mapping
 from typing import Any
 
 from treadle.reward.builtin import code_tests, number_match
 from treadle.reward.builtin.exact_match import read_tag
+from treadle.sandbox.protocol import BoxSettings
+from treadle.types import Score
 
 TAIL = 4096
 """Letters at the end of a response in which an answer is looked for."""
@@ -58,7 +60,9 @@ def prepare() -> None:
     """Nothing to get ready; the signature is the check."""
 
 
-def score(response: str, ground_truth: Any, data_source: str) -> float:
+def score(
+    response: str, ground_truth: Any, data_source: str, box: BoxSettings | None = None
+) -> float | Coroutine[Any, Any, Score]:
     if ground_truth is None:
         raise ValueError("the task has no ground truth")
     if data_source == "openai/gsm8k":
@@ -72,7 +76,7 @@ def score(response: str, ground_truth: Any, data_source: str) -> float:
         answer = read_tag(response, "answer")
         return float(answer is not None and plain_words(answer) in map(plain_words, _accepted(ground_truth)))
     if data_source in PROGRAMS:
-        return code_tests.score(response, ground_truth)
+        return code_tests.score(response, ground_truth, box=box)
     raise ValueError(f"no rule scores data source {data_source!r}: name a reward function in reward.functions")
 
 

@@ -178,7 +178,7 @@ def _power(base: Fraction, exponent: Fraction) -> Fraction:
 
 
 def count_bits(value: Fraction) -> int:
-    """Of the larger of numerator and denominator; 0 for those whose powers do not grow."""
+    """Bits of the larger of numerator and denominator; 0 for those whose powers do not grow."""
     return 0 if abs(value) in (0, 1) else max(value.numerator.bit_length(), value.denominator.bit_length())
 
 

@@ -5,16 +5,20 @@ r"""1.0 where the answer equals the ground truth as mathematics, judged by math-
 The last boxed, LaTeX or plain expression of the response counts. LaTeX is read by math-verify's grammar. Plain
 arithmetic and numbers, which the package and sympy would hand to Python's eval, are read by
 `treadle.reward.builtin.expression`. So no text of a model is run as code.
-Before either, `is_too_large` looks at the text: an answer whose powers, factorials or nesting no real answer has, such
-as 9^{9^{9^9}}, is not computed, and is wrong. What still takes too long is ended by the worker's own limits
-(`reward.cpu_time_s`, `reward.timeout_s`), a failure or `reward.on_timeout`.
+Before either, `is_too_large` looks at the text: an answer whose powers, products, factorials or nesting no real answer
+has, such as 9^{9^{9^9}}, is not computed, and is wrong. So is one with a sum, product, integral or limit sign where the
+ground truth has none: it is a question, and sympy may take for ever to answer it. What still takes too long is ended by
+the worker's own limits (`reward.cpu_time_s`, `reward.timeout_s`), a failure or `reward.on_timeout`.
 """
 
+import logging
 import re
 from collections.abc import Callable
+from contextvars import ContextVar
 from fractions import Fraction
 from functools import lru_cache
 from importlib import import_module
+from math import comb
 from typing import Any
 
 from treadle.reward.builtin.expression import ExpressionError, count_bits, evaluate, parse
@@ -33,18 +37,32 @@ MAX_BITS_IN_ROOTS = 512
 """The same where roots are taken: sympy looks for factors."""
 MAX_BINOMIAL_POWER, MAX_SUM_POWER = 100, 12
 """Of a sum of two terms, and of more: sympy writes them out."""
+MAX_TERMS = 1_000
+"""Of an expression whose products and powers of sums are written out."""
+MAX_TOWER, MAX_TOWER_IN_TRIGONOMETRY = 2, 1
+"""Powers within exponents, where letters are among them: the digits of one more are no number that is computed; of a
+sine of one sympy computes as many."""
 MAX_FACTORIAL = 1_000
 MAX_CHOSEN = 1_000
 
 _GROUP = re.compile(r"\\(?:left|right|[dt]?frac|,|;|!|:| )|[$\s]")
 _PRODUCT = re.compile(r"\\(?:cdot|times)\b\s*")
 _OPENING, _CLOSING = "([{", ")]}"
+_TRIGONOMETRY = re.compile(r"\\(?:arc)?(?:sin|cos|tan|cot|sec|csc)")
+_CONSTANT = re.compile("[ei]")
+"""In a base: Euler's number, π as it is written, or the imaginary unit."""
+_OPERATOR = re.compile(r"\\(?:sum|prod|i*int|oint|lim)(?![A-Za-z])")
+"""Signs of what is to be worked out."""
+
+_operators_allowed: ContextVar[bool] = ContextVar("operators_allowed", default=True)
+"""Whether the LaTeX that is read may have them: that of ground truths may."""
 
 
 def prepare() -> None:
     """Import the package, put our guards into it, and use it once; the first use builds its tables."""
     parser: Any = import_module("math_verify.parser")
     sympy_parser: Any = import_module("sympy.parsing.sympy_parser")
+    logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns that it has no timeout: the worker has one
     if not hasattr(parser, "treadle_guarded"):
         parser.parse_latex_cached = _guard(parser.parse_latex_cached)
         parser.parse_expr_cached = read_arithmetic
@@ -54,7 +72,12 @@ def prepare() -> None:
 
 
 def score(response: str, ground_truth: Any) -> float:
-    truth, answer = _parse_truth(str(ground_truth)), _parse(response[-TAIL:])
+    truth = _parse_truth(str(ground_truth))
+    before = _operators_allowed.set(bool(_OPERATOR.search(str(ground_truth))))
+    try:
+        answer = _parse(response[-TAIL:])
+    finally:
+        _operators_allowed.reset(before)
     return float(import_module("math_verify").verify(truth, answer, timeout_seconds=None))
 
 
@@ -97,6 +120,8 @@ def _guard(parse_latex: Callable[[str], Any]) -> Callable[[str], Any]:
     def guarded(latex: str) -> Any:
         if is_too_large(latex):
             raise ExpressionError("too large to compute")
+        if not _operators_allowed.get() and _OPERATOR.search(latex):
+            raise ExpressionError("a question: the answer is to be worked out")
         return parse_latex(latex)
 
     return guarded
@@ -111,8 +136,11 @@ def is_too_large(latex: str) -> bool:
     powers = (at for at, letter in enumerate(text) if letter == "^")
     factorials = (found.span() for found in re.finditer(r"!+", text))
     choices = (found.end() for found in re.finditer(r"\\[dt]?binom", text))
+    tower = MAX_TOWER_IN_TRIGONOMETRY if _TRIGONOMETRY.search(text) else MAX_TOWER
     return (
-        any(_is_huge_power(text, at) for at in powers)
+        _count_terms(text) > MAX_TERMS
+        or _tower(text) > tower
+        or any(_is_huge_power(text, at) for at in powers)
         or any(_is_huge_factorial(text, *span) for span in factorials)
         or any(_is_huge_choice(text, at) for at in choices)
     )
@@ -139,6 +167,51 @@ def _is_huge_power(text: str, caret: int) -> bool:
         return signs > 0 and abs(exponent) > (MAX_BINOMIAL_POWER if signs == 1 else MAX_SUM_POWER)
     limit = MAX_BITS_IN_ROOTS if "sqrt" in text or "/" in text else MAX_BITS
     return base is _HUGE or count_bits(base) * abs(exponent) > limit
+
+
+def _tower(text: str) -> int:
+    """Powers, one in the exponent of the other, at most. Those of numbers alone, and of variables with a number as
+    their exponent, are looked at by their value."""
+    deepest = chained = last_end = at = 0
+    while at < len(text):
+        start = at + 1 if text[at] == "^" else at + 4 if text.startswith("\\exp", at) else 0
+        if not start:
+            at += 1
+            continue
+        exponent = _after(text, start)
+        end = start + len(exponent)
+        chained = chained if at == last_end else 0
+        if not chained and text[at] == "^" and text[end : end + 1] != "^" and _value(exponent) is not None:
+            level = int(bool(_CONSTANT.search(_before(text, at) or text[max(0, at - 1) : at])))
+        else:
+            level = 1 + max(_tower(exponent), chained)
+        deepest, chained, last_end, at = max(deepest, level), level, end, end
+    return deepest
+
+
+def _count_terms(text: str) -> int:
+    """Terms once products and powers of sums are written out; at most about MAX_TERMS are counted."""
+    total, product, at = 0, 1, 0
+    while at < len(text):
+        if text[at] in _OPENING:
+            group = _after(text, at)
+            at += len(group)
+            terms = _count_terms(group[1:-1]) if len(group) > 2 else 1
+            if text[at : at + 1] == "^":
+                exponent = _after(text, at + 1)
+                at += 1 + len(exponent)
+                power = _value(exponent)
+                if terms > 1 and power is not None and 1 < power <= MAX_POWER:
+                    terms = comb(int(power) + min(terms, MAX_TERMS) - 1, int(power))
+            product = min(product * terms, MAX_TERMS + 1)
+            continue
+        if text[at] == "^":  # of a letter or a number: its exponent is no factor
+            at += 1 + len(_after(text, at + 1))
+            continue
+        if text[at] in "+-,;=&":
+            total, product = total + product, 1
+        at += 1
+    return min(total + product, MAX_TERMS + 1)
 
 
 def _is_huge_factorial(text: str, start: int, end: int) -> bool:

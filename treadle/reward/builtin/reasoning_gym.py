@@ -7,11 +7,12 @@ may have `metadata` beside question and answer. The answer is the text inside th
 response where there is none. An answer on which a scorer of the package breaks, where it does not break on the
 entry's own answer, is wrong.
 
-Nine of the package's scorers would run the answer as Python. Those that read a list read a literal here; those that
-read mathematics (countdown, puzzle24, polynomial_multiplication, simple_integration and intermediate_integration) are
+Nine of the package's scorers would run the answer as Python, and two more a text of the row. Those that read a list
+read a literal here; bitwise_arithmetic is compared with the row's own answer; those that read mathematics (countdown,
+puzzle24, polynomial_multiplication, simple_integration and intermediate_integration) are
 replaced by rules over `treadle.reward.builtin.expression`. These keep the package's scores, with three differences:
 `^` is a power, 24 must be reached exactly, and with the numbers that were given.
-Invariant: no text of a model is compiled or evaluated as code.
+Invariant: no text of a model or of a row is compiled or evaluated as code.
 """
 
 import re
@@ -29,11 +30,12 @@ EXTRA = "reasoning-gym"
 MAX_CHARS = 20_000
 LITERAL_READERS = (
     "algorithmic.binary_matrix",
+    "algorithmic.number_sorting",
     "algorithmic.spiral_matrix",
     "algorithmic.string_insertion",
     "games.n_queens",
 )
-"""Modules whose scorers call eval on the answer to read a list."""
+"""Modules whose scorers call eval to read a list: on the answer, and number_sorting on that of the row."""
 
 _INTEGER = re.compile(r"\b\d+\b")
 _HUGE_EXPONENT = re.compile(r"\d\.?e[-+]?\d{4}|\d{1000}", re.IGNORECASE)
@@ -108,6 +110,15 @@ def _integers(answer: str | None) -> list[int]:
     return sorted(map(int, _INTEGER.findall(answer or "")))
 
 
+def _score_bitwise(_: Any, answer: str | None, entry: Entry) -> float:
+    """1 for the number of the row's answer, hexadecimal, binary, octal or decimal."""
+    truth = int(str(entry["answer"]), 0)
+    try:
+        return float(int(answer or "", 0) == truth)
+    except ValueError:
+        return 0.0
+
+
 def _score_polynomial(_: Any, answer: str | None, entry: Entry) -> float:
     """1 for the product written out: the question's own factors are no answer."""
     truth = expand(parse(entry["answer"]))
@@ -129,8 +140,9 @@ def _score_integral(_: Any, answer: str | None, entry: Entry) -> float:
 RULES: Mapping[str, Callable[[Any, str | None, Entry], float]] = {
     "games.countdown:CountdownDataset": _score_countdown,
     "games.puzzle24:Puzzle24Dataset": _score_puzzle24,
+    "arithmetic.bitwise_arithmetic:BitwiseArithmeticDataset": _score_bitwise,
     "algebra.polynomial_multiplication:PolynomialMultiplicationDataset": _score_polynomial,
     "algebra.simple_integration:SimpleIntegrationDataset": _score_integral,
     "algebra.intermediate_integration:IntermediateIntegrationDataset": _score_integral,
 }
-"""The rule for each data set that would run the answer, by module and class."""
+"""The rule for each data set that would run the answer or a text of the row, by module and class."""

@@ -343,15 +343,15 @@ class Classifier:
 
 
 async def start_classifier_head(
-    name: str, classifier: ClassifierConfig, reward: RewardConfig, surroundings: RewardContext
+    name: str, classifier: ClassifierConfig, reward: RewardConfig, context: RewardContext
 ) -> ClassifierHead:
     """A classifier that is loaded, or a server that answers. ConfigError or RunError otherwise."""
     if classifier.placement == "endpoint":
-        key = surroundings.api_keys.get(classifier.endpoint.api_key_env)
+        key = context.api_keys.get(classifier.endpoint.api_key_env)
         head: ClassifierHead = ClassifierEndpoint.create(classifier, key, reward.retries)
         start: Awaitable[object] = head.score(HELLO)
     else:
-        gpus = surroundings.gpus.get(name, ())
+        gpus = context.gpus.get(name, ())
         device = f"cuda:{gpus[0].number}" if gpus else classifier.device
         batches = BatchingThread(
             f"classifier {name}", _choose_backend(classifier, device), classifier.max_num_batched_tokens

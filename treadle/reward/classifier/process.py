@@ -3,11 +3,13 @@
 Owns the deadline, the death and the restart of that process. All calls block, and come from one thread; `interrupt`
 alone comes from any. Trusts nothing the process says: its answers are checked JSON and raw arrays of bounded size.
 Invariant: a process that is late, dies or garbles an answer is gone before the failure is raised, and the next batch
-gets a new one. On a CPU the kernel bounds the memory of the process, on a GPU torch does.
+gets a new one, until one cannot be loaded several times in a row. On a CPU the kernel bounds the memory of the
+process, on a GPU torch does.
 """
 
 import resource
 import signal
+import threading
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -17,10 +19,12 @@ from treadle.config.reward import ClassifierConfig
 from treadle.errors import ConfigError, DeadlineError, RunError
 from treadle.exit_status import describe_exit
 from treadle.process.channel import ChannelClosed, ChannelCodec
+from treadle.process.child_handle import ChildProcess, DiedWhileStarting, ProcessSpec
+from treadle.process.child_main import BlockingParent
 from treadle.process.codec import RecordCodec
-from treadle.process.launcher import BlockingLaunch, BlockingProcess, ChildProcess, DiedWhileStarting, ProcessSpec
-from treadle.process.main import BlockingParent
+from treadle.process.launcher import BlockingLaunch, BlockingProcess
 from treadle.process.rpc import RpcReply, RpcRequest
+from treadle.process.supervisor import RestartFailed, RestartPolicy, restart_blocking
 from treadle.reward.result import MAX_RESULT_BYTES, Fault, ScoreFailure, blame_function
 
 if TYPE_CHECKING:
@@ -56,13 +60,18 @@ class ClassifierReply:
 CODEC = ChannelCodec(to_parent=RecordCodec(replies=(ClassifierReply,), max_bytes=MAX_RESULT_BYTES).frames())
 
 
+RESTART = RestartPolicy(attempts=3, first_wait_s=1.0)
+
+
 class ClassifierProcess:
     """A backend of `Batches`."""
 
     def __init__(self, classifier: ClassifierConfig, device: str) -> None:
         self._classifier = classifier
         self._device = device
-        self._interrupted = False
+        self._interrupted = threading.Event()
+        self._lost_for_good = ""
+        """Why it is not started again."""
         self._child: ChildProcess | None = None
         """Of the process that runs, or starts."""
         self._process: BlockingProcess | None = None
@@ -78,14 +87,14 @@ class ClassifierProcess:
         serve = f"{__name__}:{serve_classifier.__name__}"
         launch = BlockingLaunch.begin(ProcessSpec("classifier", serve, setup, limit_s, codec=CODEC, quiet=True))
         self._child = launch.child
-        if self._interrupted:
+        if self._interrupted.is_set():
             self._child.kill()
         try:
             self._process = launch.ready()
         except ConfigError:
             raise
         except DeadlineError as error:
-            problem = f"was not loaded within launch_timeout_s={limit_s:g}{self._child.last_words()}"
+            problem = f"was not loaded within launch_timeout_s={limit_s:g}{self._child.last_output()}"
             raise ScoreFailure(Fault.TIMEOUT, problem) from error
         except DiedWhileStarting as error:
             raise ScoreFailure(Fault.CRASH, self._died("ended", error.status)) from error
@@ -105,7 +114,7 @@ class ClassifierProcess:
         try:
             reply: ClassifierReply = self._process.peer.submit(tuple(texts)).result(timeout_s)
         except TimeoutError as error:
-            words = self._process.child.last_words()
+            words = self._process.child.last_output()
             self.close()
             problem = f"computed for more than timeout_s={timeout_s:g}{words}"
             raise ScoreFailure(Fault.TIMEOUT, problem) from error
@@ -120,7 +129,7 @@ class ClassifierProcess:
 
     def interrupt(self) -> None:
         """Kill the process, so that whatever waits for it hears at once, and start no other."""
-        self._interrupted = True
+        self._interrupted.set()
         if self._child is not None:
             self._child.kill()
 
@@ -132,11 +141,22 @@ class ClassifierProcess:
         self._process = self._child = None
 
     def _restart(self) -> None:
-        """A new process, where the model could once be loaded; that it now cannot is no mistake of the config."""
+        """A new process, where the model could once be loaded; given up when that fails as often as the policy says."""
+        if not self._lost_for_good:
+            try:
+                return restart_blocking(self._load_again, RESTART, retry=ScoreFailure, wait=self._interrupted.wait)
+            except RestartFailed as failed:
+                self._lost_for_good = str(failed)
+        raise ScoreFailure(Fault.CRASH, f"could not be loaded again, and was given up: {self._lost_for_good}")
+
+    def _load_again(self) -> None:
+        """One attempt; that the model cannot be loaded now is no mistake of the config."""
+        if self._interrupted.is_set():
+            raise RestartFailed("it was stopped")
         try:
             self.load()
         except (ConfigError, OSError) as error:
-            raise ScoreFailure(Fault.CRASH, f"could not be loaded again: {error}") from error
+            raise ScoreFailure(Fault.CRASH, str(error)) from error
 
     def _lost(self) -> ScoreFailure:
         """The process has gone, or was refused: what is known of its end."""
@@ -150,8 +170,8 @@ class ClassifierProcess:
 
     def _died(self, problem: str, status: int) -> str:
         assert self._child is not None
-        how = "killed" if self._interrupted and status == -signal.SIGKILL else describe_exit(status)
-        return f"{problem}: its process ended: {how}{self._child.last_words()}"
+        how = "killed" if self._interrupted.is_set() and status == -signal.SIGKILL else describe_exit(status)
+        return f"{problem}: its process ended: {how}{self._child.last_output()}"
 
 
 def serve_classifier(parent: BlockingParent, setup: ClassifierSetup) -> None:

@@ -4,7 +4,7 @@
     worker.py     the process itself; a sandboxed function runs in a child of it, one for each score
     protocol.py   setup, report, requests and replies
     limits.py     CPU and memory
-    confine.py    kernel fences: seccomp, Landlock, namespaces
+    (kernel fences: treadle.sandbox.confine)
     code.py       `run_python`, for rewards that run the code a model wrote
 
 What is protected from whom: SECURITY.md.

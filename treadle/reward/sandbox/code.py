@@ -20,8 +20,8 @@ import time
 from dataclasses import dataclass
 
 from treadle.process.tree import kill_tree
-from treadle.reward.sandbox.confine import leave_network, put_up
 from treadle.reward.sandbox.limits import bound_score
+from treadle.sandbox.confine import apply_restrictions, enter_empty_network
 
 MAX_OUTPUT = 1 << 20
 """Bytes of standard output, and of standard error, from which the code is ended."""
@@ -112,8 +112,8 @@ def main() -> None:
     source = bytearray()
     while len(source) < size:
         source += os.read(0, size - len(source))
-    leave_network()
+    enter_empty_network()
     bound_score(timeout_s, memory_mb)
-    put_up()
+    apply_restrictions()
     sys.argv[:] = ["program"]
     exec(compile(bytes(source), "<program>", "exec"), {"__name__": "__main__"})

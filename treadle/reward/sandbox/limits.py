@@ -27,6 +27,7 @@ class Usage:
 
     cpu_time_s: float = 0.0
     memory_mb: float = 0.0
+    processes: int = 0
 
 
 def bound_memory(memory_mb: int) -> None:
@@ -77,7 +78,7 @@ def limit_cpu(cpu_time_s: float) -> Iterator[None]:
         signal.setitimer(signal.ITIMER_PROF, 0)
 
 
-def end_strays(kept: set[int]) -> None:
+def kill_leftovers(kept: set[int]) -> None:
     """Kill what a score started and left running: all children, adopted ones too, except those in `kept`."""
     for _ in range(MAX_ROUNDS):
         try:
@@ -97,11 +98,12 @@ def end_strays(kept: set[int]) -> None:
 def measure(pid: int) -> Usage:
     """What `pid` and everything below it have used; zero where the system does not tell."""
     ticks, kilobytes = 0, 0
-    for member in list_tree(pid):
+    tree = list_tree(pid)
+    for member in tree:
         with suppress(OSError):  # it ended meanwhile
             fields = Path(f"/proc/{member}/stat").read_text().rpartition(")")[2].split()
             ticks += sum(map(int, fields[11:15]))  # user and system time, its own and that of children it waited for
             for line in Path(f"/proc/{member}/status").read_text().splitlines():
                 if line.startswith(("RssAnon:", "RssShmem:", "VmSwap:")):
                     kilobytes += int(line.split()[1])
-    return Usage(ticks / os.sysconf("SC_CLK_TCK"), kilobytes / 1024)
+    return Usage(ticks / os.sysconf("SC_CLK_TCK"), kilobytes / 1024, len(tree))

@@ -6,6 +6,7 @@ Invariant: `start` returns a worker that has loaded its functions; after `kill` 
 
 import asyncio
 import os
+import signal
 import time
 from collections.abc import Iterable
 from dataclasses import replace
@@ -13,7 +14,8 @@ from dataclasses import replace
 from treadle.config.reward import RewardConfig
 from treadle.errors import ConfigError, DeadlineError, Mistake, RunError
 from treadle.process.channel import ChannelClosed
-from treadle.process.launcher import DiedWhileStarting, LocalProcess, ProcessSpec, SubprocessLauncher
+from treadle.process.child_handle import DiedWhileStarting, ProcessSpec
+from treadle.process.launcher import LocalProcess, SubprocessLauncher
 from treadle.process.rpc import unguessable_numbers
 from treadle.reward.result import Fault, RewardResult, ScoreFailure, decode, name_function
 from treadle.reward.sandbox.limits import Usage, measure
@@ -36,6 +38,8 @@ START_TIMEOUT_S = 60.0
 END_TIMEOUT_S = 5.0
 """How long a killed process may take to be gone."""
 
+MAX_PROCESSES = 128
+"""Of a worker and all that its function starts."""
 WATCH_S = 0.25
 """How often a running score's CPU time and memory are read."""
 
@@ -68,6 +72,9 @@ ENVIRONMENT = frozenset(
 )
 """The variables a worker is given. No key and no token is among them."""
 ENVIRONMENT_PREFIXES = ("LC_", "PYTHON")
+
+OUTSIDE = frozenset({-signal.SIGHUP, -signal.SIGINT, -signal.SIGTERM, -signal.SIGKILL})
+"""Exit statuses that say nothing about a function: something else ended its process, which is started once more."""
 
 
 def worker_environment(named: Iterable[str] = ()) -> dict[str, str]:
@@ -117,13 +124,13 @@ class WorkerProcess:
         self._before = self._measure()
         for at, name in enumerate(names):
             with name_function(name):
-                reply = await self._hear(FunctionScore(name, None if at else payload), deadline_s)
+                reply = await self._request_score(FunctionScore(name, None if at else payload), deadline_s)
                 if isinstance(reply, ScoreFailure):
                     raise reply
             scores[name] = reply
         return scores
 
-    async def _hear(self, order: FunctionScore, deadline_s: float) -> RewardResult | ScoreFailure:
+    async def _request_score(self, order: FunctionScore, deadline_s: float) -> RewardResult | ScoreFailure:
         request = asyncio.ensure_future(self.process.peer.request(order))
         try:
             reply = decode(await self._wait(request, deadline_s))
@@ -166,6 +173,8 @@ class WorkerProcess:
         used, reward = self._measure(), self._reward
         if used.cpu_time_s - self._before.cpu_time_s > reward.cpu_time_s:
             raise past_cpu_time(reward.cpu_time_s)
+        if used.processes > MAX_PROCESSES:
+            raise ScoreFailure(Fault.CRASH, f"started more than {MAX_PROCESSES} processes")
         if used.memory_mb > max(self._before.memory_mb, 0.0) + reward.memory_mb:
             problem = "ran out of memory (reward.memory_mb), with the processes it started and what they share"
             raise ScoreFailure(Fault.MEMORY, problem)
@@ -203,7 +212,12 @@ async def _launch(reward: RewardConfig, names: tuple[str, ...], sandbox: bool) -
         output=lambda data: printed.add(data) if data else printed.end(),
     )
     try:
-        return await SubprocessLauncher().launch(spec, _refuse, numbers=unguessable_numbers())
+        try:
+            return await SubprocessLauncher().launch(spec, _refuse, numbers=unguessable_numbers())
+        except DiedWhileStarting as error:
+            if error.status not in OUTSIDE:
+                raise
+            return await SubprocessLauncher().launch(spec, _refuse, numbers=unguessable_numbers())
     except DeadlineError as error:
         raise ScoreFailure(Fault.TIMEOUT, f"was not imported within {START_TIMEOUT_S:g} s") from error
     except DiedWhileStarting as error:

@@ -29,7 +29,7 @@ from typing import Any, NoReturn
 from treadle.context_vars import restore
 from treadle.errors import ConfigError, Mistake
 from treadle.process.channel import RAW, BlockingChannel, ChannelClosed, FrameCodec
-from treadle.process.main import BlockingParent
+from treadle.process.child_main import BlockingParent
 from treadle.process.rpc import RpcReply, RpcRequest
 from treadle.process.tree import kill_tree, list_children
 from treadle.reward.function import RewardFunction, load_function
@@ -42,8 +42,7 @@ from treadle.reward.result import (
     encode_failure,
     name_function,
 )
-from treadle.reward.sandbox.confine import die_with_starter, hide, leave_network, put_up
-from treadle.reward.sandbox.limits import bound_memory, bound_score, end_strays, limit_cpu
+from treadle.reward.sandbox.limits import bound_memory, bound_score, kill_leftovers, limit_cpu
 from treadle.reward.sandbox.protocol import (
     FunctionReply,
     FunctionScore,
@@ -53,6 +52,7 @@ from treadle.reward.sandbox.protocol import (
     write_report,
 )
 from treadle.reward.worker_output import LabelledOutput
+from treadle.sandbox.confine import apply_restrictions, die_with_starter, enter_empty_network, hide
 
 
 def serve_rewards(parent: BlockingParent, packed: bytes) -> None:
@@ -60,13 +60,13 @@ def serve_rewards(parent: BlockingParent, packed: bytes) -> None:
     setup: RewardWorkerSetup = pickle.loads(packed)
     signal.signal(signal.SIGINT, signal.default_int_handler)  # what a function does to itself ends its process
     sys.stdout = sys.stderr = _OUTPUT
-    missing = [leave_network()] if setup.sandbox else []
+    missing = [enter_empty_network()] if setup.sandbox else []
     bound_memory(setup.memory_mb)
     functions, mistakes = _load(setup)
     kept = list_children(os.getpid())
     if setup.sandbox:
         hide()
-        missing += put_up()
+        missing += apply_restrictions()
         gc.freeze()  # pages that children share stay shared
     parent.started(write_report(list(functions.values()), mistakes, [item for item in missing if item]))
     arguments = b""
@@ -76,7 +76,7 @@ def serve_rewards(parent: BlockingParent, packed: bytes) -> None:
             order: FunctionScore = request.body
             arguments = arguments if order.arguments is None else order.arguments
             reply = _score_one(functions[order.function], arguments, setup, runner, kept)
-            end_strays(kept)
+            kill_leftovers(kept)
             parent.channel.send(RpcReply(request.number, FunctionReply(reply)))
 
 
@@ -143,7 +143,7 @@ def _score_in_child(function: RewardFunction, payload: bytes, setup: RewardWorke
             if reply is not None:
                 kill_tree(child)
             _, ended, used = os.wait4(child, 0)
-            end_strays(kept)
+            kill_leftovers(kept)
             if reply is None and used.ru_utime + used.ru_stime > 0.9 * setup.cpu_time_s:
                 raise past_cpu_time(setup.cpu_time_s)
             if reply is None:
@@ -175,7 +175,7 @@ def _run_child(function: RewardFunction, payload: bytes, setup: RewardWorkerSetu
         os.closerange(4, os.sysconf("SC_OPEN_MAX") if os.sysconf("SC_OPEN_MAX") > 0 else 65_536)
         os.set_inheritable(3, False)
         bound_score(setup.cpu_time_s, setup.memory_mb)
-        put_up()
+        apply_restrictions()
         try:
             with asyncio.Runner() as runner:
                 reply = _score(function, payload, runner)

@@ -50,6 +50,15 @@ class ToolParser(Protocol):
         """Text that every turn with a call contains, so that `marker not in text` can stand for a parse."""
         ...
 
+    @property
+    def starts(self) -> tuple[str, ...]:
+        """Texts one of which is where the first call, or a wrapper of calls, begins; empty where that is unknown."""
+        ...
+
+    def opening(self, name: str) -> str:
+        """What a turn begins with that calls this tool, or any where `name` is empty; empty where that is unknown."""
+        ...
+
     def parse(self, text: str) -> Parsed:
         """Find the calls. A malformed one is a call with a `problem`, never an exception."""
         ...

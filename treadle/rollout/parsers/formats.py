@@ -13,6 +13,7 @@ Invariant: the position only moves forward, so a parse is linear; a closing tag 
 call, since the JSON is decoded first.
 """
 
+import json
 import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -133,6 +134,18 @@ class TaggedJson:
     def marker(self) -> str:
         return self.start
 
+    @property
+    def starts(self) -> tuple[str, ...]:
+        return self.start, *self.wrappers
+
+    def opening(self, name: str) -> str:
+        start = "".join(self.wrappers[:1]) + self.start
+        if not name:
+            return start
+        if not self.separator:
+            return f'{start}\n{{"name": {json.dumps(name)}, "arguments": '
+        return f"{start}{name}{self.separator}" if self.identify is name_only else ""
+
     def parse(self, text: str) -> Parsed:
         return scan(text, self.start, self.end, self._read, self.wrappers)
 
@@ -189,6 +202,14 @@ class TaggedParameters:
     def marker(self) -> str:
         return self.call
 
+    @property
+    def starts(self) -> tuple[str, ...]:
+        return self.call, *self.wrappers
+
+    def opening(self, name: str) -> str:
+        start = "".join(f"{wrapper}\n" for wrapper in self.wrappers[:1])
+        return f"{start}{self.call}{name}{self.opened}" if name else start + self.call
+
     def parse(self, text: str) -> Parsed:
         return scan(text, self.call, self.call_end, self._read, self.wrappers)
 
@@ -222,6 +243,13 @@ class PairedArguments:
     @property
     def marker(self) -> str:
         return self.call
+
+    @property
+    def starts(self) -> tuple[str, ...]:
+        return (self.call,)
+
+    def opening(self, name: str) -> str:
+        return f"{self.call}{name}"
 
     def parse(self, text: str) -> Parsed:
         return scan(text, self.call, self.call_end, self._read)
@@ -286,6 +314,13 @@ class BareJson:
     def marker(self) -> str:
         return '"name"'
 
+    @property
+    def starts(self) -> tuple[str, ...]:
+        return "{", self.tag
+
+    def opening(self, name: str) -> str:
+        return f'{{"name": {json.dumps(name)}, "parameters": ' if name else '{"name": "'
+
     def parse(self, text: str) -> Parsed:
         spoken = after_reasoning(text)
         tagged = text.find(self.tag, spoken)
@@ -324,6 +359,10 @@ class Harmony:
     """`<|channel|>commentary to=functions.NAME <|constrain|>json<|message|>{…}<|call|>`."""
 
     marker: str = _MESSAGE
+    starts: tuple[str, ...] = ()
+
+    def opening(self, name: str) -> str:
+        return f"<|channel|>commentary to=functions.{name}"
 
     def parse(self, text: str) -> Parsed:
         message = text.find(_MESSAGE)

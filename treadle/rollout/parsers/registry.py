@@ -71,6 +71,10 @@ class CustomParser:
     path: str
     marker: str
     function: Callable[[str], Parsed]
+    starts: tuple[str, ...] = ()
+
+    def opening(self, name: str) -> str:
+        return ""
 
     def parse(self, text: str) -> Parsed:
         try:

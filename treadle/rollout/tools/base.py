@@ -48,6 +48,10 @@ class Scope(Protocol):
         """Returns the session's one instance of a stateful tool, built within so many seconds."""
         ...
 
+    def lease(self, pool: Any) -> Any:
+        """Returns the session's one lease of a pool, which is closed with the session."""
+        ...
+
     async def run_in_thread(self, function: Callable[[], object], timeout_s: float) -> object:
         """Runs blocking code beside the event loop."""
         ...

@@ -14,7 +14,7 @@ Invariant: whatever was built is closed, also after a failed `open` and under ca
 import asyncio
 import inspect
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from functools import partial
@@ -26,7 +26,7 @@ from treadle.errors import ConfigError, Mistake, ToolFailure, TreadleError
 from treadle.rollout.tools.base import Invoke, Scope, Tool, ToolSpec
 from treadle.rollout.tools.signature import Convert, Signature, read_docstring, read_signature
 from treadle.rollout.tools.thread_pool import DaemonThreadPool
-from treadle.rollout.tools.validators import compile_validator
+from treadle.rollout.tools.validators import ArgumentValidator, InvalidArgument, compile_validator
 from treadle.types import Task
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -93,7 +93,6 @@ class FunctionTool:
     spec: ToolSpec
     function: Callable[..., Any]
     mode: ToolMode
-    converts: tuple[tuple[str, Convert], ...] = ()
     injected: Mapping[str, bool] | None = None
     owner: type | None = None
 
@@ -118,7 +117,7 @@ class FunctionTool:
         cls, function: Callable[..., Any], name: str, origin: str, signature: Signature, owner: type | None
     ) -> "FunctionTool":
         mark = mark_of(function) or ToolMark()
-        check = compile_validator(signature.parameters, closed=True)
+        check = partial(_validate, compile_validator(signature.parameters, closed=True), signature.converts)
         needs_task = any(signature.injected.values())
         mode = ToolMode.INLINE if mark.inline else ToolMode.THREAD
         if inspect.iscoroutinefunction(function):
@@ -132,7 +131,7 @@ class FunctionTool:
             mark.infrastructure,
             needs_task,
         )
-        return cls(spec, function, mode, signature.converts, signature.injected, owner)
+        return cls(spec, function, mode, signature.injected, owner)
 
     def bind(self, scope: Scope) -> Invoke:
         injected = self._injected_from(scope.task)
@@ -159,11 +158,7 @@ class FunctionTool:
         arguments: dict[str, Any],
         timeout_s: float,
     ) -> object:
-        if injected or self.converts:
-            arguments = {**arguments, **injected}
-            for name, convert in self.converts:
-                if name in arguments:
-                    arguments[name] = convert(arguments[name])
+        arguments = {**arguments, **injected}
         if self.mode is ToolMode.AWAITED:
             return await within(timeout_s, function(**arguments))
         if self.mode is ToolMode.INLINE:
@@ -180,6 +175,18 @@ class FunctionTool:
     ) -> object:
         method = partial(self.function, await instance(timeout_s))
         return await self._invoke(scope, method, injected, arguments, timeout_s)
+
+
+def _validate(check: ArgumentValidator, converts: Sequence[tuple[str, Convert]], given: Any) -> dict[str, Any]:
+    """Arguments in the annotated types, or InvalidArgument."""
+    arguments: dict[str, Any] = {**check(given)}
+    for name, convert in converts:
+        if name in arguments:
+            try:
+                arguments[name] = convert(arguments[name])
+            except InvalidArgument as error:
+                raise error.under(name) from None
+    return arguments
 
 
 CLOSE_S = 10.0

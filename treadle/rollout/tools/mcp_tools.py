@@ -1,4 +1,5 @@
 """MCP tools: the tools of an MCP server, shared by all sessions, over a connection that is opened again when it breaks.
+Servers that each session has its own of are in `mcp_sessions`.
 
 Owns the connection, the end of the server's standard error, and the translation between MCP's results and ours. The
 SDK's contexts must be left by the task that entered them; so a connection lives in a task of its own, which enters
@@ -45,6 +46,8 @@ CLOSE_S = 15.0
 
 CONNECT_S = 30.0
 MAX_PAGES = 100
+MAX_RESULT_CHARS = 8_000_000
+"""Of one result, its structured form included; the model reads far less of it."""
 GUARD = Path(__file__).with_name("mcp_guard.py")
 _TAIL_BYTES = 4096
 
@@ -271,16 +274,12 @@ class MCPTools:
         self._connections = [connection]
         self._lock = asyncio.Lock()
         self._closed = False
-        self.tools = tuple(
-            MCPTool(_spec(remote, name), self) for remote in _configured_tools(connection.tools, name, server)
-        )
+        self.tools = tuple(MCPTool(spec, self) for spec in read_specs(connection, name, server))
 
     @classmethod
     async def connect(cls, name: str, server: MCPServerConfig) -> "MCPTools":
         """Start the server, or reach it, and list its tools; RunError or ConfigError if that cannot be done."""
-        if bool(server.command) == bool(server.url):
-            given = "both a command and a url" if server.url else "neither a command nor a url"
-            raise ConfigError([Mistake(f"{KEY}.{name}", f"has {given}", fix="give one of the two")])
+        check_address(name, server)
         connection = await MCPConnection.open(name, server)
         try:
             return cls(name, server, connection)
@@ -290,21 +289,8 @@ class MCPTools:
 
     async def call(self, tool: str, arguments: dict[str, Any], timeout_s: float) -> object:
         """The server's answer; Expired if it gives none in time, ToolFailure if it cannot give one."""
-        from mcp import MCPError
-
         connection = await self._current_connection()
-        with connection.in_use() as client:
-            try:
-                answer = await within(timeout_s, client.call_tool(tool, arguments))
-            except Expired:
-                raise
-            except Exception as error:
-                if isinstance(error, MCPError) and _refuses_arguments(error):
-                    return ToolResult(f"{tool}: {error.message}", ToolStatus.INVALID)
-                if self._server.url or _is_broken(error):
-                    connection.retire()
-                raise ToolFailure(f"MCP server {self._name!r}: {describe(error)}{connection.tail.text()}") from error
-        return _result(answer)
+        return await call_tool(connection, self._name, self._server, tool, arguments, timeout_s)
 
     async def _current_connection(self) -> MCPConnection:
         """The connection for a new call; callers that find it broken wait until one of them has opened the next."""
@@ -328,6 +314,43 @@ class MCPTools:
         async with asyncio.TaskGroup() as group:
             for connection in self._connections:
                 group.create_task(connection.close())
+
+
+async def call_tool(
+    connection: MCPConnection,
+    name: str,
+    server: MCPServerConfig,
+    tool: str,
+    arguments: dict[str, Any],
+    timeout_s: float,
+) -> object:
+    """A server's answer; Expired if it gives none in time, ToolFailure if it cannot give one."""
+    from mcp import MCPError
+
+    with connection.in_use() as client:
+        try:
+            answer = await within(timeout_s, client.call_tool(tool, arguments))
+        except Expired:
+            raise
+        except Exception as error:
+            if isinstance(error, MCPError) and _refuses_arguments(error):
+                return ToolResult(f"{tool}: {error.message}", ToolStatus.INVALID)
+            if server.url or _is_broken(error):
+                connection.retire()
+            raise ToolFailure(f"MCP server {name!r}: {describe(error)}{connection.tail.text()}") from error
+    return _result(answer)
+
+
+def check_address(name: str, server: MCPServerConfig) -> None:
+    """A server has a command or an address, or it is a mistake."""
+    if bool(server.command) == bool(server.url):
+        given = "both a command and a url" if server.url else "neither a command nor a url"
+        raise ConfigError([Mistake(f"{KEY}.{name}", f"has {given}", fix="give one of the two")])
+
+
+def read_specs(connection: MCPConnection, name: str, server: MCPServerConfig) -> list[ToolSpec]:
+    """The tools of a server that the config asks for."""
+    return [_spec(remote, name) for remote in _configured_tools(connection.tools, name, server)]
 
 
 def _configured_tools(tools: Iterable["RemoteTool"], name: str, server: MCPServerConfig) -> list["RemoteTool"]:
@@ -369,12 +392,17 @@ def _is_broken(error: Exception) -> bool:
 
 
 def _result(answer: "CallToolResult") -> ToolResult:
-    """The answer as text; what has no text form is named in its place."""
+    """The answer as text; what has no text form is named in its place, and so is one that is too large to keep."""
     structured = answer.structured_content
     text = "\n".join(map(_block_text, answer.content))
     if not answer.content and structured is not None:
         text = json.dumps(structured, ensure_ascii=False)
     status = ToolStatus.ERROR if answer.is_error else ToolStatus.OK
+    size = len(text) + (len(json.dumps(structured)) if structured is not None else 0)
+    if size > MAX_RESULT_CHARS:
+        return ToolResult(
+            f"[the result has {size:,} characters; at most {MAX_RESULT_CHARS:,} are read]", ToolStatus.ERROR
+        )
     return ToolResult(text, status, extra={} if structured is None else {"structured_content": structured})
 
 

@@ -1,28 +1,23 @@
 """Tool signatures: a typed function's parameters as a JSON schema, and JSON values converted to the annotated types.
 
-Owns the annotations a tool may use, and what a docstring says of parameters: Google style (`Args:`) and plain
-`:param name:`. Refuses other annotations by name: a parameter that cannot be described cannot be called.
+Owns the annotations a tool may use. Plain types are described here; everything else that pydantic can describe (its
+models and constraints, dates, UUIDs, paths) is left to it, where it is installed. Refuses other annotations by name: a
+parameter that cannot be described cannot be called.
 """
 
 import enum
 import inspect
 import re
 import types
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import MISSING, dataclass, field, fields, is_dataclass
 from functools import partial
-from inspect import cleandoc
 from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints, is_typeddict
 
+from treadle.rollout.parsers.base import escape_special_tokens
 from treadle.rollout.tools.validators import InvalidArgument, compile_validator
-
-_SECTION = re.compile(
-    r"(args|arguments|parameters|params|returns?|yields?|raises|examples?|notes?|keyword args|attributes):\s*$",
-    re.IGNORECASE,
-)
-_ARGUMENT_SECTIONS = ("args", "arguments", "parameters", "params", "keyword args")
-_GOOGLE = re.compile(r"\*{0,2}(\w+)\s*(?:\([^)]*\))?\s*:\s*(.*)")
-_FIELD = re.compile(r":(\w+)(?:\s+([^:]*?))?:\s*(.*)")
+from treadle.terminal import warn
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,55 +29,40 @@ class ParsedDocstring:
 
 
 def read_docstring(text: str | None) -> ParsedDocstring:
-    """The parts of a docstring; lines of one part are joined."""
-    reader = _DocstringReader()
-    for line in cleandoc(text or "").splitlines():
-        reader.take(line)
-    described = {name: _join_lines(lines) for name, lines in reader.parameters.items()}
-    return ParsedDocstring(_join_lines(reader.description), {name: text for name, text in described.items() if text})
+    """The parts of a docstring, in Google, NumPy, reST or Epydoc style; lines of one part are joined."""
+    from docstring_parser import DocstringStyle, ParseError, parse  # only where tools are configured
+
+    readings = []
+    for style in (DocstringStyle.REST, DocstringStyle.GOOGLE, DocstringStyle.NUMPYDOC, DocstringStyle.EPYDOC):
+        with suppress(ParseError):
+            readings.append(_parse_google(text) if style is DocstringStyle.GOOGLE else parse(text or "", style))
+    parsed = max(readings, key=lambda reading: len(reading.meta))
+    described = {item.arg_name: _join_lines(item.description) for item in parsed.params}
+    return ParsedDocstring(
+        _join_lines(parsed.description), {name.lstrip("*"): words for name, words in described.items() if words}
+    )
 
 
-class _DocstringReader:
-    """Docstring parser: assigns each line to its part."""
+def _parse_google(text: str | None) -> Any:
+    """A docstring in Google style. An entry without a colon describes nothing, and costs the others nothing."""
+    from docstring_parser import DocstringMeta, ParseError
+    from docstring_parser.google import GoogleParser
 
-    def __init__(self) -> None:
-        self.description: list[str] = []
-        self.parameters: dict[str, list[str]] = {}
-        self._part: list[str] = self.description
-        self._in_arguments = False
-        self._indent: int | None = None
+    class LenientParser(GoogleParser):
+        def _build_meta(self, text: str, title: str) -> DocstringMeta:
+            try:
+                return super()._build_meta(text, title)
+            except ParseError:
+                return DocstringMeta(args=[title], description=text)
 
-    def take(self, line: str) -> None:
-        indent = len(line) - len(line.lstrip())
-        if indent == 0 and (section := _SECTION.match(line)):
-            self._in_arguments = section[1].lower() in _ARGUMENT_SECTIONS
-            self._part, self._indent = [], None
-        elif indent == 0 and (found := _FIELD.match(line)):
-            self._start_field(found[1], found[2] or "", found[3])
-        elif self._in_arguments and line.strip():
-            self._take_argument(line.strip(), indent)
-        else:
-            self._part.append(line)
-
-    def _start_field(self, kind: str, subject: str, text: str) -> None:
-        """A `:param int name: words` line, or another field, which describes no parameter."""
-        self._in_arguments = False
-        self._part = [text]
-        if kind in ("param", "parameter", "arg", "argument") and subject:
-            self.parameters[subject.split()[-1]] = self._part
-
-    def _take_argument(self, text: str, indent: int) -> None:
-        """A line of an `Args:` section: a new parameter, or more about the last one where it is indented further."""
-        self._indent = indent if self._indent is None else self._indent
-        if indent <= self._indent and (found := _GOOGLE.match(text)):
-            self._part = [found[2]]
-            self.parameters[found[1]] = self._part
-        else:
-            self._part.append(text)
+    parser = LenientParser()
+    titles = "|".join(parser.sections)
+    without_empty = re.sub(rf"^(?:{titles}):[ \t]*$(?=\n*(?:\S|\Z))", "", inspect.cleandoc(text or ""), flags=re.M)
+    return parser.parse(without_empty)
 
 
-def _join_lines(lines: Iterable[str]) -> str:
-    return " ".join(" ".join(lines).split())
+def _join_lines(text: str | None) -> str:
+    return " ".join((text or "").split())
 
 
 T = TypeVar("T")
@@ -98,7 +78,8 @@ Injected = Annotated[T, InjectedMarker()]
 Convert = Callable[[Any], Any]
 
 SUPPORTED = (
-    "str, int, float, bool, None, Any, Literal, Enum, list, tuple[T, ...], dict[str, T], unions, dataclass, TypedDict"
+    "str, int, float, bool, None, Any, Literal, Enum, list, tuple[T, ...], dict[str, T], unions, dataclass, TypedDict, "
+    "and with pydantic installed what it can describe"
 )
 
 _SCALARS: Mapping[Any, str] = {str: "string", int: "integer", float: "number", bool: "boolean", types.NoneType: "null"}
@@ -106,7 +87,10 @@ _SCALARS: Mapping[Any, str] = {str: "string", int: "integer", float: "number", b
 
 @dataclass(frozen=True, slots=True)
 class TypeSchema:
-    """A type as JSON schema, and what turns a fitting JSON value into it; None where that is the value itself."""
+    """A type as JSON schema, and what turns a fitting JSON value into it; None where that is the value itself.
+
+    A conversion may still refuse a value, with InvalidArgument.
+    """
 
     schema: dict[str, Any]
     convert: Convert | None = None
@@ -131,6 +115,7 @@ def read_signature(function: Callable[..., Any], where: str, skip_first: bool = 
     required: list[str] = []
     converts: list[tuple[str, Convert]] = []
     injected: dict[str, bool] = {}
+    definitions: dict[str, Any] = {}
     for parameter in list(inspect.signature(function).parameters.values())[1 if skip_first else 0 :]:
         name, needed = parameter.name, parameter.default is parameter.empty
         hint = _checked_hint(parameter, hints, where)
@@ -138,11 +123,30 @@ def read_signature(function: Callable[..., Any], where: str, skip_first: bool = 
             injected[name] = needed
             continue
         typed = type_schema(hint, f"{where}: parameter {name!r}")
+        _collect_definitions(typed.schema, definitions, where)
         properties[name] = _describe_parameter(typed.schema, name, docs, parameter.default)
         required += [name] if needed else []
         converts += [(name, typed.convert)] if typed.convert else []
     parameters: dict[str, Any] = {"type": "object", "properties": properties, "required": required}
+    if definitions:
+        parameters["$defs"] = definitions
+    if (
+        properties
+        and not docs.parameters
+        and re.search(r"^\s*(Args|Arguments|Parameters):", function.__doc__ or "", re.M)
+    ):
+        warn(f"note: {where}: its docstring describes no parameter; write each on a line of its own, as `name: words`")
     return Signature(docs.description, parameters, tuple(converts), injected)
+
+
+def _collect_definitions(schema: Any, definitions: dict[str, Any], where: str) -> None:
+    """Move the named parts of a parameter's schema to where its references look for them: the top."""
+    for part in schema if isinstance(schema, list) else [*schema.values()] if isinstance(schema, dict) else ():
+        _collect_definitions(part, definitions, where)
+    if isinstance(schema, dict) and isinstance(schema.get("$defs"), dict):
+        for name, part in schema.pop("$defs").items():
+            if definitions.setdefault(name, part) != part:
+                raise ValueError(f"{where}: two of its types are called {name!r}; rename one")
 
 
 def _hints(function: Callable[..., Any], where: str) -> dict[str, Any]:
@@ -180,6 +184,8 @@ def type_schema(hint: Any, where: str, seen: tuple[Any, ...] = ()) -> TypeSchema
     """The schema and converter of an annotation."""
     origin, arguments = get_origin(hint), get_args(hint)
     if origin is Annotated:
+        if any(not isinstance(extra, str) for extra in arguments[1:]) and (found := _pydantic_schema(hint)):
+            return found
         text = next((extra for extra in arguments[1:] if isinstance(extra, str)), None)
         inner = type_schema(arguments[0], where, seen)
         return TypeSchema({**inner.schema, "description": text}, inner.convert) if text else inner
@@ -211,7 +217,47 @@ def _compound(hint: Any, origin: Any, arguments: tuple[Any, ...], where: str, se
         item = type_schema(arguments[1], where, seen) if arguments else TypeSchema({})
         schema = {"type": "object", "additionalProperties": item.schema} if item.schema else {"type": "object"}
         return TypeSchema(schema, partial(_convert_dict, item.convert) if item.convert else None)
+    if found := _pydantic_schema(hint):
+        return found
     raise ValueError(f"{where} has a type that JSON arguments cannot have: {hint!r}; supported: {SUPPORTED}")
+
+
+def _pydantic_schema(hint: Any) -> TypeSchema | None:
+    """What pydantic makes of a type; None where it is not installed, or cannot describe it either."""
+    try:
+        from pydantic import PydanticUserError, TypeAdapter, ValidationError
+    except ImportError:
+        return None
+    try:
+        adapter = TypeAdapter(hint)
+        schema = _without_titles(adapter.json_schema())
+    except PydanticUserError:
+        return None
+
+    def convert(value: Any) -> Any:
+        try:
+            return adapter.validate_python(value)
+        except ValidationError as error:
+            first = error.errors(include_url=False, include_input=False)[0]
+            path = tuple(escape_special_tokens(str(step)) for step in first["loc"])
+            raise InvalidArgument(escape_special_tokens(first["msg"]), path) from None
+
+    return TypeSchema(schema, convert)
+
+
+def _without_titles(schema: Any) -> Any:
+    """A schema without the titles that pydantic makes from names: they cost tokens and say nothing."""
+    if isinstance(schema, list):
+        return [_without_titles(item) for item in schema]
+    if not isinstance(schema, dict):
+        return schema
+    return {
+        name: {key: _without_titles(item) for key, item in value.items()}
+        if name in ("properties", "$defs") and isinstance(value, dict)
+        else _without_titles(value)
+        for name, value in schema.items()
+        if not (name == "title" and isinstance(value, str))
+    }
 
 
 def _choice(values: list[Any], convert: Convert | None, where: str) -> TypeSchema:

@@ -8,20 +8,24 @@ Invariant: a call ends as a typed `ToolResult`, or raises a Failure; a model's m
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from time import perf_counter
 from typing import Any, Self
 
-from treadle.aio import first_error
-from treadle.config.rollout import MCPServerConfig, MultiTurnConfig
-from treadle.errors import MisuseError, ToolFailure, nearest
+from treadle.aio import first_error, run_shielded
+from treadle.config.rollout import BOX_TOOLS, MCPServerConfig, MultiTurnConfig
+from treadle.config.sandbox import SandboxConfig
+from treadle.errors import EnvironmentFailure, MisuseError, ToolFailure, nearest
 from treadle.rollout.parsers.base import quote
 from treadle.rollout.tools.base import Invoke, Tool, ToolSpec
+from treadle.rollout.tools.box_tools import BoxTools, load_box_tools
 from treadle.rollout.tools.function import ToolInstance, close_instances, load_tools, unique_by_name
 from treadle.rollout.tools.invoke import OutputLimit, ToolRetryPolicy, perform_call, to_result
-from treadle.rollout.tools.mcp_tools import MCPTools
+from treadle.rollout.tools.mcp_sessions import MCPLease, MCPSessionPool
+from treadle.rollout.tools.mcp_tools import CLOSE_S, MCPTools
 from treadle.rollout.tools.thread_pool import DaemonThreadPool
-from treadle.rollout.tools.validators import InvalidArgument
+from treadle.rollout.tools.validators import InvalidArgument, compile_validator
+from treadle.sandbox.providers import check_provider
 from treadle.types import Task, ToolCall, ToolResult, ToolStatus
 
 
@@ -37,14 +41,17 @@ class CallLimits:
 class SessionTools:
     """What one session may call. A context: leaving it, also by cancellation, releases the stateful tools."""
 
-    __slots__ = ("_bound", "_closed", "_instances", "_limits", "_tools", "task")
+    __slots__ = ("_added", "_bound", "_closed", "_instances", "_leases", "_limits", "_tools", "task")
 
     def __init__(self, task: Task, tools: Mapping[str, Tool], limits: CallLimits) -> None:
         self.task = task
         self._tools = tools
         self._limits = limits
+        self._added: dict[str, ToolSpec] = {}
+        """Tools that the session's environment runs itself."""
         self._bound: dict[str, Invoke] = {}
         self._instances: dict[type, ToolInstance] = {}
+        self._leases: dict[MCPSessionPool, MCPLease] = {}
         self._closed = False
 
     def bind_all(self) -> None:
@@ -52,12 +59,34 @@ class SessionTools:
         for tool in self._tools.values():
             self._bind(tool)
 
+    def add_schemas(self, schemas: Sequence[Mapping[str, Any]]) -> None:
+        """Show tools that are run elsewhere; an EnvironmentFailure where a name is taken."""
+        for schema in schemas:
+            function = schema["function"]
+            name, parameters = function["name"], function.get("parameters") or {"type": "object", "properties": {}}
+            if name in self._tools or name in self._added:
+                raise EnvironmentFailure(f"the environment brings a tool {name!r}, and there is one of that name")
+            check = compile_validator(parameters)
+            self._added[name] = ToolSpec(name, function.get("description", ""), parameters, "the environment", check)
+
+    def check_added(self, call: ToolCall) -> ToolCall | None:
+        """A call of such a tool with checked arguments; None for any other call, and for one that does not fit."""
+        spec = self._added.get(call.name)
+        if spec is None or call.problem is not None:
+            return None
+        try:
+            return replace(call, arguments=spec.validate(call.arguments))
+        except (InvalidArgument, RecursionError):
+            return None
+
     async def call(self, call: ToolCall) -> ToolResult:
         """Carry out one call of the model."""
         started = perf_counter()
         returned: object
         tool = self._tools.get(call.name)
-        if tool is None or call.problem is not None:
+        if call.problem is None and call.name in self._added:
+            returned = _refuse_arguments(self._added[call.name], call)
+        elif tool is None or call.problem is not None:
             returned = self._refuse(call)
         else:
             try:
@@ -95,7 +124,7 @@ class SessionTools:
     def _refuse(self, call: ToolCall) -> ToolResult:
         problem = call.problem or f"there is no tool {quote(call.name)}"
         about = f"{quote(call.name)}: " if call.problem and call.name else ""
-        known = ", ".join(self._tools) or "none"
+        known = ", ".join((*self._tools, *self._added)) or "none"
         return ToolResult(f"{about}{problem}. Known tools: {known}.", ToolStatus.INVALID)
 
     def _bind(self, tool: Tool) -> Invoke:
@@ -109,6 +138,11 @@ class SessionTools:
             self._instances[cls] = ToolInstance(cls, self.task, self._limits.threads)
         return self._instances[cls].get
 
+    def lease(self, pool: MCPSessionPool) -> MCPLease:
+        if pool not in self._leases:
+            self._leases[pool] = pool.lease()
+        return self._leases[pool]
+
     async def run_in_thread(self, function: Callable[[], object], timeout_s: float) -> object:
         return await self._limits.threads.run(function, timeout_s)
 
@@ -118,8 +152,26 @@ class SessionTools:
     async def __aexit__(self, *_: object) -> None:
         self._closed = True
         self._bound.clear()
-        if self._instances:
-            await close_instances(self._instances.values())
+        try:
+            if self._instances:
+                await close_instances(self._instances.values())
+        finally:
+            if self._leases:
+                await run_shielded(self._close_leases(), CLOSE_S, "closing the MCP servers of a session")
+
+    async def _close_leases(self) -> None:
+        async with asyncio.TaskGroup() as group:
+            for lease in self._leases.values():
+                group.create_task(lease.close())
+
+
+def _refuse_arguments(spec: ToolSpec, call: ToolCall) -> ToolResult:
+    """The answer to a call of an environment's tool whose arguments `check_added` refused."""
+    try:
+        spec.validate(call.arguments)
+    except (InvalidArgument, RecursionError) as error:
+        return _invalid_result(spec, error)
+    raise MisuseError(f"{spec.name} is a tool of the environment: call it through `Environment.step`")
 
 
 def _invalid_result(spec: ToolSpec, error: Exception) -> ToolResult:
@@ -145,23 +197,40 @@ class ToolSubset:
 class Toolbox:
     """The tools of one manager. Built by `create`; `close` is the last call."""
 
-    def __init__(self, multi_turn: MultiTurnConfig, tools: Mapping[str, Tool], servers: Sequence[MCPTools]) -> None:
+    def __init__(
+        self,
+        multi_turn: MultiTurnConfig,
+        tools: Mapping[str, Tool],
+        servers: Sequence[MCPTools | MCPSessionPool],
+        boxes: type[BoxTools] | None = None,
+    ) -> None:
         policy = ToolRetryPolicy(multi_turn.tool_timeout_s, multi_turn.tool_retries)
         output_limit = OutputLimit(multi_turn.max_tool_response_length, multi_turn.tool_response_truncate_side)
         self._limits = CallLimits(policy, output_limit, DaemonThreadPool())
         self._tools = tools
         self._servers = servers
+        self._boxes = boxes
         self._subsets: dict[tuple[str, ...] | None, ToolSubset] = {}
 
     @classmethod
-    async def create(cls, multi_turn: MultiTurnConfig) -> Self:
-        """Load the tools, start the servers; ConfigError or RunError, with nothing left running, if that fails."""
-        loaded = load_tools(multi_turn.tools)
+    async def create(cls, multi_turn: MultiTurnConfig, sandbox: SandboxConfig | None = None) -> Self:
+        """Load the tools, start the servers; ConfigError or RunError, with nothing left running, if that fails.
+
+        `sandbox`: the boxes of the tools that come with treadle.
+        """
+        boxes = [name for name in multi_turn.tools if name in BOX_TOOLS]
+        loaded = load_tools(path for path in multi_turn.tools if path not in BOX_TOOLS)
+        owner: type[BoxTools] | None = None
+        if boxes:
+            section = sandbox or SandboxConfig()
+            await asyncio.to_thread(check_provider, "rollout.sandbox", section)
+            owner = BoxTools.of(section, multi_turn.tool_timeout_s)
+            loaded += load_box_tools(boxes, owner)
         async with AsyncExitStack() as undo:
             servers = await _connect_all(multi_turn.mcp_servers, undo)
             tools = unique_by_name([*loaded, *(tool for server in servers for tool in server.tools)])
             undo.pop_all()
-        return cls(multi_turn, tools, servers)
+        return cls(multi_turn, tools, servers, owner)
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -198,6 +267,8 @@ class Toolbox:
     async def close(self) -> None:
         """Stop the servers and let the threads end."""
         self._limits.threads.close()
+        if self._boxes is not None:
+            await self._boxes.pool.close()
         async with asyncio.TaskGroup() as group:
             for server in self._servers:
                 group.create_task(server.close())
@@ -209,11 +280,14 @@ class Toolbox:
         await self.close()
 
 
-async def _connect_all(mcp_servers: Mapping[str, MCPServerConfig], undo: AsyncExitStack) -> list[MCPTools]:
+async def _connect_all(
+    mcp_servers: Mapping[str, MCPServerConfig], undo: AsyncExitStack
+) -> list[MCPTools | MCPSessionPool]:
     """Start all servers concurrently; if one cannot start, `undo` stops those that could."""
 
-    async def connect(name: str, server: MCPServerConfig) -> MCPTools:
-        made = await MCPTools.connect(name, server)
+    async def connect(name: str, server: MCPServerConfig) -> MCPTools | MCPSessionPool:
+        kind = MCPSessionPool if server.scope == "session" else MCPTools
+        made: MCPTools | MCPSessionPool = await kind.connect(name, server)
         undo.push_async_callback(made.close)
         return made
 

@@ -1,0 +1,94 @@
+"""Pages of the documentation site that the code writes itself: config keys and the Python API.
+
+A hook of mkdocs (`mkdocs.yml`): each page is made when the site is built, so that it cannot be out of date.
+"""
+
+import json
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from mkdocs.config.defaults import MkDocsConfig
+from mkdocs.structure.files import File, Files
+
+import treadle
+from treadle.config.explain import json_schema
+
+Schema = Mapping[str, Any]
+
+BOUNDS = {"minimum": "≥", "exclusiveMinimum": ">", "maximum": "≤", "exclusiveMaximum": "<"}
+NESTED = ("anyOf", "allOf", "oneOf")
+
+
+def on_files(files: Files, config: MkDocsConfig) -> Files:
+    """Add the generated pages."""
+    files.append(File.generated(config, "reference/config.md", content="\n".join(config_page())))
+    files.append(File.generated(config, "reference/api.md", content="\n".join(api_page())))
+    return files
+
+
+def config_page() -> Iterator[str]:
+    """Every key of every section, from the JSON schema of configs."""
+    schema = json_schema()
+    yield "# Config keys\n"
+    yield "Every key, by section. `treadle config explain CONFIG KEY` says what a key is in a config, and why."
+    for name, section in schema["properties"].items():
+        yield f"\n## `{name}`\n\n{section.get('description', '')}\n"
+        yield "| key | type | default | what it is |\n|---|---|---|---|"
+        yield from key_rows(section, schema["definitions"], name)
+
+
+def key_rows(section: Schema, definitions: Schema, path: str) -> Iterator[str]:
+    """A row for each key below `path`; keys of several classes that a section may have are listed once."""
+    seen: set[str] = set()
+    for held, where in held_sections(section, path):
+        for name, key in definitions[held].get("properties", {}).items():
+            if (full := f"{where}.{name}") in seen:
+                continue
+            seen.add(full)
+            default = f"`{json.dumps(key['default'], ensure_ascii=False)}`" if "default" in key else ""
+            yield f"| `{full}` | {describe_type(key)} | {default} | {_cell(key.get('description', ''))} |"
+            yield from key_rows(key, definitions, full)
+
+
+def held_sections(key: Schema, path: str) -> Iterator[tuple[str, str]]:
+    """The section classes that a key may hold, itself or by name in a map, with the path of their keys."""
+    if "$ref" in key:
+        yield key["$ref"].rpartition("/")[2], path
+    for part in (part for kind in NESTED for part in key.get(kind, ())):
+        yield from held_sections(part, path)
+    if isinstance(key.get("additionalProperties"), dict):
+        yield from held_sections(key["additionalProperties"], f"{path}.NAME")
+
+
+def describe_type(key: Schema) -> str:
+    """The type of a key in words, with its bounds."""
+    if "enum" in key:
+        return ", ".join(f"`{json.dumps(choice)}`" for choice in key["enum"])
+    if "$ref" in key:
+        return "section"
+    parts = [describe_type(part) for kind in NESTED for part in key.get(kind, ()) if not is_interpolation(part)]
+    if parts:
+        return " or ".join(dict.fromkeys(parts))
+    bounds = ", ".join(f"{sign} {key[name]}" for name, sign in BOUNDS.items() if name in key)
+    kind = key.get("type", "any")
+    if kind == "array" and isinstance(key.get("items"), dict):
+        kind = f"list of {describe_type(key['items'])}"
+    elif kind == "object":
+        kind = "map"
+    return f"{kind} {bounds}".strip()
+
+
+def is_interpolation(part: Schema) -> bool:
+    """Whether this is the `${other.key}` that every key may be."""
+    return str(part.get("pattern", "")).startswith(r"\$\{")
+
+
+def _cell(text: str) -> str:
+    return " ".join(text.split()).replace("|", "\\|")
+
+
+def api_page() -> Iterator[str]:
+    """The public names, from their docstrings."""
+    yield "# Python API\n"
+    for name in treadle.__all__:
+        yield f"\n::: treadle.{name}\n"

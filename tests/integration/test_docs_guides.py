@@ -1,0 +1,123 @@
+"""docs/your-model.md, docs/trl.md and docs/prime-rl.md tell the truth: their files load, their blocks and commands run.
+
+Models that are not on this machine are replaced by the bundled one, and nothing else is.
+"""
+
+import contextlib
+import io
+import re
+import shlex
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+import treadle
+from tests.serving import serving
+from treadle.cli.main import main
+from treadle.config import load
+
+DOCS = Path(treadle.__file__).parents[1] / "docs"
+BLOCK = re.compile(r"(?:<!-- (?:file: )?(\S+)[^\n]*-->\n)?```(\w+)\n(.*?)```", re.DOTALL)
+
+
+def blocks(page: str) -> list[tuple[str, str, str]]:
+    """The word above a block, its language and its text."""
+    return BLOCK.findall((DOCS / page).read_text(encoding="utf-8"))
+
+
+def write_files(page: str) -> None:
+    for name, _, text in blocks(page):
+        if "." in name:
+            Path(name).write_text(text, encoding="utf-8")
+
+
+@pytest.fixture
+def here(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    yield tmp_path
+    sys.modules.pop("reward", None)
+
+
+def run(command: str) -> str:
+    out = io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(out), pytest.raises(SystemExit) as ended:
+        main(shlex.split(command)[1:])
+    assert ended.value.code == 0, out.getvalue()
+    return out.getvalue()
+
+
+def fits(shown: str, printed: str) -> bool:
+    lines = ["(?:.*\n)*?" if line == "…" else f"{re.escape(line).replace('…', '.*')}\n" for line in shown.splitlines()]
+    return re.fullmatch("".join(lines), printed) is not None
+
+
+def test_your_model_your_data_your_reward_from_top_to_bottom(here, capsys):
+    """Every block in its order; the last one talks to a server of its own."""
+    write_files("your-model.md")
+    page = ModuleType("page")
+    for name, language, text in blocks("your-model.md"):
+        if language == "console":
+            command, _, shown = text.removeprefix("$ ").partition("\n")
+            printed = run(command)
+            assert fits(shown, printed), f"{command}\n{printed}"
+        elif language == "python" and not name and "OpenAI" not in text:
+            exec(compile(text, "docs/your-model.md", "exec"), page.__dict__)
+    assert page.__dict__["run"].steps == 1
+    (client,) = [text for _, _, text in blocks("your-model.md") if "OpenAI" in text]
+    with serving("my-model", "--key", "secret", cwd=here) as (url, key):
+        assert key == "secret"
+        exec(compile(client.replace("http://127.0.0.1:8000/v1", url), "docs/your-model.md", "exec"), page.__dict__)
+    assert page.__dict__["reply"].usage.completion_tokens > 0
+
+
+def test_the_quick_start_of_trl_is_as_long_as_the_page_says_and_runs_here(here):
+    code = {name: text for name, language, text in blocks("trl.md") if language == "python"}
+    told = re.findall(r"^(TRL|treadle), (\d+) lines:$", (DOCS / "trl.md").read_text(encoding="utf-8"), re.MULTILINE)
+    assert [(name.lower(), int(count)) for name, count in told] == [
+        (name, len([line for line in text.splitlines() if line.strip()])) for name, text in code.items()
+    ]
+    tasks = [{"prompt": f"{a}+1=", "answer": str(a + 1)} for a in range(4)]
+    ours = code["treadle"]
+    for word, smaller in (
+        ('"Qwen/Qwen2.5-0.5B-Instruct"', '"treadle/tiny-calculator"'),
+        ('"hub:trl-lib/tldr/data/train"', repr(tasks)),
+        ("steps=500", "steps=1, rollout={'n': 2, 'response_length': 16, 'prompt_length': 64}"),
+    ):
+        assert word in ours
+        ours = ours.replace(word, smaller)
+    page: dict[str, object] = {"__name__": "page"}
+    exec(compile(ours, "docs/trl.md", "exec"), page)
+    run = page["run"]
+    assert isinstance(run, treadle.Run)
+    assert run.metrics["reward/mean"][0][1] > 1, "letters are counted"
+
+
+def test_a_script_for_trl_that_is_shown_is_understood(here):
+    (script,) = [text for name, _, text in blocks("trl.md") if name == "trl"]
+    Path("train_grpo.py").write_text(script, encoding="utf-8")
+    (shown,) = [text for _, language, text in blocks("trl.md") if language == "console"]
+    command, _, last = shown.removeprefix("$ ").partition("\n")
+    printed = run(command)
+    assert fits(last, printed), printed
+    config = load("from-trl/train.yaml")
+    assert config.model.path == "Qwen/Qwen2.5-0.5B-Instruct"
+    assert "distinct_letters" in Path("from-trl/reward.py").read_text()
+
+
+def test_the_example_of_prime_rl_is_as_long_as_the_page_says_and_checks(here):
+    write_files("prime-rl.md")
+    text = (DOCS / "prime-rl.md").read_text(encoding="utf-8")
+    theirs, ours = (int(count) for count in re.findall(r"\b(\d+) lines", text))
+    (toml,) = [block for _, language, block in blocks("prime-rl.md") if language == "toml"]
+    assert theirs == len([line for line in toml.splitlines() if line.strip()])
+    assert ours == len(Path("reverse.yaml").read_text().splitlines())
+    bundled = ["model.path=treadle/tiny-calculator", "trainer.n_gpus_per_node=0", "actor.dtype=fp32"]
+    printed = run(
+        shlex.join(
+            ["treadle", "check", "reverse.yaml", *bundled, "data.train_batch_size=2", "actor.ppo_mini_batch_size=2"]
+        )
+    )
+    assert "with its ground truth: 1 (alike 1)" in printed

@@ -1,0 +1,215 @@
+"""`treadle serve`: a model behind OpenAI's and Anthropic's APIs, and sessions that are recorded."""
+
+import asyncio
+import signal
+import time
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from openai import AuthenticationError, BadRequestError, OpenAI
+
+import treadle
+from tests.gateway_agents import TOOLS
+from tests.rollouts import save_model
+from tests.serving import serving
+from treadle.cli.main import main
+from treadle.config import load
+from treadle.config.rollout import ModelConfig
+from treadle.data.renderer import Renderer
+from treadle.gateway.model_server import ModelServer, ServerKeys, serve_model
+from treadle.journal import JournalReader
+from treadle.types import Trajectory
+
+
+def test_a_recipes_model_is_served_with_tools_and_streams() -> None:
+    with serving("calculator", "rollout.nnodes=0") as (url, key):
+        with OpenAI(base_url=url, api_key="wrong", max_retries=0) as stranger, pytest.raises(AuthenticationError):
+            stranger.models.list()
+        with OpenAI(base_url=url, api_key=key) as client:
+            assert [model.id for model in client.models.list()] == ["policy"]
+            asked = {"model": "policy", "messages": [{"role": "user", "content": "12*7="}], "tools": TOOLS}
+            whole = client.chat.completions.create(**asked)  # type: ignore[call-overload]
+            assert whole.usage.completion_tokens > 0
+            chunks = list(client.chat.completions.create(**asked, stream=True))  # type: ignore[call-overload]
+            assert chunks[-1].choices[0].finish_reason in ("stop", "length", "tool_calls")
+            response = client.responses.create(model="policy", input="12*7=", max_output_tokens=5)
+            assert response.usage is not None and response.usage.output_tokens <= 5
+
+
+def test_the_native_engine_streams_tokens_and_completes_texts_for_openais_sdk() -> None:
+    with serving("calculator", "rollout.nnodes=0") as (url, key), OpenAI(base_url=url, api_key=key) as client:
+        asked: dict[str, Any] = {"model": "policy", "messages": [{"role": "user", "content": "12*7="}]}
+        chunks = list(client.chat.completions.create(**asked, stream=True))
+        pieces = [chunk.choices[0].delta.content for chunk in chunks if chunk.choices[0].delta.content]
+        assert len(pieces) > 3, "no piece but the last waits for the end"
+        whole = client.chat.completions.create(**asked)
+        assert whole.choices[0].message.content
+
+        renderer = Renderer.create(ModelConfig(path="treadle/tiny-calculator"))
+        ids = renderer.prompt(asked["messages"])
+        text: dict[str, Any] = {"model": "policy", "prompt": renderer._encoder.decode(ids), "max_tokens": 12}
+        answer = client.completions.create(**text, logprobs=1, n=2)
+        assert answer.usage is not None and answer.usage.prompt_tokens == len(ids)
+        for choice in answer.choices:
+            assert choice.logprobs is not None and choice.logprobs.token_logprobs is not None
+            assert choice.logprobs.tokens and choice.text == "".join(choice.logprobs.tokens)
+            assert all(value is not None and value <= 0 for value in choice.logprobs.token_logprobs)
+        streamed = list(client.completions.create(**text, stream=True, stream_options={"include_usage": True}))
+        assert streamed[-1].usage is not None and streamed[-2].choices[0].finish_reason in ("stop", "length")
+        assert len([chunk for chunk in streamed if chunk.choices and chunk.choices[0].text]) > 1
+        by_ids = client.completions.create(**{**text, "prompt": [list(ids), [8, 9]]})
+        assert len(by_ids.choices) == 2 and by_ids.usage is not None and by_ids.usage.prompt_tokens == len(ids) + 2
+        letter = answer.choices[0].text[-1]
+        stopped = client.completions.create(**text, stop=[letter])
+        assert letter not in stopped.choices[0].text
+        for refused in ({"echo": True}, {"logprobs": 5}, {"suffix": "x"}, {"best_of": 3}):
+            with pytest.raises(BadRequestError, match=next(iter(refused))):
+                client.completions.create(**text, **refused)
+        for wrong in ([], "", [1, "a"], [[]], [10**9]):
+            with pytest.raises(BadRequestError):
+                client.completions.create(**{**text, "prompt": wrong})
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> treadle.Run:
+    """A run of one step."""
+    return treadle.train(
+        model="treadle/tiny-calculator",
+        tasks=[{"prompt": f"{a}+1=", "answer": str(a + 1)} for a in range(4)],
+        reward="number_match",
+        steps=1,
+        run_dir=tmp_path_factory.mktemp("served") / "run",
+        rollout={"n": 2, "prompt_length": 64, "response_length": 16},
+    )
+
+
+@pytest.mark.parametrize("what", ["run", "model"])
+def test_a_run_and_a_model_are_served_to_openais_sdk(trained: treadle.Run, what: str) -> None:
+    """A run's newest checkpoint by the run's directory, and a Hugging Face directory by its path."""
+    with (
+        serving(str(trained.run_dir if what == "run" else trained.model_dir)) as (url, key),
+        OpenAI(base_url=url, api_key=key) as client,
+    ):
+        asked = {"model": "policy", "messages": [{"role": "user", "content": "3+4="}], "max_tokens": 8}
+        whole = client.chat.completions.create(**asked)  # type: ignore[call-overload]
+        assert whole.choices[0].message.role == "assistant"
+        assert 0 < whole.usage.completion_tokens <= 8
+        chunks = list(client.chat.completions.create(**asked, stream=True))  # type: ignore[call-overload]
+        assert chunks[0].choices[0].delta.role == "assistant"
+        assert [chunk.choices[0].finish_reason for chunk in chunks if chunk.choices][-1] in ("stop", "length")
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> Path:
+    model = save_model(tmp_path / "model")
+    config = tmp_path / "serve.yaml"
+    config.write_text(f"model: {{path: {model.path}}}\nrollout: {{name: scripted}}\n")
+    return config
+
+
+def recorded(run_dir: Path) -> dict[str, Trajectory]:
+    """What a journal holds, the newest of each session."""
+    if not (run_dir / "run.json").exists():
+        return {}
+    with JournalReader.open(run_dir) as reader:
+        return {f"{one.headline.uid}/{one.headline.sample}": one.trajectory for one in reader.trajectories()}
+
+
+def test_a_session_is_ended_rewarded_and_shown_by_its_name(
+    config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run_dir, body = tmp_path / "run", {"model": "policy", "messages": [{"role": "user", "content": "Hi."}]}
+    options = ("--gateway", "--notes-key", "second", f"logging.run_dir={run_dir}")
+    with serving(str(config), *options) as (url, key):
+        base, mine, grader = url.removesuffix("/v1"), {"x-api-key": key}, {"x-api-key": "second"}
+        for _ in range(2):
+            early = httpx.post(f"{base}/s/one/v1/notes", json={"reward": 1.0}, headers=grader)
+            assert early.status_code == 404, "there is nothing to give a reward to"
+            httpx.post(f"{base}/s/one/v1/chat/completions", json=body, headers=mine).raise_for_status()
+            own = httpx.post(f"{base}/s/one/v1/notes", json={"reward": 99.0}, headers=mine)
+            assert own.status_code == 404, "an agent's key gives no reward"
+            assert httpx.post(f"{base}/s/one/v1/chat/completions", json=body, headers=grader).status_code == 403
+            given = {"reward": 0.5, "notes": {"tests": 3}}
+            httpx.post(f"{base}/s/one/v1/notes", json=given, headers=grader).raise_for_status()
+            httpx.delete(f"{base}/s/one", headers=mine).raise_for_status()
+        assert httpx.delete(f"{base}/s/one", headers=mine).status_code == 404
+    kept = recorded(run_dir)
+    assert [*kept] == ["one/0", "one/1"] and {one.reward.value for one in kept.values() if one.reward} == {0.5}
+    with pytest.raises(SystemExit) as ended:
+        main(["show", str(run_dir), "one"])
+    shown = capsys.readouterr().out
+    assert not ended.value.code and "one/0: reward 0.5" in shown and "one/1: reward 0.5" in shown
+    assert 'notes: {"tests": 3}' in shown and "gateway: requests chat 1; roots 1" in shown
+
+
+def test_what_agents_did_before_a_kill_is_recorded(config: Path, tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    options = (str(config), "--gateway", f"logging.run_dir={run_dir}")
+    with serving(*options, end=signal.SIGKILL) as (url, key), OpenAI(base_url=url, api_key=key) as client:
+        for turns in (1, 2):
+            client.chat.completions.create(model="policy", messages=[{"role": "user", "content": f"{turns}"}])
+            deadline = time.monotonic() + 60
+            while not (kept := recorded(run_dir)) or kept["default/0"].num_turns < turns:
+                assert time.monotonic() < deadline
+                time.sleep(0.1)
+    with serving(*options) as (url, key), OpenAI(base_url=url, api_key=key) as client:
+        client.chat.completions.create(model="policy", messages=[{"role": "user", "content": "3"}])
+    assert {name: kept.num_turns for name, kept in recorded(run_dir).items()} == {"default/0": 2, "default/1": 1}
+
+
+def test_keys_for_agents_and_for_rewards_are_two(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["serve", str(config), "--gateway", "--key", "k", "--notes-key", "k"])
+    assert ended.value.code == 2 and "--notes-key" in capsys.readouterr().err
+
+
+def test_requests_that_never_come_whole_open_no_session(config: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    servers: list[ModelServer] = []
+    listen = ModelServer.listen
+
+    async def noting(self: ModelServer) -> None:
+        servers.append(self)
+        await listen(self)
+
+    monkeypatch.setattr(ModelServer, "listen", noting)
+
+    async def run() -> None:
+        ready = asyncio.Event()
+        keys = ServerKeys("k", "n")
+        work = asyncio.ensure_future(serve_model(load([str(config)]), keys, None, lambda _: ready.set()))
+        await ready.wait()
+        (server,) = servers
+        for length in (999_999_999, 10):
+            _, writer = await asyncio.open_connection("127.0.0.1", int(server.url.rpartition(":")[2]))
+            writer.write(f"POST /v1/messages HTTP/1.1\r\nhost: x\r\nx-api-key: k\r\ncontent-length: {length}".encode())
+            writer.write(b"\r\n\r\n")
+            while not server.num_connections:  # noqa: ASYNC110
+                await asyncio.sleep(0.001)
+            writer.close()
+            while server.num_connections:  # noqa: ASYNC110
+                await asyncio.sleep(0.001)
+        assert not server._named
+        work.cancel()
+        with suppress(asyncio.CancelledError):
+            await work
+
+    asyncio.run(run())
+
+
+def test_sessions_are_recorded_by_name(config: Path, tmp_path: Path) -> None:
+    with serving(str(config), "--gateway", f"logging.run_dir={tmp_path / 'run'}") as (url, key):
+        for name in ("one", "two"):
+            with OpenAI(base_url=url.replace("/v1", f"/s/{name}/v1"), api_key=key) as client:
+                history = [{"role": "user", "content": f"I am {name}."}]
+                for _ in range(2):
+                    answer = client.chat.completions.create(model="policy", messages=history)  # type: ignore[arg-type]
+                    assert answer.choices[0].message.content == history[-1]["content"], "a scripted echo"
+                    history += [answer.choices[0].message, {"role": "user", "content": "Go on."}]  # type: ignore[list-item]
+    with JournalReader.open(tmp_path / "run") as reader:
+        uids = [headline.uid for headline in reader.headlines()]
+        assert uids == ["one", "two"]
+        kept = reader.trajectory(uids[0], 0)
+    assert kept is not None and kept.trajectory.num_turns == 2 and kept.trajectory.num_rows == 1

@@ -1,0 +1,290 @@
+"""Three dialects, one request: what real programs send is read, what cannot be kept is refused by its name."""
+
+from typing import Any
+
+import pytest
+
+from tests.gateways import DIALECTS
+from treadle.gateway.event_stream import write_whole
+from treadle.gateway.folding import fold
+from treadle.gateway.request import (
+    ChatCall,
+    ChatMessage,
+    Choice,
+    ContextExhausted,
+    Finish,
+    Overloaded,
+    ReplySet,
+    RequestError,
+    TurnReply,
+)
+
+USER = {"role": "user", "content": "Hi."}
+TOOL = {"name": "add", "description": "Add.", "parameters": {"type": "object", "properties": {"a": {}}}}
+
+BODIES: dict[str, dict[str, Any]] = {
+    "chat": {
+        "messages": [
+            {"role": "developer", "content": "Be brief."},
+            {"role": "user", "content": [{"type": "text", "text": "Add."}]},
+            {
+                "role": "assistant",
+                "content": None,
+                "reasoning_content": "Hm.",
+                "tool_calls": [{"id": "c1", "type": "function", "function": {"name": "add", "arguments": '{"a":1}'}}],
+            },
+            {"role": "tool", "tool_call_id": "c1", "content": "2"},
+        ],
+        "tools": [{"type": "function", "function": TOOL}],
+        "tool_choice": "required",
+        "max_completion_tokens": 9,
+        "stop": "END",
+        "temperature": 0.2,
+        "stream": True,
+    },
+    "messages": {
+        "system": [
+            {"type": "text", "text": "x-anthropic-billing-header: cc_version=2.1; cch=ab12"},
+            {"type": "text", "text": "Be brief.", "cache_control": {"type": "ephemeral"}},
+        ],
+        "messages": [
+            {"role": "user", "content": "Add."},
+            {
+                "role": "assistant",
+                "content": [
+                    {"type": "thinking", "thinking": "Hm.", "signature": "sig"},
+                    {"type": "tool_use", "id": "c1", "name": "add", "input": {"a": 1}},
+                ],
+            },
+            {
+                "role": "user",
+                "content": [{"type": "tool_result", "tool_use_id": "c1", "content": [{"type": "text", "text": "2"}]}],
+            },
+        ],
+        "tools": [
+            {"name": "add", "description": "Add.", "input_schema": TOOL["parameters"]},
+            {"type": "web_search_20250305", "name": "web_search"},
+        ],
+        "tool_choice": {"type": "any"},
+        "max_tokens": 9,
+        "stop_sequences": ["END"],
+        "temperature": 0.2,
+        "stream": True,
+        "metadata": {"user_id": "x"},
+        "context_management": {"edits": []},
+    },
+    "responses": {
+        "instructions": "Be brief.",
+        "input": [
+            {"type": "message", "role": "user", "content": [{"type": "input_text", "text": "Add."}]},
+            {"type": "reasoning", "id": "rs_1", "summary": [{"type": "summary_text", "text": "Hm."}]},
+            {"type": "function_call", "id": "fc_1", "call_id": "c1", "name": "add", "arguments": '{"a": 1}'},
+            {"type": "function_call_output", "call_id": "c1", "output": "2"},
+        ],
+        "tools": [
+            {"type": "namespace", "name": "math", "tools": [{"type": "function", **TOOL}]},
+            {"type": "web_search"},
+            {"type": "custom", "name": "apply_patch"},
+        ],
+        "tool_choice": "required",
+        "max_output_tokens": 9,
+        "temperature": 0.2,
+        "stream": True,
+        "store": False,
+        "include": ["reasoning.encrypted_content"],
+    },
+}
+
+
+@pytest.mark.parametrize("dialect", DIALECTS)
+def test_the_same_conversation_is_the_same_request(dialect: str) -> None:
+    request = DIALECTS[dialect].parse_request({"model": "policy", **BODIES[dialect]})
+    given = [(message.role, message.text, message.reasoning, message.call_id) for message in request.messages]
+    assert given == [
+        ("system", "Be brief.", "", ""),
+        ("user", "Add.", "", ""),
+        ("assistant", "", "Hm.", ""),
+        ("tool", "2", "", "c1"),
+    ]
+    assert request.messages[2].calls == (ChatCall("add", {"a": 1}, "c1"),)
+    assert request.tools == ({"type": "function", "function": TOOL},)
+    assert (request.choice, request.max_tokens, request.stream) == (Choice.REQUIRED, 9, True)
+    assert request.ignored == ("temperature",) and "c1" in request.messages[2].marks
+    assert request.stop == (() if dialect == "responses" else ("END",))
+    keys = [message.key() for message in request.messages]
+    assert keys == [m.key() for m in DIALECTS["chat"].parse_request({"model": "", **BODIES["chat"]}).messages]
+
+
+@pytest.mark.parametrize("stops", [["x"] * 33, ["x" * 257]])
+def test_stop_strings_are_bounded(stops: list[str]) -> None:
+    for dialect, name in (("chat", "stop"), ("messages", "stop_sequences")):
+        with pytest.raises(RequestError, match="at most 32 texts of at most 256 characters") as refused:
+            DIALECTS[dialect].parse_request({"model": "policy", **BODIES[dialect], name: stops})
+        assert refused.value.option == name
+
+
+def test_a_tool_of_the_provider_is_left_out_and_noted() -> None:
+    notes = DIALECTS["responses"].parse_request(BODIES["responses"]).notes
+    assert notes == (
+        "the tools of the namespace math are shown one by one",
+        "the tool web_search is run by its provider, and was left out",
+        "the tool apply_patch of type custom is not called with JSON, and was left out",
+    )
+    assert "web_search_20250305" in DIALECTS["messages"].parse_request(BODIES["messages"]).notes[0]
+
+
+def test_tools_of_a_namespace_are_shown_by_their_names_and_called_by_both() -> None:
+    tools = [
+        {"type": "function", **TOOL},
+        {"type": "namespace", "name": "far", "tools": [{"type": "function", **TOOL}]},
+        {"type": "namespace", "name": "agents", "tools": [{"type": "function", **TOOL, "name": "spawn"}]},
+    ]
+    request = DIALECTS["responses"].parse_request({"input": "Hi.", "tools": tools})
+    assert [tool["function"]["name"] for tool in request.tools] == ["add", "far__add", "spawn"]
+    calls = tuple(ChatCall(name, {}, f"call_{name}") for name in ("add", "far__add", "spawn"))
+    answer = ReplySet((TurnReply("ab12", "", calls=calls),), "policy", namespaces=request.namespaces)
+    sent = DIALECTS["responses"].format_response(answer)["output"]
+    assert [(item.get("namespace"), item["name"]) for item in sent] == [
+        (None, "add"),
+        ("far", "add"),
+        ("agents", "spawn"),
+    ]
+    (echo,) = DIALECTS["responses"].parse_request({"input": sent, "tools": tools}).messages
+    assert [call.name for call in echo.calls] == ["add", "far__add", "spawn"]
+
+
+def test_a_deferred_tool_is_shown_where_a_search_has_found_it() -> None:
+    tools = [{"name": "search", "input_schema": {}}, {"name": "add", "defer_loading": True, "input_schema": {"a": 1}}]
+    found = {"type": "tool_result", "tool_use_id": "c1", "content": [{"type": "tool_reference", "tool_name": "add"}]}
+    body = {"messages": [USER, {"role": "assistant", "content": "Hm."}, {"role": "user", "content": [found]}]}
+    before = DIALECTS["messages"].parse_request({"messages": [USER], "tools": tools[:1]})
+    after = DIALECTS["messages"].parse_request({**body, "tools": tools})
+    assert after.tools == before.tools and after.root_key() == before.root_key()
+    assert '"name": "add"' in after.messages[-1].text and '"a": 1' in after.messages[-1].text
+    assert after.notes == ("deferred tools are shown once a search has found them",)
+
+
+IMAGE = {"type": "image_url", "image_url": {"url": "data:,"}}
+
+
+@pytest.mark.parametrize(
+    ("dialect", "change", "named"),
+    [
+        ("chat", {"response_format": {"type": "json_object"}}, "response_format"),
+        ("chat", {"logit_bias": {"1": 5}}, "logit_bias"),
+        ("chat", {"logprobs": True}, "logprobs"),
+        ("chat", {"n": 1000}, "n"),
+        ("chat", {"tool_choice": "sometimes"}, "tool_choice"),
+        ("chat", {"messages": [{"role": "user", "content": [IMAGE]}]}, "messages[0].content[0].type"),
+        ("messages", {"output_format": {"type": "json_schema"}}, "output_format"),
+        ("messages", {"output_config": {"effort": "high", "format": {"type": "json_schema"}}}, "output_config.format"),
+        ("messages", {"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "messages[0].content[0].type"),
+        ("responses", {"previous_response_id": "resp_1"}, "previous_response_id"),
+        ("responses", {"text": {"format": {"type": "json_schema"}}}, "text.format"),
+        ("responses", {"input": [{"type": "computer_call"}]}, "input[0].type"),
+        (
+            "responses",
+            {"input": [{"type": "message", "role": "user", "content": [{"type": "input_image"}]}]},
+            "input[0]",
+        ),
+    ],
+)
+def test_what_cannot_be_kept_is_refused_by_name(dialect: str, change: dict[str, Any], named: str) -> None:
+    with pytest.raises(RequestError) as refused:
+        DIALECTS[dialect].parse_request({**BODIES[dialect], **change})
+    assert refused.value.option.startswith(named)
+
+
+@pytest.mark.parametrize("dialect", DIALECTS)
+@pytest.mark.parametrize(
+    "body",
+    [
+        {},
+        {"messages": None, "input": None},
+        {"messages": 3, "input": 3},
+        {"messages": [3], "input": [3]},
+        {"messages": [{}], "input": [{}]},
+        {"messages": [{"role": []}], "input": [{"role": {}}]},
+        {"messages": [{"role": "assistant", "content": {"a": 1}}], "input": [{"type": ["x"]}]},
+        {"messages": [USER], "input": "x", "tools": [{"type": "function"}]},
+        {"messages": [USER], "input": "x", "max_tokens": -1, "max_output_tokens": 1.5},
+        {"messages": [USER], "input": "x", "stop": [""], "stop_sequences": [1], "tools": {}},
+    ],
+)
+def test_whatever_else_is_sent_is_an_error_in_words(dialect: str, body: dict[str, Any]) -> None:
+    with pytest.raises(RequestError):
+        DIALECTS[dialect].parse_request(body)
+
+
+REPLY = TurnReply("ab12", "Well.", "Hm.", (ChatCall("add", {"é": [1]}, "call_ab120"),), Finish.CALLS, "", 7, 3, 1)
+ANSWER = ReplySet((REPLY,), "policy", include_usage=True)
+
+ECHO = {
+    "chat": lambda whole: [whole["choices"][0]["message"]],
+    "messages": lambda whole: [{"role": "assistant", "content": whole["content"]}],
+    "responses": lambda whole: whole["output"],
+}
+
+
+@pytest.mark.parametrize("dialect", DIALECTS)
+def test_an_answer_that_is_sent_back_is_what_was_answered(dialect: str) -> None:
+    from treadle.gateway.session_tree import Echo, compare
+
+    name = "input" if dialect == "responses" else "messages"
+    given = ECHO[dialect](DIALECTS[dialect].format_response(ANSWER))
+    echo = DIALECTS[dialect].parse_request({name: given}).messages[0]
+    assert compare(echo, REPLY) is Echo.EXACT
+
+
+TERMINAL = {"chat": "[DONE]", "messages": "message_stop", "responses": "response.completed"}
+
+
+@pytest.mark.parametrize("dialect", DIALECTS)
+def test_a_stream_ends_with_its_terminal_event(dialect: str) -> None:
+    events = list(write_whole(DIALECTS[dialect].open_events(), ANSWER))
+    last = events[-1]
+    assert TERMINAL[dialect] in (last[0], last[1])
+    assert all(data for _, data in events), "an empty event breaks clients"
+
+
+def test_context_that_is_exhausted_is_said_in_the_words_that_programs_know() -> None:
+    error = ContextExhausted(300, 200)
+    chat = DIALECTS["chat"].format_error(error)["error"]
+    assert chat["code"] == "context_length_exceeded" and "maximum context length is 200 tokens" in chat["message"]
+    words = DIALECTS["messages"].format_error(error)["error"]
+    assert words == {"type": "invalid_request_error", "message": "prompt is too long: 300 tokens > 200 maximum"}
+    ((name, failed),) = DIALECTS["responses"].format_error_events(error)
+    assert name == "response.failed" and failed["response"]["error"]["code"] == "context_length_exceeded"
+    assert DIALECTS["messages"].format_error(Overloaded("x"))["error"]["type"] == "overloaded_error"
+
+
+def said(role: Any, text: str) -> ChatMessage:
+    return ChatMessage(role, text)
+
+
+def test_what_templates_refuse_is_folded_and_noted() -> None:
+    given = [
+        said("system", "a"),
+        said("system", "b"),
+        said("user", "c"),
+        said("system", "d"),
+        said("user", "e"),
+        said("assistant", "f"),
+        said("system", "g"),
+    ]
+    folded, notes = fold(given, {}, at_start=True)
+    assert [(message["role"], message["content"]) for message in folded] == [
+        ("system", "a\n\nb"),
+        ("user", "c\n\nd\n\ne"),
+        ("assistant", "f"),
+        ("user", "g"),
+    ]
+    assert len(notes) == 3
+    later, _ = fold([said("system", "a"), said("user", "b")], {}, at_start=False)
+    assert [message["role"] for message in later] == ["user"]
+
+
+def test_the_result_of_a_tool_gets_its_name_and_the_id_that_the_model_wrote() -> None:
+    calls = {"call_1": ChatCall("add", {}, "call_1", native_id="a1b2c3d4e")}
+    (message,), _ = fold([ChatMessage("tool", "2", call_id="call_1")], calls, at_start=False)
+    assert message == {"role": "tool", "name": "add", "tool_call_id": "a1b2c3d4e", "content": "2"}

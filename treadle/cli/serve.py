@@ -1,0 +1,193 @@
+"""`treadle serve`: a model behind OpenAI's and Anthropic's APIs, or behind Tinker's, on this machine."""
+
+import json
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from treadle.cli.environment import read_api_keys
+from treadle.cli.parser import Arguments, Commands, add_command, add_words, load_words, run_path
+from treadle.errors import ConfigError, Mistake
+from treadle.terminal import say
+
+if TYPE_CHECKING:
+    from treadle.config import Config
+    from treadle.journal import Journal
+
+DEFAULT_CONTEXT = 8192
+"""Tokens of context for a model that is served without a config, where it takes so many."""
+
+
+def register(commands: Commands) -> None:
+    examples = """
+    examples:
+      treadle serve runs/treadle/calculator                    the newest checkpoint of a run
+      treadle serve HuggingFaceTB/SmolLM2-135M-Instruct        a model
+      treadle serve my.yaml rollout.name=vllm                  a config: its engine, sampling and tool-call format
+      treadle serve my.yaml --gateway                          and record what agents do: treadle show reads it
+      treadle serve treadle/tiny-calculator --tinker           train it with the tinker package: adapters as models
+
+    Clients use the printed key; the model's name is policy. With --gateway a client that takes
+    http://127.0.0.1:PORT/s/NAME/v1 as its address has a session by that name. DELETE of /s/NAME ends it, and
+    POST to /s/NAME/v1/notes of {"reward": 1.0} gives it a reward, with the second key that is printed.
+    """
+    command = add_command(commands, "serve", serve, examples)
+    add_words(command, "RUN | MODEL | CONFIG | KEY=VALUE", what="a run, a model, files or recipes")
+    command.add_argument(
+        "--gateway", action="store_true", help="record every session in logging.run_dir; train nothing"
+    )
+    command.add_argument(
+        "--tinker", action="store_true", help="serve the Tinker API instead: training and sampling, by LoRA adapters"
+    )
+    command.add_argument("--name", help="with --tinker: the name that clients ask for; the model's path by default")
+    command.add_argument("--checkpoints", type=Path, help="with --tinker: where they are (runs/tinker)")
+    command.add_argument("--max-models", type=int, help="with --tinker: adapters that train at once (8)")
+    command.add_argument("--max-sessions", type=int, help="with --tinker: clients at once (32)")
+    command.add_argument("--port", type=int, default=8000, help="port on 127.0.0.1; 0 for a free one (default 8000)")
+    command.add_argument("--key", help="the key that clients use; a new one by default")
+    command.add_argument("--notes-key", help="with --gateway, the key for rewards and notes; a new one by default")
+
+
+def serve(arguments: Arguments) -> int:
+    """Serve a run's model, a model or a config over OpenAI's and Anthropic's APIs, or Tinker's, on this machine.
+
+    Ctrl-C ends it. Tools work, and the sampling is the config's. A client that asks for a stream gets the events of its
+    API once the turn is sampled: the text comes as one piece.
+    """
+    from secrets import token_hex
+
+    if arguments.tinker:
+        return _serve_tinker(arguments)
+    for name in ("name", "checkpoints", "max_models", "max_sessions"):
+        if getattr(arguments, name) is not None:
+            option = f"--{name.replace('_', '-')}"
+            raise ConfigError([Mistake(option, "belongs to the Tinker API", fix="add --tinker, or leave it out")])
+    key, notes_key = arguments.key or token_hex(16), arguments.notes_key or token_hex(16)
+    if key == notes_key:
+        problem = "is the key of the clients, too: an agent could give itself a reward"
+        raise ConfigError([Mistake("--notes-key", problem, fix="leave it out, or give another one")])
+    port = f"rollout.gateway.port={arguments.port}"
+    with _configured([*arguments.words, port]) as (config, name):
+        import asyncio  # not before it is needed: help and mistakes do without
+
+        from treadle.gateway.model_server import ServerKeys, serve_model, until_signal
+
+        recording: AbstractContextManager[Journal | None] = nullcontext()
+        if arguments.gateway:
+            recording = _open_journal(config)
+        with recording as journal:
+            keys = read_api_keys(config)
+            say_ready = _announce(config, key, name, notes_key if arguments.gateway else None)
+            api_key = keys.get(config.rollout.openai.api_key_env)
+            asyncio.run(until_signal(serve_model(config, ServerKeys(key, notes_key), journal, say_ready, api_key)))
+            say("ended")
+    return 0
+
+
+KEY_PREFIX = "tml-"
+"""What the tinker package wants every key to begin with."""
+
+
+def _serve_tinker(arguments: Arguments) -> int:
+    from secrets import token_hex
+
+    key = arguments.key or KEY_PREFIX + token_hex(16)
+    mistakes = []
+    if not key.startswith(KEY_PREFIX):
+        mistakes.append(Mistake("--key", f"the tinker package takes keys that begin with {KEY_PREFIX} only", key))
+    if arguments.gateway:
+        mistakes.append(Mistake("--gateway", "the Tinker API records no sessions", fix="leave out one of the two"))
+    for name, value in (("--max-models", arguments.max_models), ("--max-sessions", arguments.max_sessions)):
+        if value is not None and value < 1:
+            mistakes.append(Mistake(name, "must be 1 or more", value))
+    if mistakes:
+        raise ConfigError(mistakes)
+    with _configured([*arguments.words, f"rollout.gateway.port={arguments.port}"]) as (config, shown):
+        import asyncio  # not before it is needed: help and mistakes do without
+
+        from treadle.gateway.model_server import until_signal
+        from treadle.tinker.server import TinkerSettings, serve_tinker
+        from treadle.tinker.service import ServiceLimits
+
+        limits = ServiceLimits(arguments.max_models or 8, arguments.max_sessions or 32)
+        checkpoints = arguments.checkpoints or Path("runs/tinker")
+        settings = TinkerSettings(key, checkpoints, arguments.name, limits)
+
+        def ready(url: str, name: str) -> None:
+            say(f"serving {shown} over the Tinker API, as the base model {name}")
+            say(f"  TINKER_BASE_URL={url} TINKER_API_KEY={key}")
+            say(f"checkpoints are in {checkpoints}")
+            sys.stdout.flush()
+
+        asyncio.run(until_signal(serve_tinker(config, settings, ready)))
+        say("ended")
+    return 0
+
+
+def _announce(config: "Config", key: str, name: str, notes_key: str | None) -> Callable[[str], None]:
+    def ready(url: str) -> None:
+        say(f"serving {name} with the engine {config.rollout.name}, as the model policy")
+        say(f"  OPENAI_BASE_URL={url}/v1 OPENAI_API_KEY={key}")
+        say(f"  ANTHROPIC_BASE_URL={url} ANTHROPIC_API_KEY={key}")
+        if notes_key is not None:
+            say(f"sessions are recorded in {config.logging.directory('rollout')}; {url}/s/NAME/v1 is a session by name")
+            say(f"  rewards: POST to {url}/s/NAME/v1/notes with the key {notes_key}, which agents must not have")
+        sys.stdout.flush()
+
+    return ready
+
+
+@contextmanager
+def _configured(words: Sequence[str]) -> Iterator[tuple["Config", str]]:
+    """The config to serve, and what it serves in words: as given, a model, or the newest checkpoint of a run."""
+    from treadle.config.load import recipe_names
+
+    first, rest = words[0], list(words[1:])
+    path = run_path(first)
+    if path.is_file() or first in recipe_names() or first.endswith((".yaml", ".yml")) or "=" in first:
+        config = load_words(list(words))
+        yield config, config.model.path
+    elif (path / "config.yaml").is_file() and (path / "run.json").is_file():
+        from tempfile import TemporaryDirectory
+
+        from treadle.inspect.export import export_run
+
+        with TemporaryDirectory(prefix="treadle-serve-") as folder:
+            model = Path(folder) / "model"
+            exported = export_run(path, model, dtype="fp32")
+            config = load_words(
+                [str(path / "config.yaml"), f"model.path={model}", "model.adapter=null", "rollout.nnodes=0", *rest]
+            )
+            yield config, f"{exported.checkpoint.name} of {path}"
+    else:
+        from treadle.config import loads
+
+        half = _context_of(first) // 2
+        lengths = f"prompt_length: {half}, response_length: {half}"
+        config = loads(f"model: {{path: {json.dumps(first)}}}\nrollout: {{{lengths}}}\n", "treadle serve", tuple(rest))
+        yield config, first
+
+
+def _context_of(model: str) -> int:
+    """Tokens that a model takes, as far as its directory says."""
+    from treadle.model.tokenizer import find_model_path
+
+    found = find_model_path(model)
+    try:
+        longest = json.loads((found / "config.json").read_text()).get("max_position_embeddings") if found else None
+    except (OSError, ValueError):
+        longest = None
+    return min(DEFAULT_CONTEXT, longest) if isinstance(longest, int) and longest > 1 else DEFAULT_CONTEXT
+
+
+def _open_journal(config: "Config") -> "AbstractContextManager[Journal]":
+    from treadle.config import to_yaml
+    from treadle.config.show import hide_in_words
+    from treadle.journal import Journal
+
+    resolved = to_yaml(config, origins=True, secrets=False)
+    directory = Path(config.logging.directory("rollout"))
+    words, max_mb = hide_in_words(sys.argv), config.logging.journal_max_mb
+    return Journal.open(directory, max_mb=max_mb, config_yaml=resolved, command=words)

@@ -1,0 +1,1 @@
+"""Session gateway: agent programs speak OpenAI's or Anthropic's API to the model that trains, with exact tokens."""

@@ -1,0 +1,61 @@
+"""Gateway counters: what the agent of one session did, counted.
+
+They become `extra["gateway"]` of its trajectory, and are summed up in the line that a run ends with.
+"""
+
+import re
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+MAX_NOTES = 16
+"""Different notes that a session keeps."""
+
+_PLACE = re.compile(r"\[\d+\]")
+
+
+@dataclass(slots=True)
+class GatewayCounters:
+    """What an agent did, counted; becomes `extra["gateway"]` of its trajectory."""
+
+    requests: Counter[str] = field(default_factory=Counter)
+    """By dialect."""
+    echoes: Counter[str] = field(default_factory=Counter)
+    """Sampled turns that were sent back, by how they compare; each turn once."""
+    forks: Counter[str] = field(default_factory=Counter)
+    """Rows that branch off another, by why."""
+    roots: int = 0
+    replaced: int = 0
+    undelivered: int = 0
+    auxiliary: int = 0
+    """Turns that do not train: asked for again, never delivered, or for another model than the policy."""
+    unfinished: int = 0
+    """Turns that were being sampled when the session ended, or that an engine broke off for good."""
+    replayed: int = 0
+    """Requests that were given an answer again."""
+    engine_failures: int = 0
+    refused: Counter[str] = field(default_factory=Counter)
+    """Options that were refused, by name, whatever the place in a list."""
+    ignored: Counter[str] = field(default_factory=Counter)
+    """Options that the run's settings override, by name."""
+    notes: dict[str, None] = field(default_factory=dict)
+
+    def add_refused(self, option: str) -> None:
+        """Places in lists are left out of a name: an agent's history has any number of them."""
+        self.refused[_PLACE.sub("[]", option)] += 1
+
+    def add_notes(self, notes: Iterable[str]) -> None:
+        """Each once, and no more than `MAX_NOTES` of them."""
+        for note in notes:
+            if len(self.notes) < MAX_NOTES:
+                self.notes[note] = None
+
+    def as_extra(self) -> dict[str, Any]:
+        """Everything that is not empty, as plain JSON."""
+        values = {name: getattr(self, name) for name in self.__slots__}
+        plain = {name: dict(value) if isinstance(value, Counter) else value for name, value in values.items()}
+        return {
+            **{name: value for name, value in plain.items() if value},
+            **({"notes": [*self.notes]} if self.notes else {}),
+        }

@@ -1,0 +1,180 @@
+"""Partial turn: what of a turn can be shown while it is being sampled.
+
+Owns what is held back: half of a UTF-8 character, white space and tags that may still turn out to be something else,
+stop strings, and everything from the first sign of a tool call on. Invariant: the reasoning and the text that were
+shown are the beginning of what the whole turn has; where a model's output does not allow that, nothing is shown until
+the turn is whole. Each token is looked at once, however long the turn.
+"""
+
+from collections.abc import Callable, Sequence
+from enum import StrEnum
+
+from treadle.engine.protocol import Decode
+
+_HALF = "\N{REPLACEMENT CHARACTER}"
+_THINK, _END_THINK = "<think>", "</think>"
+
+
+class IncrementalDecoder:
+    """Ids to text as they come: a piece of text is given once no later token can change it."""
+
+    def __init__(self, decode: Decode) -> None:
+        self._decode = decode
+        self._ids: list[int] = []
+        """From the last piece that was given on: some tokenizers write a token otherwise at the start of a text."""
+        self._num_given = 0
+
+    def add(self, ids: Sequence[int]) -> str | None:
+        """The next piece, maybe empty; None where the text of more tokens does not begin with that of fewer."""
+        self._ids += ids
+        given, now = self._decode(self._ids[: self._num_given]), self._decode(self._ids)
+        if now.endswith(_HALF):
+            return ""
+        if not now.startswith(given):
+            return None
+        self._ids = self._ids[self._num_given :]
+        self._num_given = len(self._ids)
+        return now[len(given) :]
+
+
+class _Phase(StrEnum):
+    """What the next text of a turn belongs to."""
+
+    START = "start"
+    REASONING = "reasoning"
+    TEXT = "text"
+    OVER = "over"
+
+
+class PartialTurn:
+    """One turn as it is sampled. `feed` is called with its tokens, and `on_change` when there is more to show."""
+
+    def __init__(
+        self,
+        decode: Decode,
+        *,
+        mark: str,
+        created: int,
+        prompt_tokens: int,
+        stops: Sequence[str],
+        call_starts: Sequence[str] | None = None,
+        is_thinking: bool | None = None,
+    ) -> None:
+        """`call_starts`: what tool calls begin with, None where there can be none, empty where that is unknown.
+
+        `is_thinking`: the prompt has opened the reasoning. None: there is none, all is text.
+        """
+        self.mark, self.created, self.prompt_tokens = mark, created, prompt_tokens
+        self.pieces: list[tuple[str, str]] = []
+        """What can be shown, in order: "reasoning" or "text", and a piece of it."""
+        self.on_change: Callable[[], None] | None = None
+        self._decoder = IncrementalDecoder(decode)
+        self._ids: list[int] = []
+        self._stops = tuple(stops)
+        self._can_call = call_starts is not None
+        self._call_starts = tuple(call_starts or ())
+        self._phase = _Phase.TEXT if is_thinking is None else _Phase.REASONING if is_thinking else _Phase.START
+        if call_starts is not None and not call_starts:
+            self._phase = _Phase.OVER
+        self._pending = ""
+        self._is_empty = is_thinking is not None
+        """Nothing of this phase was shown: white space before it is left out."""
+        self._is_plain = is_thinking is None
+
+    def feed(self, start: int, ids: Sequence[int]) -> None:
+        """Tokens from the `start`-th on. Those that are told again change nothing; other ones in their place end it."""
+        known = len(self._ids) - start
+        if self._phase is _Phase.OVER:
+            return
+        if known < 0 or self._ids[start : start + len(ids)] != list(ids[:known]):
+            self._phase = _Phase.OVER
+            return
+        new = ids[known:]
+        self._ids += new
+        piece = self._decoder.add(new) if new else ""
+        if piece is None:
+            self._phase = _Phase.OVER
+        elif piece:
+            count = len(self.pieces)
+            self._pending += piece
+            self._advance()
+            if len(self.pieces) > count and self.on_change is not None:
+                self.on_change()
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether something was shown as text, and no reasoning came before it: then all of the turn is text."""
+        return self._is_plain and bool(self.pieces)
+
+    def _advance(self) -> None:
+        stop = _find(self._pending, self._stops)
+        if stop >= 0:
+            self._pending = self._pending[:stop]
+        if self._phase is _Phase.START:
+            self._start()
+        if self._phase is _Phase.REASONING:
+            self._reason()
+        if self._phase is _Phase.TEXT:
+            self._speak()
+        if stop >= 0:
+            self._phase = _Phase.OVER
+
+    def _start(self) -> None:
+        begun = self._pending.lstrip()
+        if _THINK.startswith(begun):
+            return
+        if begun.startswith(_THINK):
+            self._phase, self._pending = _Phase.REASONING, begun[len(_THINK) :]
+        elif self._can_call and self._pending[0].isspace():
+            self._phase = _Phase.OVER  # whether that belongs to the text depends on whether a call follows
+        else:
+            self._phase, self._is_empty, self._is_plain = _Phase.TEXT, False, True
+
+    def _reason(self) -> None:
+        if _THINK in self._pending:
+            self._phase = _Phase.OVER  # a tag inside of what it opens
+            return
+        thought, end, said = self._pending.partition(_END_THINK)
+        if not end:
+            self._show("reasoning", (_THINK, _END_THINK))
+            return
+        self._pending = thought.rstrip()
+        self._show("reasoning", (), is_last=True)
+        self._phase, self._pending, self._is_empty = _Phase.TEXT, said, True
+
+    def _speak(self) -> None:
+        call = _find(self._pending, self._call_starts)
+        if call >= 0:
+            self._pending = self._pending[:call].rstrip()
+            self._show("text", (), is_last=True)
+            self._phase = _Phase.OVER
+        else:
+            self._show("text", self._call_starts)
+
+    def _show(self, kind: str, tags: Sequence[str], *, is_last: bool = False) -> None:
+        """Show what is pending, but for white space at its end and what may be the beginning of a tag or a stop."""
+        text = self._pending.lstrip() if self._is_empty else self._pending
+        end = len(text) if is_last else len(text) - _num_held(text, (*tags, *self._stops))
+        shown = text[:end].rstrip()
+        self._pending = text[len(shown) :]
+        if shown:
+            self._is_empty = False
+            self.pieces.append((kind, shown))
+
+
+def _find(text: str, tags: Sequence[str]) -> int:
+    """Where the first of some tags begins; -1 where there is none."""
+    return min((at for at in map(text.find, tags) if at >= 0), default=-1)
+
+
+def _num_held(text: str, tags: Sequence[str]) -> int:
+    """How many characters at the end of a text may be the beginning of a tag."""
+    longest = max(map(len, tags), default=1) - 1
+    return next(
+        (
+            size
+            for size in range(min(longest, len(text)), 0, -1)
+            if any(tag.startswith(text[len(text) - size :]) for tag in tags)
+        ),
+        0,
+    )

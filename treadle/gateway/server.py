@@ -1,0 +1,473 @@
+"""Gateway server: the routes of three API dialects over HTTP, and the keys of sessions. One for each agent worker.
+
+Owns which session a key opens, the stream of events with its keep-alives, and errors in a dialect's words. What a
+request means is the dialects', where it goes on is the conversation's.
+Invariant: a key opens one session while that is open, and nothing else does; a turn is committed before its last byte
+is sent, and where it trains before its first; whatever a client does is a status for it and nothing for others; an
+error of our own fails the session, even where its agent goes on as if nothing had happened.
+
+Waits: a stream waits for its turn with an event every `KEEP_ALIVE_S`; a whole response just waits.
+"""
+
+import asyncio
+import json
+from collections.abc import Awaitable, Callable, Iterator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from hashlib import sha256
+from hmac import compare_digest
+from secrets import token_hex
+from typing import Any, NoReturn, Protocol, cast
+
+from treadle.aio import describe_error
+from treadle.config.rollout import GatewayConfig
+from treadle.errors import ConfigError, LoopFailure, Mistake
+from treadle.gateway import anthropic_messages, openai_chat, openai_responses
+from treadle.gateway.connection_limits import ConnectionShare
+from treadle.gateway.conversation import Conversation, Exchange
+from treadle.gateway.event_stream import Event, EventWriter, PartialStream
+from treadle.gateway.http_server import ConnectionLost, HttpConnection, HttpRequest, HttpResponse, HttpServer
+from treadle.gateway.request import POLICY_MODEL, Overloaded, ReplySet, RequestError, TurnRequest
+
+KEEP_ALIVE_S = 3.0
+"""Between two signs of life of a stream that has nothing to say yet."""
+
+RETRY_AFTER_S = 1
+
+LARGE_BODY_BYTES = 100_000
+"""What is larger is read and rendered in a thread."""
+
+MAX_JSON_MARKS = 500_000
+"""Values of a body, about: to read JSON holds the interpreter, in a thread too."""
+
+SESSION_BODIES = 2
+"""How many bodies of the largest size requests of one session may hold together."""
+
+
+class ApiDialect(Protocol):
+    """The functions of a dialect's module."""
+
+    NAME: str
+
+    def parse_request(self, body: Mapping[str, Any]) -> TurnRequest: ...
+
+    def format_response(self, answer: ReplySet) -> dict[str, Any]: ...
+
+    def open_events(self) -> EventWriter: ...
+
+    def format_error(self, error: RequestError) -> dict[str, Any]: ...
+
+    def format_error_events(self, error: RequestError) -> Iterator[Event]: ...
+
+
+DIALECTS: Mapping[str, ApiDialect] = {
+    "/v1/chat/completions": openai_chat,
+    "/v1/responses": openai_responses,
+    "/v1/messages": anthropic_messages,
+}
+COUNT_TOKENS = "/v1/messages/count_tokens"
+NOTES = "/v1/notes"
+"""Where a grader reports a reward, and notes, with the session's second key."""
+
+HEALTH_PATHS = ("/", "/health", "/healthz", "/api/hello", "/v1")
+_COMMENT, _PING = b": keep-alive\n\n", b'event: ping\ndata: {"type": "ping"}\n\n'
+
+
+class HttpError(RequestError):
+    """An error that HTTP has a status for."""
+
+    def __init__(self, status: int, kind: str, message: str) -> None:
+        super().__init__(message)
+        self.status = status
+        self.kind = kind
+
+
+@dataclass(eq=False, slots=True)
+class GatewaySession:
+    """A session that a key opens."""
+
+    conversation: Conversation
+    key: str
+    notes_key: str
+    """The second key, for a reward and notes: whoever runs the agent keeps it from the agent."""
+    reward: float | None = None
+    notes: dict[str, Any] | None = None
+    share: ConnectionShare = field(default_factory=ConnectionShare)
+
+
+class ShareOwner(Protocol):
+    """What `check` returns for a request, and what it counts for."""
+
+    @property
+    def share(self) -> ConnectionShare: ...
+
+    @property
+    def path(self) -> str: ...
+
+
+@dataclass(frozen=True, slots=True)
+class RequestOwner:
+    """Whose request it is."""
+
+    session: GatewaySession
+    path: str
+    """Without the key, where that was in it."""
+    may_note: bool
+
+    @property
+    def share(self) -> ConnectionShare:
+        return self.session.share
+
+
+class GatewayServer:
+    """The server of one worker. Built by `start`."""
+
+    def __init__(self, gateway: GatewayConfig) -> None:
+        self._gateway = gateway
+        self._sessions: dict[bytes, tuple[GatewaySession, bool]] = {}
+        """By the digest of a key, and whether it is the second one."""
+        self._http: HttpServer | None = None
+        self.max_body_bytes = gateway.max_body_mb * 1_000_000
+
+    @classmethod
+    async def start(cls, gateway: GatewayConfig) -> "GatewayServer":
+        """Listen; a ConfigError where the address cannot be had."""
+        server = cls(gateway)
+        await server.listen()
+        return server
+
+    async def listen(self) -> None:
+        gateway = self._gateway
+        try:
+            self._http = await HttpServer.start(self, gateway.host, gateway.port)
+        except OSError as error:
+            problem = f"cannot listen on {gateway.host}:{gateway.port}: {error.strerror or error}"
+            fix = "0 takes a free port; each agent worker needs one of its own"
+            raise ConfigError(
+                [Mistake("rollout.gateway.port", problem, gateway.port, gateway.origin("port"), fix)]
+            ) from error
+
+    @property
+    def url(self) -> str:
+        """Where agents reach it; without a path."""
+        assert self._http is not None
+        host = f"[{self._gateway.host}]" if ":" in self._gateway.host else self._gateway.host
+        return self._gateway.url.format(host=host, port=self._http.port).rstrip("/")
+
+    @property
+    def num_connections(self) -> int:
+        return len(self._http.connections) if self._http is not None else 0
+
+    @property
+    def max_connections(self) -> int:
+        assert self._http is not None
+        return self._http.connections.max_connections
+
+    def open(self, conversation: Conversation) -> GatewaySession:
+        """Two new keys for a session."""
+        session = GatewaySession(conversation, token_hex(16), token_hex(16))
+        self._sessions[_digest(session.key)] = session, False
+        self._sessions[_digest(session.notes_key)] = session, True
+        return session
+
+    def close_session(self, session: GatewaySession) -> None:
+        """Its keys open nothing any more."""
+        for key in (session.key, session.notes_key):
+            self._sessions.pop(_digest(key), None)
+
+    async def close(self) -> None:
+        if self._http is not None:
+            await self._http.close()
+
+    # --- what the HTTP server calls
+
+    def check(self, request: HttpRequest) -> object:
+        """The owner of a request by its key; a refusal without one."""
+        path = request.target.split("?", 1)[0]
+        key, path = read_key(path, request.headers)
+        if path in HEALTH_PATHS and request.method in ("GET", "HEAD"):
+            return None
+        found = self._sessions.get(_digest(key)) if key else None
+        if found is None or not compare_digest(found[0].notes_key if found[1] else found[0].key, key):
+            error = HttpError(401, "unauthorized", "no open session has this key")
+            return error_response(dialect_of(path), error)
+        session, may_note = found
+        return self.admit(session.share, path) or RequestOwner(session, path, may_note)
+
+    def admit(self, share: ConnectionShare, path: str) -> HttpResponse | None:
+        """Count a request of a session, from its head on; a refusal where the session has too many."""
+        assert self._http is not None
+        most = self._http.connections.max_session_connections
+        if share.num_connections >= most:
+            error = HttpError(429, "overloaded", f"a session may have {most} requests at once")
+            return error_response(dialect_of(path), error)
+        share.num_connections += 1
+        return None
+
+    def take_bytes(self, owner: object, count: int) -> HttpResponse | None:
+        """Bodies of one session together are bounded: many half-sent ones would be all memory."""
+        share = cast(ShareOwner, owner).share
+        share.num_bytes += count
+        most = SESSION_BODIES * self.max_body_bytes
+        if share.num_bytes <= most:
+            return None
+        error = HttpError(429, "overloaded", f"a session may have {most} bytes of requests on the way at once")
+        return error_response(dialect_of(cast(ShareOwner, owner).path), error)
+
+    def refuse_body(self, most: int) -> HttpResponse:
+        if most < self.max_body_bytes:
+            why = f"a request without a key may have {most} bytes"
+        else:
+            why = f"the body is larger than {most} bytes: raise rollout.gateway.max_body_mb"
+        return HttpResponse(413, {"type": "error", "error": {"type": "request_too_large", "message": why}})
+
+    def release(self, owner: object, num_bytes: int) -> None:
+        share = cast(ShareOwner, owner).share
+        share.num_connections -= 1
+        share.num_bytes -= num_bytes
+
+    async def handle(self, request: HttpRequest, connection: HttpConnection) -> None:
+        """Answer a request."""
+        owner = request.owner
+        if not isinstance(owner, RequestOwner):
+            await connection.respond(HttpResponse(200, {"status": "ok"}))
+            return
+        dialect = dialect_of(owner.path)
+        try:
+            await self._route(request, owner, connection)
+        except RecursionError:
+            await connection.respond(error_response(dialect, RequestError("the body is nested too deeply")))
+        except RequestError as error:
+            if error.option:
+                owner.session.conversation.counters.add_refused(error.option)
+            await connection.respond(error_response(dialect, error))
+        except ConnectionLost:
+            raise
+        except Exception as error:
+            problem = f"the gateway broke on a request to {owner.path[:200]}: {describe_error(error)}"
+            owner.session.conversation.fail(LoopFailure(problem))
+            raise
+
+    async def _route(self, request: HttpRequest, owner: RequestOwner, connection: HttpConnection) -> None:
+        path, dialect = owner.path, DIALECTS.get(owner.path)
+        if owner.may_note:
+            if path != NOTES or request.method != "POST":
+                raise HttpError(403, "unauthorized", f"this key is for {NOTES} alone")
+            _take_notes(owner.session, _read_json(request.body))
+            await connection.respond(HttpResponse(200, {}))
+        elif path == "/v1/models" or path.startswith("/v1/models/"):
+            await connection.respond(_models(path, request.method))
+        elif dialect is None and path != COUNT_TOKENS:
+            raise HttpError(404, "not_found", f"there is no {path[:200]}")
+        elif request.method != "POST":
+            raise HttpError(405, "invalid_request", f"{path} takes POST")
+        elif dialect is None:
+            parsed = await _parse(anthropic_messages, request.body)
+            count = await owner.session.conversation.count_tokens(parsed)
+            await connection.respond(HttpResponse(200, {"input_tokens": count}))
+        else:
+            await self._turn(request, owner.session, dialect, connection)
+
+    async def _turn(
+        self, request: HttpRequest, session: GatewaySession, dialect: ApiDialect, connection: HttpConnection
+    ) -> None:
+        """One turn, or several side by side: whole, or as a stream."""
+        conversation = session.conversation
+        parsed = await _parse(dialect, request.body)
+        parsed = replace(parsed, agent_id=request.headers.get("x-claude-code-agent-id", ""))
+        try:
+            rendered = await conversation.render(parsed) if len(request.body) > LARGE_BODY_BYTES else None
+            exchange = conversation.ask(parsed, rendered)
+        except RequestError as error:
+            if not (parsed.stream and dialect is openai_responses and error.kind == "context"):
+                raise
+            await connection.start_stream("text/event-stream")  # this is where its programs look for it
+            await connection.send(encode_events(dialect.format_error_events(error)), is_last=True)
+            return
+        try:
+            if parsed.stream:
+                await _send_stream(dialect, exchange, connection, parsed)
+            else:
+                await _send_whole(dialect, exchange, connection)
+        except (ConnectionLost, asyncio.CancelledError):
+            conversation.lose(exchange)
+            raise
+        if exchange.is_awaited and _has_answer(exchange):
+            conversation.deliver(exchange)
+            connection.on_lost = _OnLost(conversation, exchange)
+
+
+@dataclass(slots=True)
+class _OnLost:
+    """A connection that breaks after its answer was sent: its client may not have read all of it."""
+
+    conversation: Conversation
+    exchange: Exchange
+
+    def __call__(self, is_broken: bool) -> None:
+        if is_broken:
+            self.conversation.lose(self.exchange)
+
+
+async def _send_whole(dialect: ApiDialect, exchange: Exchange, connection: HttpConnection) -> None:
+    answer = await _wait(exchange, connection, None)
+    await connection.respond(HttpResponse(200, dialect.format_response(answer)))
+
+
+def _has_answer(exchange: Exchange) -> bool:
+    return exchange.task.done() and not exchange.task.cancelled() and exchange.task.exception() is None
+
+
+async def _send_stream(
+    dialect: ApiDialect, exchange: Exchange, connection: HttpConnection, request: TurnRequest
+) -> None:
+    """A stream: what can be shown while it is sampled, else everything when the turn is whole."""
+    await connection.start_stream("text/event-stream")
+    ping = _PING if dialect is anthropic_messages else _COMMENT
+    empty = ReplySet((), request.model, request.include_usage, request.tools, request.namespaces)
+    stream = PartialStream(dialect.open_events(), exchange.partials, empty)
+
+    async def send_some() -> None:
+        await connection.send(encode_events(stream.events()) or ping)
+
+    try:
+        answer = await _wait(exchange, connection, send_some)
+        answer = replace(answer, include_usage=request.include_usage)  # one given again may be asked for otherwise
+        events = stream.finish(answer)
+        if events is None:
+            exchange.is_awaited = False  # the same request gets the whole answer
+            raise Overloaded("another replica went on with this answer otherwise than it began: send the request again")
+    except RequestError as error:
+        events = dialect.format_error_events(error)
+    await connection.send(encode_events(events), is_last=True)
+
+
+async def _wait(
+    exchange: Exchange, connection: HttpConnection, send_some: Callable[[], Awaitable[None]] | None
+) -> ReplySet:
+    """The answer, unless the connection is lost first: it goes on being sampled then.
+
+    `send_some` is called when there is more to show, and every `KEEP_ALIVE_S`.
+    """
+    woken = asyncio.Event()
+    connection.on_lost = lambda _: woken.set()
+    for turn in exchange.partials if send_some is not None else ():
+        turn.on_change = woken.set
+    exchange.task.add_done_callback(lambda _: woken.set())
+    try:
+        while not exchange.task.done():
+            woken.clear()
+            with suppress(TimeoutError):
+                async with asyncio.timeout(KEEP_ALIVE_S):
+                    await woken.wait()
+            if connection.is_lost:
+                raise ConnectionLost
+            if send_some is not None and not exchange.task.done():
+                await send_some()
+    finally:
+        connection.on_lost = None
+        for turn in exchange.partials:
+            turn.on_change = None
+    if exchange.task.cancelled():
+        raise HttpError(503, "over", "the session has ended")
+    return exchange.task.result()
+
+
+def encode_events(events: Iterator[Event]) -> bytes:
+    """Events as a stream has them."""
+    pieces = []
+    for name, data in events:
+        written = data if isinstance(data, str) else json.dumps(data, ensure_ascii=False)
+        pieces.append(f"event: {name}\ndata: {written}\n\n" if name else f"data: {written}\n\n")
+    return "".join(pieces).encode("utf-8", "replace")
+
+
+def _digest(key: str) -> bytes:
+    """Keys are looked up by digest: how long that takes says nothing about a key."""
+    return sha256(key.encode("utf-8", "surrogatepass")).digest()
+
+
+def read_key(path: str, headers: Mapping[str, str]) -> tuple[str, str]:
+    """The key of a request, from its path or its headers, and the path without it."""
+    if path.startswith("/s/"):
+        key, _, rest = path[3:].partition("/")
+        return key, f"/{rest}"
+    scheme, _, token = headers.get("authorization", "").partition(" ")
+    bearer = token.strip() if scheme.lower() == "bearer" else ""
+    return headers.get("x-api-key", "").strip() or bearer, path
+
+
+def dialect_of(path: str) -> ApiDialect:
+    if path.startswith("/v1/messages"):
+        return DIALECTS["/v1/messages"]
+    return DIALECTS.get(path, DIALECTS["/v1/chat/completions"])
+
+
+def error_response(dialect: ApiDialect, error: RequestError) -> HttpResponse:
+    headers = {"retry-after": str(RETRY_AFTER_S)} if error.kind == "overloaded" else {}
+    status = 529 if isinstance(error, Overloaded) and dialect is anthropic_messages else error.status
+    if error.kind != "overloaded" and error.status < 500:
+        headers["x-should-retry"] = "false"
+    return HttpResponse(status, dialect.format_error(error), headers)
+
+
+async def _parse(dialect: ApiDialect, body: bytes) -> TurnRequest:
+    """The request of a body; of a large one in a thread, so that other sessions are not held up."""
+    if len(body) <= LARGE_BODY_BYTES:
+        return dialect.parse_request(_read_json(body))
+    _check_marks(body)
+    return await asyncio.to_thread(lambda: dialect.parse_request(_read_json(body)))
+
+
+async def read_body(body: bytes) -> Mapping[str, Any]:
+    """The JSON object of a body; RequestError where it is none."""
+    if len(body) <= LARGE_BODY_BYTES:
+        return _read_json(body)
+    _check_marks(body)
+    return await asyncio.to_thread(_read_json, body)
+
+
+def _check_marks(body: bytes) -> None:
+    if sum(map(body.count, (b"[", b"{", b","))) > MAX_JSON_MARKS:
+        raise HttpError(413, "request_too_large", f"the body has more than {MAX_JSON_MARKS} brackets and commas")
+
+
+def _read_json(body: bytes) -> Mapping[str, Any]:
+    try:
+        value = json.loads(body, parse_constant=_refuse_constant)
+        if b"\\u" in body and (b"\\ud" in body or b"\\uD" in body):
+            json.dumps(value, ensure_ascii=False).encode()
+    except UnicodeEncodeError:
+        raise RequestError("the body holds half of a surrogate pair, which is not text") from None
+    except (ValueError, RecursionError):
+        raise RequestError("the body is not JSON") from None
+    if not isinstance(value, dict):
+        raise RequestError("the body must be a JSON object")
+    return value
+
+
+def _refuse_constant(word: str) -> NoReturn:
+    raise ValueError(f"{word} is not JSON")
+
+
+def _take_notes(session: GatewaySession, body: Mapping[str, Any]) -> None:
+    reward, notes = body.get("reward"), body.get("notes")
+    if reward is not None:
+        if isinstance(reward, bool) or not isinstance(reward, int | float) or reward != reward or abs(reward) > 1e300:
+            raise RequestError("reward must be a finite number")
+        session.reward = float(reward)
+    if notes is not None:
+        if not isinstance(notes, dict):
+            raise RequestError("notes must be an object")
+        session.notes = {**(session.notes or {}), **notes}
+
+
+def _models(path: str, method: str) -> HttpResponse:
+    if method not in ("GET", "HEAD"):
+        raise HttpError(405, "invalid_request", f"{path[:200]} takes GET")
+    model = {"id": POLICY_MODEL, "object": "model", "created": 0, "owned_by": "treadle"}
+    model |= {"type": "model", "display_name": POLICY_MODEL, "created_at": "1970-01-01T00:00:00Z"}
+    if path == "/v1/models":
+        listed = {"object": "list", "data": [model], "has_more": False}
+        return HttpResponse(200, {**listed, "first_id": POLICY_MODEL, "last_id": POLICY_MODEL})
+    return HttpResponse(200, {**model, "id": path.removeprefix("/v1/models/")[:200]})

@@ -1,0 +1,80 @@
+"""Gateway totals: what the agents of a run did with their conversations, summed, and the habit that costs most.
+
+Reads `extra["gateway"]` of finished trajectories; knows nothing of how it was counted.
+"""
+
+from collections import Counter
+from collections.abc import Mapping
+from typing import Any
+
+from treadle.types import Trajectory
+
+FIXES: Mapping[str, str] = {
+    "reduced": "agents drop reasoning that the chat template shows: use the responses or messages API, which keep it",
+    "edited": "agents send back other text than was sampled: let them append the answer as it came",
+    "prefix": "agents change messages before turns that they repeat, such as dates or reminders in the system message",
+    "rewound": "agents go back and try another way: rows branch there, and every turn trains once",
+    "sibling": "agents sample the same messages several times: every sample trains that is not asked for again",
+}
+
+
+class GatewayTotals:
+    """Sums counters of trajectories as they finish; a rollout observer."""
+
+    def __init__(self) -> None:
+        self.num_trajectories = 0
+        self.rows = 0
+        self.counts: Counter[str] = Counter()
+        """Plain counters by name; those of a map as name/key."""
+
+    def start(self) -> None: ...
+
+    def drop(self) -> None: ...
+
+    def retry(self, finished: Trajectory) -> None:
+        self._add(finished)
+
+    def finish(self, finished: Trajectory) -> None:
+        self._add(finished)
+
+    def _add(self, finished: Trajectory) -> None:
+        counted = finished.extra.get("gateway")
+        if not isinstance(counted, Mapping):
+            return
+        self.num_trajectories += 1
+        self.rows += finished.num_rows
+        for name, value in counted.items():
+            if isinstance(value, Mapping):
+                for key, number in value.items():
+                    self.counts[f"{name}/{key}"] += number
+            elif isinstance(value, int):
+                self.counts[name] += value
+
+    def part(self, name: str) -> dict[str, int]:
+        """One map of counters."""
+        head = f"{name}/"
+        return {key.removeprefix(head): count for key, count in self.counts.items() if key.startswith(head)}
+
+    def fields(self) -> dict[str, Any]:
+        """Everything, for an event of the journal."""
+        return {"trajectories": self.num_trajectories, "rows": self.rows, **self.counts}
+
+    def line(self) -> str | None:
+        """What happened, in one line, and the fix for what cost most; None where no agent asked for anything."""
+        requests, echoes, forks = self.part("requests"), self.part("echoes"), self.part("forks")
+        if not requests:
+            return None
+        asked = ", ".join(f"{count} {name}" for name, count in sorted(requests.items()))
+        said = [f"gateway: {asked} requests of {self.num_trajectories} sessions in {self.rows} rows"]
+        if echoes:
+            exact = echoes.get("exact", 0) + echoes.get("equivalent", 0)
+            said.append(f"{exact / sum(echoes.values()):.0%} of turns came back as they were sampled")
+        untrained = sum(self.counts[name] for name in ("replaced", "undelivered", "auxiliary", "unfinished"))
+        said += [f"{untrained} turns do not train"] if untrained else []
+        said += [f"{self.counts['replayed']} retries given the same answer"] if self.counts["replayed"] else []
+        refused = self.part("refused")
+        said += [f"refused: {', '.join(sorted(refused))}"] if refused else []
+        if forks:
+            why, count = max(forks.items(), key=lambda item: item[1])
+            said.append(f"{sum(forks.values())} forks, {count} of them {why}: {FIXES.get(why, '')}")
+        return "; ".join(said)

@@ -1,0 +1,159 @@
+"""Export: trajectories as one HTML file that opens without a network, or as lines of JSON.
+
+Owns the form of the file. It holds no script at all: what a model wrote is escaped text in it, control characters and
+direction marks are written out, and its policy forbids everything but its own style. Tokens are coloured by logprob in
+five classes; what a finding is about is marked.
+"""
+
+import json
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict
+from html import escape
+
+from treadle.inspect.detectors import RunFinding
+from treadle.inspect.run_records import RunRecords
+from treadle.inspect.transcript import CONTENT, REASONING, content_text, to_json
+from treadle.view.queries import Json
+from treadle.view.run_pages import RunPages
+from treadle.view.trajectory_pages import TrajectoryPages
+
+MAX_TOKENS = 20_000
+"""Of one row, in the file."""
+MAX_ROWS = 16
+"""Rows of a trajectory, in the file."""
+_LIMITS = (-0.05, -0.5, -1.5, -4.0)
+"""Logprobs between the five classes of colour."""
+
+_PAGE = """<!doctype html>
+<html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width">
+<meta http-equiv="Content-Security-Policy" content="default-src 'none'; style-src 'unsafe-inline'">
+<title>{title}</title><style>
+:root{{color-scheme:light dark;--ink:#1d2127;--soft:#626a75;--line:#d9dde2;--ground:#fbfbfa;--l1:#fdf1cf;
+--l2:#fbd38a;--l3:#f3a35c;--l4:#e07a4a}}
+@media(prefers-color-scheme:dark){{:root{{--ink:#e4e7eb;--soft:#98a1ac;--line:#343a42;--ground:#14171b;--l1:#3b3420;
+--l2:#5c4720;--l3:#7d4f24;--l4:#96492b}}}}
+body{{font:15px/1.55 system-ui,sans-serif;color:var(--ink);background:var(--ground);max-width:62rem;margin:2rem auto;
+padding:0 1.25rem}}h1{{font-size:1.25rem}}h2{{font-size:1.05rem;margin-top:2.5rem;border-top:1px solid var(--line);
+padding-top:1.5rem}}.soft{{color:var(--soft)}}pre{{white-space:pre-wrap;overflow-wrap:anywhere;margin:.25rem 0 1rem;
+font:13.5px/1.55 ui-monospace,monospace;unicode-bidi:plaintext}}.role{{font-weight:600;font-size:.85rem}}
+.tokens span{{unicode-bidi:isolate}}.l1{{background:var(--l1)}}.l2{{background:var(--l2)}}.l3{{background:var(--l3)}}
+.l4{{background:var(--l4)}}.given{{color:var(--soft)}}.ctl{{color:#b3501e;font-size:.85em;unicode-bidi:isolate}}
+.call{{border-left:3px solid var(--line);padding-left:.75rem}}mark{{background:#ffd75e;color:#1d2127}}
+.tokens mark{{outline:2px solid #b3501e}}</style></head><body>
+<h1>{title}</h1>{found}
+<p class="soft">Exported by treadle view. Tokens are coloured by the sampler's logprob: the darker, the
+less likely; grey ones were not sampled.</p>
+{body}</body></html>
+"""
+
+
+_CONTROL = re.compile(
+    "[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200b-\u200f\u2028-\u202e\u2060-\u2069\ud800-\udfff\ufeff\ufff9-\ufffb]"
+)
+"""Control characters, marks that turn the reading direction, and halves of surrogate pairs: as in the viewer."""
+
+
+def export_jsonl(pages: RunPages, ids: Sequence[int], found: RunFinding | None = None) -> str:
+    """One line for each trajectory, as `treadle show --json` writes it; with the finding it is exported for."""
+    records = RunRecords(pages.run_dir)
+    with pages.query() as query:
+        names = [(line.uid, line.sample) for line in map(query.headline, ids)]
+    lines = []
+    for uid in dict.fromkeys(uid for uid, _ in names):
+        lines += [to_json(item) for item in records.select(uid=uid) if item.headline.id in ids]
+    if found is not None:
+        lines = [json.dumps({**json.loads(line), "finding": asdict(found)}) for line in lines]
+    return "".join(f"{line}\n" for line in lines)
+
+
+def export_page(trajectories: TrajectoryPages, ids: Sequence[int], found: RunFinding | None = None) -> str:
+    """One page for all of them; what a finding is about is told at the top and marked in its trajectory."""
+    shown = [trajectories.trajectory(id) for id in ids]
+    title = visible(f"{shown[0]['uid']}, {len(shown)} samples" if len(shown) > 1 else _name(shown[0]))
+    body = "\n".join("\n".join(_section(trajectories, item, found)) for item in shown)
+    told = "" if found is None else f"<p><b>{visible(found.kind)}</b>: {visible(found.detail)}</p>"
+    return _PAGE.format(title=title, body=body, found=told)
+
+
+def visible(text: str) -> str:
+    """Text as HTML that shows every letter of it, also those that a browser would act on."""
+    return _CONTROL.sub(_write_out, escape(text))
+
+
+def _write_out(found: "re.Match[str]") -> str:
+    code = ord(found[0])
+    return f"<span class='ctl'>{chr(0x2400 + code) if code < 32 else f'U+{code:04X}'}</span>"
+
+
+def _name(item: Json) -> str:
+    return f"{item['uid']}/{item['sample']}"
+
+
+def _section(trajectories: TrajectoryPages, item: Json, found: RunFinding | None) -> Iterator[str]:
+    reward = "no reward" if item["reward"] is None else f"reward {item['reward']:g}"
+    parts = ", ".join(f"{name} {value}" for name, value in item["parts"].items())
+    facts = [reward, parts, f"{item['status']} ({item['reason']})", f"{item['tokens']:,} sampled tokens"]
+    facts += [f"step {item['step']}"] if item["step"] is not None else []
+    yield f"<h2>{visible(_name(item))}</h2><p class='soft'>{visible(' · '.join(fact for fact in facts if fact))}</p>"
+    if item["detail"]:
+        yield f"<pre>{visible(item['detail'])}</pre>"
+    span = found if found is not None and found.id == item["id"] else None
+    for at, message in enumerate(item["messages"]):
+        yield f"<div class='role'>{visible(message['role'])} {visible(message['name'])}</div>"
+        yield from _fields(trajectories, item, at, span if span is not None and span.message == at else None)
+    if item["task"] and item["task"].get("ground_truth") is not None:
+        yield f"<div class='role'>ground truth</div><pre dir='auto'>{_truth(item)}</pre>"
+    for row in item["rows_shown"][:MAX_ROWS] if item["has_body"] else ():
+        yield f"<div class='role'>tokens of row {row['position']}</div><pre class='tokens'>"
+        yield "".join(_tokens(trajectories, item["id"], row["position"], span))
+        yield "</pre>"
+    if len(item["rows_shown"]) > MAX_ROWS:
+        yield f"<p class='soft'>… {len(item['rows_shown']) - MAX_ROWS} more rows</p>"
+
+
+def _truth(item: Json) -> str:
+    return visible(content_text(item["task"]["ground_truth"]))
+
+
+def _fields(trajectories: TrajectoryPages, item: Json, at: int, span: RunFinding | None) -> Iterator[str]:
+    """The texts of a message; the one that holds the span is whole."""
+    message = item["messages"][at]
+    cut = f"\n… {message['cut']:,} more letters" if message["cut"] else ""
+    texts = [(REASONING, "", message["thinks"], ""), (CONTENT, "", message["text"], cut)]
+    texts += [(f"call-{n}", call["name"], call["arguments"], "") for n, call in enumerate(message["calls"])]
+    for name, label, text, more in texts:
+        if span is not None and span.field == name and span.start is not None:
+            whole = trajectories.message(item["id"], at, name)["text"]
+            inner = "".join(
+                (visible(whole[: span.start]), "<mark>", visible(whole[span.start : span.end]), "</mark>")
+            ) + visible(whole[span.end :])
+            more = ""
+        else:
+            inner = visible(text)
+        shown = f"<b>{visible(label)}</b> " if label else ""
+        if inner or name == CONTENT:
+            kind = " class='call'" if name.startswith("call-") else " class='soft'" if name == REASONING else ""
+            yield f"<pre dir='auto'{kind}>{shown}{inner}{visible(more)}</pre>"
+
+
+def _tokens(trajectories: TrajectoryPages, id: int, row: int, span: RunFinding | None) -> Iterator[str]:
+    start, total = 0, 1
+    first, last = (span.start or 0, span.end or 0) if span is not None and span.row == row else (0, 0)
+    while start < min(total, MAX_TOKENS):
+        window = trajectories.tokens(id, row, start)
+        total = window["total"]
+        for at, number in enumerate(window["ids"]):
+            text = window["texts"][at] if window["texts"] else f"[{number}]"
+            shown = f"⟨{window['bytes'][at]}⟩" if text is None else text
+            token = f'<span class="{_colour(window["mask"][at], window["logprobs"][at])}">{visible(shown)}</span>'
+            yield f"<mark>{token}</mark>" if first <= start + at < last else token
+        start += len(window["ids"])
+    if total > MAX_TOKENS:
+        yield f"\n… {total - MAX_TOKENS:,} more tokens"
+
+
+def _colour(sampled: int, logprob: float | None) -> str:
+    if not sampled:
+        return "given"
+    return f"l{sum(logprob < limit for limit in _LIMITS)}" if logprob is not None else "l0"

@@ -1,0 +1,71 @@
+"""Row index of the viewer: which policy versions sampled a trajectory, and which tools it called.
+
+Read from the newest trajectory to the oldest, as far as one question has time for; an answer says how far that was, the
+next one goes on. Kept in memory: one entry for each trajectory, shared between those that are alike.
+"""
+
+import threading
+import time
+from array import array
+
+from treadle.journal.codec import decode
+from treadle.view.queries import RunQuery
+from treadle.view.run_pages import RunPages
+
+BUDGET_S = 0.4
+_BATCH = 100
+
+_Entry = tuple[frozenset[int], frozenset[str]]
+"""Versions and tools."""
+
+
+class RowIndex:
+    """Versions and tools of one run, by trajectory."""
+
+    def __init__(self, pages: RunPages) -> None:
+        self._pages = pages
+        self._lock = threading.Lock()
+        self._entries: dict[int, _Entry] = {}
+        self._alike: dict[_Entry, _Entry] = {}
+        self._from = self._through = 0
+        """Trajectories from `_from` to `_through` were read."""
+
+    def find(self, version: int | None, tool: str | None) -> tuple[list[int], float]:
+        """Trajectories with a token of a version and a call of a tool, where asked for; and the share that was read."""
+        with self._lock, self._pages.query() as query:
+            share = self._fill(query)
+            found = [
+                id
+                for id, (versions, tools) in self._entries.items()
+                if (version is None or version in versions) and (tool is None or tool in tools)
+            ]
+        return found, share
+
+    def _fill(self, query: RunQuery) -> float:
+        """What is new first, then backwards to the oldest."""
+        ends = time.monotonic() + BUDGET_S
+        oldest, newest = map(int, query.one("SELECT ifnull(min(trajectory), 1), ifnull(max(trajectory), 0) FROM rows"))
+        if not self._through:
+            self._from = newest + 1
+            self._through = newest
+        while self._through < newest and time.monotonic() < ends:
+            upto = min(newest, self._through + _BATCH)
+            self._add(query, self._through + 1, upto)
+            self._through = upto
+        while self._from > oldest and time.monotonic() < ends:
+            start = max(oldest, self._from - _BATCH)
+            self._add(query, start, self._from - 1)
+            self._from = start
+        read = self._through - max(self._from, oldest) + 1
+        return min(1.0, read / max(newest - oldest + 1, 1))
+
+    def _add(self, query: RunQuery, first: int, last: int) -> None:
+        found = query.all(
+            "SELECT trajectory, versions, turns FROM rows WHERE trajectory BETWEEN ? AND ?", (first, last)
+        )
+        for id, blob, turns in found:
+            versions = frozenset(array("i", bytes(blob))) - {-1}
+            tools = frozenset(str(call["name"]) for turn in decode(turns) for call in turn.get("calls", ()))
+            known = self._entries.get(id)
+            entry = (versions, tools) if known is None else (versions | known[0], tools | known[1])
+            self._entries[id] = self._alike.setdefault(entry, entry)
