@@ -13,10 +13,10 @@ real       Real time, a scripted engine: rollout manager, sessions, tools, route
            with sleeps for GPUs. One sync run is recorded; from its sessions the simulator predicts all three modes.
 """
 
+import argparse
 import asyncio
 import random
 import statistics
-import sys
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
@@ -311,5 +311,10 @@ def _config(text: str, *words: str) -> TrainConfig:
 
 if __name__ == "__main__":
     parts = {"reasoning": bench_reasoning, "published": bench_published, "real": bench_real}
-    for name in sys.argv[1:] or parts:
-        parts[name]()
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("parts", nargs="*", metavar="PART", help=f"{', '.join(parts)}; by default all of them")
+    chosen = parser.parse_args().parts
+    for unknown in set(chosen) - set(parts):
+        parser.error(f"there is no part {unknown}; there are {', '.join(parts)}")
+    for part in chosen or parts:
+        parts[part]()

@@ -4,10 +4,10 @@
 
 The model is a random Llama (`--hidden`, `--layers`); rows have `--length` tokens, of which the share is the prompt that
 the samples of a group have in common. Each step trains `--groups` groups in one optimizer step, with micro batches of
-at most `--budget` tokens. The two forms take turns on one policy, in one process, at a learning rate of 0, so that both
-train the same weights; medians of `--turns` turns. Seconds are those of the CPU, which do not depend on who else uses
-the machine, and on a GPU those of the clock. Tokens are those that the network reads; memory, on a GPU, what was
-allocated at most in a step.
+at most `--budget` tokens. The two forms take turns on one policy, in one process, at a learning rate so small that both
+train the same weights; medians of `--turns` turns. On a CPU one thread computes and its seconds are counted, which do
+not depend on other work of the machine; on a GPU those of the clock. Tokens are those that the network reads; memory,
+on a GPU, what was allocated at most in a step.
 """
 
 import argparse
@@ -55,7 +55,7 @@ def make_policy(options: argparse.Namespace, directory: Path) -> SinglePolicy:
             dtype="bf16" if options.device == "cuda" else "fp32",
             ppo_max_token_len_per_gpu=max(options.budget, options.length),
             ppo_mini_batch_size=options.groups,
-            optim=OptimConfig(lr=0.0, weight_decay=0.0),
+            optim=OptimConfig(lr=1e-12, weight_decay=0.0),
         ),
         rollout_correction=RolloutCorrectionConfig(),
         sampling=Sampling(1.0, options.length),
@@ -118,7 +118,7 @@ def measure(options: argparse.Namespace, policy: SinglePolicy, samples: int, sha
     }
 
 
-def main() -> None:
+def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
     parser.add_argument("--samples", type=int, nargs="+", default=[4, 8, 16, 32])
@@ -132,7 +132,9 @@ def main() -> None:
     parser.add_argument("--turns", type=int, default=3)
     parser.add_argument("--recompute", action="store_true")
     parser.add_argument("--json", action="store_true", help="one JSON object a line")
-    options = parser.parse_args()
+    options = parser.parse_args(arguments)
+    if options.device == "cpu":
+        torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as folder:
         save_model(options, Path(folder))
         policy = make_policy(options, Path(folder))

@@ -12,6 +12,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from tests.golden.test_shared_prefix import make_batch as make_prefix_batch
+from tests.golden.test_shared_prefix import make_rows as make_prefix_rows
 from tests.policies import make_groups, save_tiny_model
 from tests.sharded import (
     EPOCHS,
@@ -133,6 +135,36 @@ def test_ten_steps_with_a_critic_equal_those_of_one_device(pair: RankGroup, dire
         for name in ("actor/pg_loss", "actor/grad_norm", "critic/vf_loss", "critic/grad_norm", "reward/kl"):
             assert mine[name] == pytest.approx(theirs[name], abs=1e-5), name
     assert largest_gap(many.policy.tensors(), one.policy.tensors()) < 1e-5
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+def test_prefixes_that_rows_share_are_read_once_on_ranks_as_well(
+    pair: RankGroup, directory: Path, recompute: bool
+) -> None:
+    """Each rank has whole trees or parts of one; the one device beside them reads every row by itself."""
+    spec = make_spec(directory, recompute=recompute, ppo_max_token_len_per_gpu=120, ppo_mini_batch_size=2)
+    policy, single = load(pair, spec), alone(spec)
+    single._network.shares_prefixes = False
+    for seed in range(3):
+        batch = make_prefix_batch(make_prefix_rows(seed))
+        mine, theirs = policy.train(batch), single.train(batch)
+        assert max(gaps(mine, theirs).values()) < 1e-5
+        assert mine["actor/tokens"] + mine["actor/shared_prefix_tokens"] == theirs["actor/tokens"]
+        assert mine["actor/shared_prefix_tokens"] > 100
+    assert largest_gap(policy.tensors(), single.tensors()) < 1e-5
+    reference, reference_beside = ShardedReference(pair), reference_alone(spec)
+    reference_beside._network.shares_prefixes = False
+    torch.testing.assert_close(
+        reference.logprobs(batch.rows), reference_beside.logprobs(batch.rows), atol=1e-5, rtol=1e-5
+    )
+    critic, critic_beside = ShardedCritic(pair), critic_alone(spec)
+    critic_beside._network.shares_prefixes = False
+    given = replace(batch, values_T=critic.values(batch.rows), returns_T=batch.advantages_T)
+    for _ in range(2):
+        mine, theirs = critic.train(given), critic_beside.train(given)
+        assert mine["critic/vf_loss"] == pytest.approx(theirs["critic/vf_loss"], rel=1e-5)
+        assert mine["critic/grad_norm"] == pytest.approx(theirs["critic/grad_norm"], rel=1e-4)
+        assert mine["critic/tokens"] < theirs["critic/tokens"]
 
 
 @pytest.mark.parametrize("loss_mode", POLICY_LOSSES)

@@ -1,0 +1,48 @@
+"""Benchmarks run as their first lines say: what changes around them must not break them unseen."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+BENCH = Path(__file__).parents[2] / "bench"
+ELSEWHERE = {"ray_overhead", "trl_cpu_step", "trl_grpo_step", "trl_lora_step", "trl_loss", "trl_sft_step"}
+"""Scripts for an interpreter with Ray or TRL."""
+
+IMPORT_ALL = """
+import importlib, sys
+sys.path.insert(0, "bench")  # as for a script: they import one another by name
+for name in sys.argv[1:]:
+    importlib.import_module(name)
+"""
+SMALL = {
+    "shared_prefix": "--samples 2 --shares 0.5 --length 48 --groups 1 --turns 1 --hidden 64 --layers 1",
+    "schedules": "--help",
+}
+
+
+def run(*words: str) -> str:
+    ended = subprocess.run(
+        [sys.executable, *words],
+        cwd=BENCH.parent,
+        env=os.environ | {"PYTHONPATH": "."},
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert ended.returncode == 0, ended.stderr
+    return ended.stdout
+
+
+def test_every_benchmark_imports_what_there_is() -> None:
+    names = sorted(path.stem for path in BENCH.glob("*.py") if path.stem not in ELSEWHERE)
+    assert names
+    run("-c", IMPORT_ALL, *names)
+
+
+@pytest.mark.parametrize("name", SMALL)
+def test_a_benchmark_prints_its_table(name: str) -> None:
+    assert run(f"bench/{name}.py", *SMALL[name].split())
