@@ -15,7 +15,9 @@ from treadle.errors import ConfigError
 from treadle.journal import JournalReader
 from treadle.model.tokenizer import resolve_model_path
 from treadle.model.vocabulary import Vocabulary
+from treadle.rollout import Action, Opening, Step
 from treadle.trainer.sft_data import load_sft_rows
+from treadle.types import Task
 
 pytestmark = pytest.mark.filterwarnings("ignore::treadle.config.ConfigWarning")
 
@@ -53,6 +55,35 @@ def test_the_trajectories_of_a_run_train_with_the_tokens_that_were_sampled(tmp_p
     assert rows.below_reward == 16 - len(good)
     with JournalReader.open(sampled.run_dir) as reader:
         assert len(list(reader.headlines())) == 16
+
+
+class Unfair:
+    """Two players, one move each: the first one wins."""
+
+    def reset(self, task: Task) -> list[Opening]:
+        return [Opening("You are A.", first=True), Opening("You are B.")]
+
+    def step(self, action: Action) -> Step:
+        return Step(done=True, rewards=[1.0, 0.0]) if action.seat else Step("A has moved.", seat=1)
+
+
+def test_of_an_episode_of_several_agents_the_seats_that_were_rewarded_are_learned(tmp_path):
+    sampled = treadle.rollout(
+        model=MODEL,
+        tasks=[{"prompt": "play", "uid": "validation-of-mine"}],
+        environment=Unfair,
+        rollout={"n": 2, "response_length": 12},
+        run_dir=tmp_path / "sampled",
+    )
+    config = sft_config(tmp_path, f"data.train_files={sampled.run_dir}", "sft.min_reward=1")
+    rows = asyncio.run(load_sft_rows(config, Renderer.create(config.model)))
+    winners = [
+        row for item in sampled.trajectories() for row, seat in zip(item.rows, item.seats, strict=True) if not seat
+    ]
+    assert len(winners) == 2 == rows.below_reward
+    assert sorted((row.prompt_ids, row.ids) for row in rows.rows.values()) == sorted(
+        (row.prompt_ids, row.ids) for row in winners
+    )
 
 
 def test_a_run_without_a_least_reward_is_refused(tmp_path):

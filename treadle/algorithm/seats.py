@@ -38,6 +38,13 @@ def split_seats(groups: Sequence[Group], weights: Mapping[str, float] = NOTHING)
     return tuple(split)
 
 
+def split_trajectory(trajectory: Trajectory, weights: Mapping[str, float] = NOTHING) -> tuple[Trajectory, ...]:
+    """A trajectory of several agents by the seats that the policy played; one of a single agent as it is."""
+    if not trajectory.seats:
+        return (trajectory,)
+    return tuple(_seat(trajectory, number, weights) for number in sorted(trajectory.policy_seats))
+
+
 def row_positions(trajectory: Trajectory) -> tuple[int, ...]:
     """Where the rows of a trajectory, or of one seat of it, stand among all rows of their episode."""
     return tuple(trajectory.extra.get("row_positions", range(len(trajectory.rows))))

@@ -9,6 +9,7 @@ are. Refuses a run whose tokenizer gives other ids.
 Invariant: a row trains the tokens that a session of the same conversation would have sampled, and no others.
 """
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
@@ -16,7 +17,8 @@ from math import nan
 from pathlib import Path
 from typing import Any
 
-from treadle.config import SFTRunConfig, TrainConfig
+from treadle.algorithm.seats import row_positions, split_trajectory
+from treadle.config import Config, SFTRunConfig, TrainConfig
 from treadle.config.load import load
 from treadle.config.rollout import ModelConfig, RolloutConfig
 from treadle.data.file_formats import TaskRow, label_source, read_records
@@ -31,7 +33,7 @@ from treadle.data.tasks import (
     share_draws,
 )
 from treadle.errors import ConfigError, Failure, Mistake
-from treadle.journal import Filter, JournalReader
+from treadle.journal import JournalReader, TrajectoryEntry
 from treadle.journal.schema import FILE_NAME
 from treadle.model.tokenizer import find_model_path
 from treadle.model.vocabulary import Vocabulary
@@ -40,8 +42,8 @@ from treadle.types import Row, StopReason, Task
 
 Schemas = Sequence[Mapping[str, Any]]
 
-_NOT_TRAINING = ("validation-", "greedy/")
-"""Beginnings of uids whose trajectories a training run did not train on: a run's validation stays unseen."""
+_OF_VALIDATION = re.compile(r"(validation-\d+|greedy)/")
+"""Beginning of uids whose trajectories a training run did not train on: a run's validation stays unseen."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +56,7 @@ class SFTRows:
     dropped: int = 0
     """Longer than `sft.max_length`, with `sft.overlong: drop`."""
     below_reward: int = 0
-    """Trajectories of run directories whose reward is less than `sft.min_reward`."""
+    """Trajectories of run directories, or seats of them, whose reward is less than `sft.min_reward`."""
 
     def take(self, count: int) -> tuple[Row, ...]:
         """The next rows, epoch after epoch."""
@@ -239,34 +241,41 @@ class _RowReader:
         if least is None:
             problem = f"is needed for the trajectories of {run_dir}: which of them are worth learning?"
             raise ConfigError([Mistake("sft.min_reward", problem, fix="set it, as sft.min_reward=1")])
-        check_vocabulary(run_dir, self._config.model, self.key)
+        weights = check_vocabulary(run_dir, self._config.model, self.key).reward.session_weights()
         with JournalReader.open(run_dir) as reader:
-            self.below_reward += sum(
-                headline.reward is None or headline.reward.value < least
-                for headline in reader.headlines()
-                if not headline.uid.startswith(_NOT_TRAINING)
-            )
-            for entry in reader.trajectories(Filter(min_reward=least)):
-                found, name = entry.trajectory, f"{run_dir.name}/{entry.headline.uid}/{entry.headline.sample}"
-                if entry.headline.uid.startswith(_NOT_TRAINING) or not _ended_well(
-                    found.outcome.ok, found.outcome.reason
-                ):
+            for entry in reader.trajectories():
+                found, headline = entry.trajectory, entry.headline
+                if _OF_VALIDATION.match(headline.uid) or not _ended_well(found.outcome.ok, found.outcome.reason):
                     continue
-                if not entry.headline.is_intact or not found.rows:
-                    why = "was dropped for logging.journal_max_mb" if entry.headline.is_intact else "is damaged"
-                    problem = f"the record of {name} {why}: its tokens are gone"
-                    fix = "run the rollout again, or raise sft.min_reward beyond its reward"
-                    raise ConfigError([Mistake(self.key, problem, str(run_dir), fix=fix)])
-                for number, row in enumerate(found.rows):
-                    yield f"{name}.{number}" if number else name, training_row(row.prompt_ids, row.ids, row.mask)
+                if not headline.is_intact or not found.rows:
+                    self._refuse_lost(entry, run_dir, least)
+                    continue
+                for seat in split_trajectory(found, weights):
+                    if seat.reward is None or seat.reward.value < least:
+                        self.below_reward += 1
+                        continue
+                    for number, row in zip(row_positions(seat), seat.rows, strict=True):
+                        name = f"{run_dir.name}/{headline.uid}/{headline.sample}"
+                        yield f"{name}.{number}" if number else name, training_row(row.prompt_ids, row.ids, row.mask)
+
+    def _refuse_lost(self, entry: TrajectoryEntry, run_dir: Path, least: float) -> None:
+        """ConfigError where the tokens of a trajectory that is worth learning are gone."""
+        headline = entry.headline
+        if headline.reward is None or headline.reward.value < least:
+            self.below_reward += 1
+            return
+        why = "was dropped for logging.journal_max_mb" if headline.is_intact else "is damaged"
+        problem = f"the record of {run_dir.name}/{headline.uid}/{headline.sample} {why}: its tokens are gone"
+        fix = "run the rollout again, or raise sft.min_reward beyond its reward"
+        raise ConfigError([Mistake(self.key, problem, str(run_dir), fix=fix)])
 
 
 def _ended_well(ok: bool, reason: StopReason) -> bool:
     return ok and reason is not StopReason.ABORT
 
 
-def check_vocabulary(run_dir: Path, model: ModelConfig, key: str) -> None:
-    """Refuse the ids of a run that another tokenizer made."""
+def check_vocabulary(run_dir: Path, model: ModelConfig, key: str) -> Config:
+    """The config of a run; refused where another tokenizer made its ids."""
     recorded = load(run_dir / "config.yaml")
     theirs = recorded.model
     path = theirs.tokenizer_path or theirs.path
@@ -278,6 +287,7 @@ def check_vocabulary(run_dir: Path, model: ModelConfig, key: str) -> None:
     if (difference := Vocabulary.of(model).difference(Vocabulary.of(theirs))) is not None:
         problem = f"its token ids are those of another tokenizer than model.path has: {difference}"
         raise ConfigError([Mistake(key, problem, str(run_dir), fix="train a model with the same tokenizer")])
+    return recorded
 
 
 def with_step_settings(config: SFTRunConfig, longest: int) -> SFTRunConfig:
