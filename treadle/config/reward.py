@@ -52,7 +52,7 @@ class RewardFunctionConfig(Section):
     sandbox: bool | None = key(
         None,
         "fence it off from files, network and other processes, each score in a process of its own: for a function that "
-        "evaluates what a model wrote; null for one whose file calls exec, eval, compile, subprocess or a shell; "
+        "evaluates what a model wrote; null for one that reaches exec, eval, a shell, pickle or sympy in your modules; "
         "`math` and `reasoning_gym` always are",
     )
     env: Strings = key((), "environment variables it is given beside PATH, HOME and the like; keys and tokens are not")
