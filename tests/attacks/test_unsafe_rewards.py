@@ -10,6 +10,7 @@ import pytest
 
 from tests.reward_models import make_trajectory
 from treadle.config import RewardConfig, RewardFunctionConfig
+from treadle.config.reward import JudgeConfig, JudgeEngineConfig
 from treadle.config.serialized import serialize
 from treadle.reward.scorer import Scorer, refuse_unfenced
 from treadle.reward.unsafe_calls import find_fenced, find_unsafe_calls
@@ -140,6 +141,16 @@ def test_what_a_function_does_not_run_has_no_warning(tmp_path, monkeypatch, what
 def test_a_built_in_has_no_warning_and_a_function_that_is_a_runner_itself_has_one():
     assert warnings("exact_match") == []
     assert "subprocess.getoutput runs text" in warnings("subprocess:getoutput", sandbox=False)[0]
+
+
+def test_a_judges_parser_is_read_like_a_function(tmp_path):
+    (tmp_path / "parsers.py").write_text("def read(text):\n    return eval(text)\n")
+    judge = JudgeConfig(prompt="?", parser=f"{tmp_path}/parsers.py:read", engine=JudgeEngineConfig(name="scripted"))
+    reward = RewardConfig(judges={"fair": judge}, num_workers=1)
+    if sys.platform == "linux":
+        assert list(find_fenced(reward)) == ["the parser of judge fair is sandboxed, since parsers.py:2 calls eval"]
+    (line,) = find_unsafe_calls(RewardConfig(judges={"fair": judge}, num_workers=0))
+    assert line.startswith("reward.judges.fair.parser: parsers.py:2 calls eval: ")
 
 
 def runs_a_module(response: str) -> float:

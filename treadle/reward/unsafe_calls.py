@@ -38,10 +38,14 @@ def fenced_by_default(reward: RewardConfig, function: RewardFunctionConfig) -> s
 
 
 def find_fenced(reward: RewardConfig) -> Iterator[str]:
-    """A line for each function that is sandboxed by default: why, and the key that turns it off."""
+    """A line for each function that is sandboxed by default: why, and the key that turns it off, if there is one."""
     for name, function in reward.functions.items():
         if found := fenced_by_default(reward, function):
             yield f"{name} is sandboxed, since {found}; reward.functions.{name}.sandbox=false turns that off"
+    for name, judge in reward.judges.items():
+        parser = judge.parser_function()
+        if parser is not None and (found := fenced_by_default(reward, parser)):
+            yield f"the parser of judge {name} is sandboxed, since {found}"
 
 
 def find_unsafe_calls(reward: RewardConfig) -> Iterator[str]:
@@ -56,3 +60,9 @@ def find_unsafe_calls(reward: RewardConfig) -> Iterator[str]:
                 f"set reward.functions.{name}.sandbox=true, and run programs by treadle.reward.sandbox.run_python or "
                 "the built-in code_tests, where they cannot decide their own score"
             )
+    for name, judge in reward.judges.items():
+        parser = judge.parser_function()
+        if parser is None or fenced_by_default(reward, parser) is not None or (found := find_text_run(parser)) is None:
+            continue
+        fix = "set reward.num_workers to 1 or more"
+        yield f"reward.judges.{name}.parser: {found}: answers that reach it run as you: {fix}"
