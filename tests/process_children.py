@@ -24,6 +24,9 @@ async def serve_echo(parent: ParentConnection, setup: Any) -> None:
             raise EngineFailure("as it was told")
         if body == "hold":
             re.match(r"(a+)+$", "a" * 60 + "b")  # in C, and never lets go of the interpreter
+        if body == "print":
+            print("\x1b]52;c;eA==\x07 one", "two\x1b[2J", sep="\n")
+            os.write(1, b"\x1b]0;title\x07 three\n")
         if body == "crash":
             print("the last thing it said", file=sys.stderr, flush=True)
             os._exit(3)

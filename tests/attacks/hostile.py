@@ -301,3 +301,18 @@ class UnsendableLoop(AgentLoopBase):
     async def run(self, session: Session) -> None:
         await session.generate()
         session.extra["what"] = object() if session.task.uid == "task1" else {"numbers": (1, 2.5)}
+
+
+async def hostile_parser(text: str, task: Any) -> float:
+    """Reads a judge's answer; does what the text says about task 1."""
+    if task.uid == "task1":
+        DEEDS[text]()
+        await asyncio.sleep(0)
+    return 1.0
+
+
+def parser_that_holds(text: str, task: Any) -> float:
+    """Never gives the interpreter back."""
+    while task.uid == "task1":
+        pass
+    return 1.0

@@ -11,7 +11,8 @@ from tests.attacks.hostile import CALLER, DEEDS, PLAIN, HangsOnce, Meeting
 from tests.rollouts import engine, renderer, rollout, say, tasks, turns_of
 from treadle.aio import LoopThread
 from treadle.config import AgentLoopConfig, FailureConfig, LimitsConfig, ModelConfig, RewardConfig, RewardFunctionConfig
-from treadle.errors import RunError
+from treadle.config.reward import JudgeConfig, JudgeEngineConfig
+from treadle.errors import ConfigError, RunError
 from treadle.rollout.manager import AgentLoopManager
 from treadle.rollout.service import RolloutKind, RolloutParts
 from treadle.types import Batch
@@ -188,6 +189,34 @@ def test_a_reward_in_this_process_can_fail_its_own_score_and_nothing_else(deed):
     function = RewardFunctionConfig(path=f"{HOSTILE}:hostile_reward", kwargs={"deed": deed})
     reward = RewardConfig(functions={"hostile": function}, num_workers=0, retries=0)
     check_one_failed(run(rollout(failures=ONCE), say("x"), reward), "reward", "hostile")
+
+
+def judged(parser: str, num_workers: int, prompt: str = "?", **keys) -> RewardConfig:
+    """A judge that repeats its question, and a parser of its answers."""
+    engine = JudgeEngineConfig(name="scripted")
+    judge = JudgeConfig(prompt=prompt, parser=f"{HOSTILE}:{parser}", engine=engine, retries=0, **keys)
+    return RewardConfig(judges={"fair": judge}, num_workers=num_workers, retries=0)
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+@pytest.mark.parametrize("deed", DEEDS)
+def test_a_judges_parser_can_fail_its_own_score_and_nothing_else(deed, num_workers):
+    batch = run(rollout(failures=ONCE), say("x"), judged("hostile_parser", num_workers, deed))
+    check_one_failed(batch, "reward", "reward model 'fair'", "parser")
+
+
+def test_a_judges_parser_that_holds_the_interpreter_holds_its_worker_alone():
+    reward = judged("parser_that_holds", 1, timeout_s=60.0)
+    reward = RewardConfig(**{**reward.values(), "timeout_s": 5.0})
+    check_one_failed(
+        run(rollout(failures=ONCE), say("x"), reward), "reward", "a parser that ran past reward.timeout_s=5"
+    )
+
+
+def test_a_parser_that_its_worker_cannot_load_is_a_mistake_of_its_key():
+    with pytest.raises(ConfigError) as caught:
+        run(rollout(), say("x"), judged("hostile_reward", 1))
+    assert {mistake.key for mistake in caught.value.mistakes} == {"reward.judges.fair.parser"}
 
 
 def test_whoever_waits_for_a_thread_that_dies_hears_why():

@@ -1,11 +1,13 @@
 """Processes that work for this one: requests and replies, starts that fail, ends of both sides, restarts."""
 
 import asyncio
+import io
 import os
 import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -73,6 +75,35 @@ def test_a_crash_fails_what_is_open_and_says_what_was_printed_last(capfd):
 
     play(main())
     assert "the last thing it said" in capfd.readouterr().err, "what a process prints is passed on"
+
+
+def test_what_a_process_prints_is_shown_without_control_characters(capfd):
+    """Its standard output is no way to the terminal: a tool prints what a model wrote."""
+
+    async def main() -> None:
+        process = await launch()
+        assert await process.peer.request("print") == "print"
+        await process.end(30.0)
+
+    play(main())
+    shown = capfd.readouterr().out
+    assert shown.splitlines() == ["\\x1b]52;c;eA==\\x07 one", "two\\x1b[2J", "\\x1b]0;title\\x07 three"]
+
+
+def test_a_process_goes_on_where_nobody_reads_what_it_prints(monkeypatch):
+    class Gone(io.StringIO):
+        def write(self, text: str) -> int:
+            raise BrokenPipeError
+
+    async def main() -> None:
+        process = await launch()
+        for _ in range(2):
+            assert await process.peer.request("print") == "print"
+        assert len([thread for thread in threading.enumerate() if thread.name == "helper"]) == 3
+        await process.end(30.0)
+
+    monkeypatch.setattr(sys, "stdout", Gone())
+    play(main())
 
 
 def test_a_process_whose_interpreter_is_held_ends_by_itself():

@@ -1,6 +1,7 @@
 """Judges: votes, retries, deadlines and limits, over the scripted engine and the real router."""
 
 import asyncio
+import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
 from random import Random
@@ -329,6 +330,18 @@ def read_list(text: str, responses: list[str]) -> list[float]:
 def test_a_parser_of_scope_group_returns_a_score_for_each():
     judge = make_judge(prompt=GROUP_PROMPT, scope="group", parser=f"{__name__}:read_list")
     assert [score.value for score in judge_group(judge, around(say("1,0.5")), "x", "y")] == [1.0, 0.5]
+
+
+def test_a_parser_in_this_process_that_is_too_late_gave_no_score():
+    """It holds the event loop past the deadline, so that the deadline is heard after it."""
+    reward = make_reward(make_judge(parser=f"{__name__}:read_late", timeout_s=0.05))
+    with pytest.raises(ScoreFailure, match=r"gave no score within reward\.judges\.fair\.timeout_s=0\.05"):
+        asyncio.run(score(reward, around(say("x")), make_trajectory()))
+
+
+def read_late(text: str) -> float:
+    time.sleep(0.1)
+    return 1.0
 
 
 def test_a_template_of_scope_group_has_fields_of_its_own():

@@ -7,9 +7,10 @@ import pytest
 
 from tests.reward_models import make_task, make_trajectory
 from treadle.config import ModelConfig
-from treadle.config.reward import JudgeConfig
+from treadle.config.reward import JudgeConfig, RewardConfig
 from treadle.errors import ConfigError
 from treadle.reward.judge import ScoreExtractor
+from treadle.reward.judge_parser import JudgeParser
 from treadle.reward.result import Fault, ScoreFailure
 from treadle.types import Score
 
@@ -17,9 +18,13 @@ HERE = __name__
 
 
 def read(text: str, **keys: Any) -> Score:
-    reading = ScoreExtractor.create(JudgeConfig(prompt="?", **keys))
-    (score,) = asyncio.run(reading.read(text, make_task(), (make_trajectory(),)))
-    return score
+    async def main() -> Score:
+        judge = JudgeConfig(prompt="?", **keys)
+        reading = ScoreExtractor.create(judge, await JudgeParser.create("fair", judge, RewardConfig(num_workers=0)))
+        (score,) = await reading.read(text, make_task(), (make_trajectory(),))
+        return score
+
+    return asyncio.run(main())
 
 
 def fail(text: str, **keys: Any) -> ScoreFailure:
@@ -114,7 +119,7 @@ def test_a_parser_may_be_async_and_its_bugs_are_failures():
 )
 def test_what_cannot_read_answers_is_a_mistake_before_the_first_score(keys, key):
     with pytest.raises(ConfigError) as caught:
-        ScoreExtractor.create(JudgeConfig(prompt="?", **keys))
+        read("Score: 1", **keys)
     assert [mistake.key for mistake in caught.value.mistakes] == [key]
 
 

@@ -89,3 +89,29 @@ def test_nothing_else_prints() -> None:
                 if node.func.id == "print" or (node.func.id in ("Console", "_Console") and not quiet):
                     offenders.append(f"{path.relative_to(PACKAGE)}:{node.lineno}")
     assert not offenders
+
+
+PROGRAMS = (
+    "data/verifiers_shim.py",
+    "process/foreign_main.py",
+    "process/interrupt_watcher.py",
+    "rollout/tools/mcp_guard.py",
+    "sandbox/init.py",
+)
+"""Processes without treadle's modules: their outputs are pipes that treadle reads, or they say a fixed sentence."""
+
+
+def test_nothing_else_writes_to_the_standard_streams() -> None:
+    offenders = []
+    for path in FILES:
+        name = str(path.relative_to(PACKAGE))
+        if name == "terminal.py" or name in PROGRAMS:
+            continue
+        for node in nodes(path):
+            if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
+                called, first = ast.unparse(node.func), [ast.unparse(item) for item in node.args[:1]]
+                streams = {f"sys.{kind}{stream}" for kind in ("", "__") for stream in ("stdout", "stderr")}
+                writes = called.startswith(tuple(f"{stream}." for stream in streams)) and "write" in called
+                if writes or (called == "os.write" and first[0] in ("1", "2", "sys.stdout.fileno()")):
+                    offenders.append(f"{name}:{node.lineno}")
+    assert not offenders

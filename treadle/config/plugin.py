@@ -41,9 +41,7 @@ def _load_serialized(file: Path, name: str, key: str) -> Any:
 
 
 def _import(name: str, path: str, key: str) -> Any:
-    here = str(Path.cwd())
-    if here not in sys.path:
-        sys.path.append(here)
+    find_in_working_directory()
     if name.endswith(".py") and not Path(name).expanduser().is_file():
         fix = "paths start from the working directory, or with / or ~"
         raise ConfigError([Mistake(key, f"there is no file {name}", name, fix=fix, missing="file")])
@@ -54,6 +52,13 @@ def _import(name: str, path: str, key: str) -> Any:
         raise ConfigError([Mistake(key, problem, error.name, fix=fix, missing="Python module")]) from error
     except Exception as error:
         raise _mistake(key, path, f"importing {name} failed: {type(error).__name__}: {error}", None) from error
+
+
+def find_in_working_directory() -> None:
+    """Have modules found in the working directory too, whichever command was started."""
+    here = str(Path.cwd())
+    if here not in sys.path:
+        sys.path.append(here)
 
 
 def _import_file(file: Path) -> ModuleType:

@@ -52,7 +52,7 @@ class RewardFunctionConfig(Section):
     sandbox: bool | None = key(
         None,
         "fence it off from files, network and other processes, each score in a process of its own: for a function that "
-        "evaluates what a model wrote; null for one whose file calls exec, eval, compile, subprocess or a shell; "
+        "evaluates what a model wrote; null for one that reaches exec, eval, a shell, pickle or sympy in your modules; "
         "`math` and `reasoning_gym` always are",
     )
     env: Strings = key((), "environment variables it is given beside PATH, HOME and the like; keys and tokens are not")
@@ -117,7 +117,9 @@ class JudgeConfig(Section):
     system: str | None = key(None, "system message before the question")
     pattern: str = key(SCORE_LINE, "regular expression whose last match in the answer holds the score")
     words: Mapping[str, float] = key({}, "score of each word the pattern may find; empty where it finds numbers")
-    parser: str | None = key(None, "function that reads the answer instead of the pattern", names=())
+    parser: str | None = key(
+        None, "function that reads the answer instead of the pattern, in processes as reward functions are", names=()
+    )
     bounds: tuple[float, float] | None = key(None, "lowest and highest score; what lies outside cannot be read")
     retries: int = key(2, "further answers drawn, with other seeds, when one cannot be read", ge=0)
     n: int = key(1, "answers that vote on the score", ge=1)
@@ -135,6 +137,12 @@ class JudgeConfig(Section):
         """The `model` section of an engine that loads the judge."""
         assert self.path is not None, "a judge without a path has no model of its own"
         return ModelConfig(path=self.path, apply_chat_template_kwargs=self.apply_chat_template_kwargs)
+
+    def parser_function(self) -> RewardFunctionConfig | None:
+        """Its parser as a reward function, which takes `text` too."""
+        if self.parser is None:
+            return None
+        return RewardFunctionConfig(path=self.parser, kwargs={"text": ""}, scope=self.scope)
 
     def limits(self) -> LimitsConfig:
         return LimitsConfig(request_timeout_s=self.timeout_s, launch_timeout_s=self.engine.launch_timeout_s)

@@ -461,7 +461,9 @@ async def _check_reward_models(
     if judges or reward.classifiers:
         alone = RewardConfig(**{**reward.values(), "judges": judges})
         context = RewardContext(config.model, renderer, api_keys=environment)
-        report.add((await prepare_models(alone, context)).mistakes)
+        prepared = await prepare_models(alone, context)
+        await prepared.close()
+        report.add(prepared.mistakes)
 
 
 async def _score_answers(scorer: Scorer, task: Task, report: PreflightReport) -> None:

@@ -2,7 +2,7 @@
 
 Owns the lifeline by which the kernel ends a child with its parent, what the child printed last, and what its exit
 status means. A child leads a session of its own: Ctrl-C does not reach it, and what it started is killed with it.
-Waits: one thread for each child waits for its exit, and one reads its output.
+Waits: one thread for each child waits for its exit, and one for each of its outputs reads that.
 """
 
 import json
@@ -16,10 +16,11 @@ import subprocess
 import sys
 import tempfile
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from threading import Thread
 from typing import IO, Any
 from uuid import uuid4
@@ -30,7 +31,7 @@ from treadle.exit_status import describe_exit
 from treadle.process.channel import PICKLES, ChannelCodec
 from treadle.process.child_main import ChildHead
 from treadle.process.tree import kill_group, kill_marked, kill_tree
-from treadle.terminal import printable, warn
+from treadle.terminal import printable, say, warn
 
 log = logging.getLogger(__name__)
 
@@ -79,8 +80,8 @@ class ProcessSpec:
     trace: bool = False
     """`probe` has it write down where its threads are."""
     output: Callable[[bytes], None] | None = None
-    """Takes what it prints, from a thread of its own; empty at the end. None: standard error is passed on, line by
-    line, and standard output is that of this process."""
+    """Takes what it prints, from a thread of its own; empty at the end. None: both outputs are passed on to those of
+    this process, line by line, with control characters written out."""
     quiet: bool = False
     """Standard error goes to the log alone, and standard output nowhere."""
     command: tuple[str, ...] = ()
@@ -102,10 +103,11 @@ class DiedWhileStarting(RunError):
 
 
 class ChildOutput:
-    """Standard error of a child: passed on line by line, logged, and the last lines kept."""
+    """One output of a child: passed on line by line, logged, and the last lines kept."""
 
-    def __init__(self, name: str, quiet: bool) -> None:
-        self._name, self._quiet = name, quiet
+    def __init__(self, name: str, show: Callable[[str], None] | None) -> None:
+        """`show`: where lines go beside the log."""
+        self._name, self._show = name, show
         self._rest = b""
         self._lines: deque[str] = deque(maxlen=_KEPT_LINES)
 
@@ -116,8 +118,9 @@ class ChildOutput:
         for line in lines:
             text = line.decode(errors="replace").rstrip()
             self._lines.append(text)
-            if not self._quiet:
-                warn(text)
+            if self._show is not None:
+                with suppress(OSError, ValueError):  # nobody reads it any more; the child goes on all the same
+                    self._show(text)
             log.debug("%s: %s", self._name, printable(text))
 
     def last_lines(self) -> str:
@@ -134,7 +137,7 @@ class ChildProcess:
         self.name = spec.name
         self.exited: Future[int] = Future()
         """Its exit status."""
-        self._output = spec.output or ChildOutput(spec.name, spec.quiet)
+        self._output = spec.output or ChildOutput(spec.name, None if spec.quiet else warn)
         self._killed = False
         self._mark = {MARK: uuid4().hex} if spec.reap else {}
         """In its environment and in that of all that it starts."""
@@ -143,16 +146,11 @@ class ChildProcess:
         theirs, self._lifeline = os.pipe() if spec.kill_with_parent else (-1, -1)
         passed = [end.fileno(), *([theirs] if theirs >= 0 else []), *([self._trace.fileno()] if self._trace else [])]
         words = (end.fileno(), theirs, spec.name)
-        stdout: int | None = None
-        if spec.output is not None:
-            stdout = subprocess.PIPE
-        elif spec.quiet:
-            stdout = subprocess.DEVNULL
         try:
             self._process = subprocess.Popen(
                 (*(spec.command or (sys.executable, "-m", "treadle.process")), *map(str, words)),
                 stdin=subprocess.DEVNULL,
-                stdout=stdout,
+                stdout=subprocess.DEVNULL if spec.output is None and spec.quiet else subprocess.PIPE,
                 stderr=subprocess.STDOUT if spec.output is not None else subprocess.PIPE,
                 pass_fds=passed,
                 start_new_session=True,
@@ -165,7 +163,7 @@ class ChildProcess:
             if theirs >= 0:
                 os.close(theirs)
         self.pid = self._process.pid
-        self._reading = self._start_thread(self._read)
+        self._reading = [self._start_thread(partial(_read, *output)) for output in self._outputs()]
         self._start_thread(self._wait)
 
     def head(self, spec: ProcessSpec) -> bytes:
@@ -208,7 +206,7 @@ class ChildProcess:
 
     def _describe_exit(self) -> str:
         status = self.status()
-        self._reading.join(_OUTPUT_S)
+        self._join_readers()
         crashed = status > 0 or -status in _CRASHES
         return f"{describe_exit(status)}{self.last_output() if crashed else ''}"
 
@@ -233,7 +231,7 @@ class ChildProcess:
 
     def release(self) -> None:
         """Once it has exited: let go of what is kept for it."""
-        self._reading.join(_OUTPUT_S)
+        self._join_readers()
         if self._trace is not None:
             self._trace.close()
 
@@ -242,13 +240,17 @@ class ChildProcess:
         thread.start()
         return thread
 
-    def _read(self) -> None:
-        stream = self._process.stdout or self._process.stderr
-        assert stream is not None
-        with stream:
-            while data := os.read(stream.fileno(), 1 << 16):
-                self._output(data)
-        self._output(b"")
+    def _outputs(self) -> Iterator[tuple[IO[bytes], Callable[[bytes], None]]]:
+        """Each of its outputs, and what takes it."""
+        stdout, stderr = self._process.stdout, self._process.stderr
+        if stderr is not None:
+            yield stderr, self._output
+        if stdout is not None:
+            yield stdout, self._output if stderr is None else ChildOutput(self.name, say)
+
+    def _join_readers(self) -> None:
+        for thread in self._reading:
+            thread.join(_OUTPUT_S)
 
     def _wait(self) -> None:
         os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOWAIT)
@@ -262,3 +264,10 @@ class ChildProcess:
     def _close_lifeline(self) -> None:
         if self._lifeline >= 0:
             os.close(self._lifeline)
+
+
+def _read(stream: IO[bytes], take: Callable[[bytes], None]) -> None:
+    with stream:
+        while data := os.read(stream.fileno(), 1 << 16):
+            take(data)
+    take(b"")

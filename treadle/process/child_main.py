@@ -22,6 +22,7 @@ import traceback
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from importlib import import_module
+from io import TextIOWrapper
 from typing import Any
 
 from treadle.errors import RunError, TreadleError
@@ -186,6 +187,8 @@ def main(arguments: Sequence[str]) -> None:
     except ChannelClosed:
         return  # the parent has gone
     sys.path[:] = head.path
+    if isinstance(sys.stdout, TextIOWrapper):  # a pipe to the parent, which shows whole lines
+        sys.stdout.reconfigure(line_buffering=True, encoding="utf-8", errors="backslashreplace")
     if head.trace >= 0:
         os.set_inheritable(head.trace, False)
         faulthandler.register(signal.SIGUSR1, file=head.trace, all_threads=True)

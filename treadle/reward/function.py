@@ -107,8 +107,10 @@ class RewardFunction:
         return self.builtin is not None and self.builtin.boxed
 
     def __call__(self, values: Mapping[str, Any]) -> Any:
-        """What the function returns, or an awaitable of it. `values` may hold more than it needs."""
-        return self.call(**{name: values[name] for name in self.needs}, **self.kwargs)
+        """What the function returns, or an awaitable of it. `values` may hold more than it needs, and another value
+        for an argument that the config gives."""
+        kwargs = {name: values.get(name, value) for name, value in self.kwargs.items()}
+        return self.call(**{name: values[name] for name in self.needs}, **kwargs)
 
     def read(self, result: Any) -> RewardResult:
         """What the function returned, as a score, or as one for each sample of a group."""

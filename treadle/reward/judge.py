@@ -13,7 +13,6 @@ own keys.
 """
 
 import asyncio
-import inspect
 import random
 from collections import Counter, deque
 from collections.abc import Iterator, Mapping, Sequence
@@ -32,7 +31,7 @@ from treadle.engine.router import Router
 from treadle.errors import ConfigError, EngineFailure, Mistake, PromptFailure, RunError
 from treadle.model.tokenizer import load_tokenizer
 from treadle.reward.context import RewardContext
-from treadle.reward.function import RewardFunction, collect_arguments, collect_group_arguments, load_function
+from treadle.reward.judge_parser import JudgeParser
 from treadle.reward.prompt import RewardPrompt, SpecialTokenEscaper, to_messages
 from treadle.reward.rate_limit import RateLimit
 from treadle.reward.result import (
@@ -40,12 +39,8 @@ from treadle.reward.result import (
     Fault,
     ScoreFailure,
     as_worker_result,
-    as_worker_results,
-    blame_function,
-    check_count,
     read_number,
 )
-from treadle.reward.sandbox.protocol import copy
 from treadle.types import Message, Request, SamplingParams, Score, StopReason, Task, Trajectory
 
 _PLACES = {"model.": "", "rollout.limits.": "engine.", "rollout.": "engine."}
@@ -155,18 +150,18 @@ SHOWN = 200
 class ScoreExtractor:
     """Score extractor: reads the answers of one judge. Built by `create`."""
 
-    def __init__(self, judge: JudgeConfig, pattern: Any, parser: RewardFunction | None) -> None:
+    def __init__(self, judge: JudgeConfig, pattern: Any, parser: JudgeParser | None) -> None:
         self._judge, self._pattern, self._parser = judge, pattern, parser
         self._words: Mapping[str, float] = {word.casefold(): score for word, score in judge.words.items()}
 
     @classmethod
-    def create(cls, judge: JudgeConfig) -> "ScoreExtractor":
-        """A ConfigError of `pattern` or `parser` where answers cannot be read with them."""
+    def create(cls, judge: JudgeConfig, parser: JudgeParser | None = None) -> "ScoreExtractor":
+        """A ConfigError of `pattern` where answers cannot be read with it."""
         try:
             pattern = regex.compile(judge.pattern)
         except regex.error as error:
             raise ConfigError([Mistake("pattern", f"{judge.pattern!r}: {error}", judge.pattern)]) from error
-        return cls(judge, pattern, None if judge.parser is None else _load_parser(judge.parser, judge.scope))
+        return cls(judge, pattern, parser)
 
     async def read(self, text: str, task: Task, about: tuple[Trajectory, ...]) -> tuple[Score, ...]:
         """The score of each trajectory in an answer, or a ScoreFailure that quotes the answer's end."""
@@ -179,6 +174,21 @@ class ScoreExtractor:
             if not low <= score.value <= high:
                 raise unreadable(f"says {score.value:g}, outside bounds {low:g} to {high:g}", text)
         return scores
+
+    async def _ask(
+        self, parser: JudgeParser, text: str, task: Task, about: tuple[Trajectory, ...]
+    ) -> tuple[Score, ...]:
+        try:
+            return await parser.read(text, task, about)
+        except ScoreFailure as failure:
+            if failure.fault is not Fault.NO_RESULT:
+                raise
+            raise unreadable(f"{failure.problem}, which is no score", text) from failure
+
+    async def close(self) -> None:
+        """End the workers of its parser."""
+        if self._parser is not None:
+            await self._parser.close()
 
     def _search(self, text: str, count: int) -> list[float]:
         """The last `count` scores."""
@@ -207,36 +217,10 @@ class ScoreExtractor:
         except ValueError as error:
             raise unreadable(f"says {word!r:.80}, which is no number", text) from error
 
-    async def _ask(
-        self, parser: RewardFunction, text: str, task: Task, about: tuple[Trajectory, ...]
-    ) -> tuple[Score, ...]:
-        grouped = parser.scope == "group"
-        with blame_function(parser.name):
-            values = (
-                collect_group_arguments(parser.needs, task, about)
-                if grouped
-                else collect_arguments(parser.needs, task, about[0])
-            )
-            result = replace(parser, kwargs={"text": text})(copy(values))
-            if inspect.isawaitable(result):
-                result = await result
-            if result is None:
-                raise unreadable("has a parser that found no score", text)
-            return check_count(as_worker_results(parser.read(result)), len(about))
-
 
 def unreadable(problem: str, text: str) -> ScoreFailure:
     """An answer without a score. `problem` completes the sentence "its answer …"."""
     return ScoreFailure(Fault.UNREADABLE, f"{problem}; its answer ends: {text[-SHOWN:]!r}")
-
-
-def _load_parser(path: str, scope: str) -> RewardFunction:
-    """A parser takes `text`, and any of the names that reward functions take."""
-    try:
-        return load_function(path, path, {"text": ""}, scope)
-    except ConfigError as error:
-        mistakes = (Mistake("parser", mistake.problem, path, fix=mistake.fix) for mistake in error.mistakes)
-        raise ConfigError(mistakes) from error
 
 
 KEPT = 4000
@@ -291,17 +275,24 @@ class Judge:
                 async with asyncio.timeout(judge.timeout_s) as deadline:
                     with first_error():
                         votes = await run_concurrently([self._vote(question, number) for number in range(judge.n)])
+                # A parser that held the loop, with num_workers 0, kept the deadline from being seen.
+                late = asyncio.get_running_loop().time() > (deadline.when() or 0.0)
             except TimeoutError as error:
                 if not deadline.expired():
                     raise
-                problem = f"gave no score within reward.judges.{self._name}.timeout_s={judge.timeout_s:g}"
-                raise ScoreFailure(Fault.TIMEOUT, problem) from error
+                raise self._too_late() from error
             finally:
                 self._forget(question)
+        if late:
+            raise self._too_late()
         answers = tuple(vote.text[-KEPT:] for vote in votes)
         return tuple(
             _count_votes([vote.scores[at] for vote in votes], answers, judge) for at in range(len(trajectories))
         )
+
+    def _too_late(self) -> ScoreFailure:
+        problem = f"gave no score within reward.judges.{self._name}.timeout_s={self._judge.timeout_s:g}"
+        return ScoreFailure(Fault.TIMEOUT, problem)
 
     async def close(self) -> None:
         await self._judge_engine.close()

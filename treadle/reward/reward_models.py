@@ -1,7 +1,7 @@
 """Reward models of a section: prepared, started together, asked side by side, closed together.
 
 Owns their attempts and their names. Knows neither torch nor engines: a classifier and a judge are both something that
-scores. What can be checked without loading a model is checked first, all of it.
+scores. What can be checked without loading a model is checked first, all of it; parsers are loaded where they run.
 Invariant: a failure carries the name of its model; after `close` nothing a model started is left.
 """
 
@@ -18,6 +18,7 @@ from treadle.errors import ConfigError, Mistake
 from treadle.reward.classifier.classifier import Classifier, ClassifierInput, start_classifier_head
 from treadle.reward.context import RewardContext
 from treadle.reward.judge import Judge, JudgeEncoding, ScoreExtractor, prepare_judge_encoding, start_judge_engine
+from treadle.reward.judge_parser import JudgeParser
 from treadle.reward.prompt import RewardPrompt
 from treadle.reward.rate_limit import RateLimit
 from treadle.reward.result import ScoreFailure, name_function
@@ -41,6 +42,12 @@ class PreparedModels:
     classifier_inputs: dict[str, ClassifierInput] = field(default_factory=dict)
     judges: dict[str, tuple[RewardPrompt, ScoreExtractor, JudgeEncoding]] = field(default_factory=dict)
     mistakes: list[Mistake] = field(default_factory=list)
+
+    async def close(self) -> None:
+        """End the workers of parsers, where no judge is started with them."""
+        async with AsyncExitStack() as closing:
+            for _, extractor, _ in self.judges.values():
+                closing.push_async_callback(extractor.close)
 
     @property
     def any(self) -> bool:
@@ -68,6 +75,7 @@ class RewardModels:
         models: dict[str, RewardModel] = {}
         of_groups: dict[str, Judge] = {}
         async with AsyncExitStack() as started:
+            started.push_async_callback(prepared.close)
             for name, classifier_input in prepared.classifier_inputs.items():
                 classifier = reward.classifiers[name]
                 with _locate(reward, f"classifiers.{name}."):
@@ -117,24 +125,31 @@ class RewardModels:
 
 
 async def prepare_models(reward: RewardConfig, context: RewardContext) -> PreparedModels:
-    """Read templates, patterns and tokenizers; loads no weights and starts nothing."""
+    """Read templates, patterns and tokenizers; loads no weights, and starts nothing but the workers of parsers."""
     prepared = PreparedModels()
     for key, problem, fix in reward_models_are_whole(reward):
         prepared.mistakes.append(_place(reward, "", Mistake(key.removeprefix("reward."), problem, fix=fix)))
     if prepared.mistakes:
         return prepared
+    try:
+        await _prepare(reward, context, prepared)
+    except BaseException:
+        await asyncio.shield(prepared.close())
+        raise
+    return prepared
+
+
+async def _prepare(reward: RewardConfig, context: RewardContext, prepared: PreparedModels) -> None:
     for name, classifier in reward.classifiers.items():
         with _collect(prepared.mistakes), _locate(reward, f"classifiers.{name}."):
             prepared.classifier_inputs[name] = await ClassifierInput.create(classifier)
     for name, judge in reward.judges.items():
         with _collect(prepared.mistakes), _locate(reward, f"judges.{name}."):
-            extractor, encoding = ScoreExtractor.create(judge), await prepare_judge_encoding(judge, context)
-            prepared.judges[name] = (
-                RewardPrompt.create(judge.prompt, encoding.guard, judge.scope),
-                extractor,
-                encoding,
-            )
-    return prepared
+            ScoreExtractor.create(judge)
+            encoding = await prepare_judge_encoding(judge, context)
+            prompt = RewardPrompt.create(judge.prompt, encoding.guard, judge.scope)
+            parser = await JudgeParser.create(name, judge, reward)
+            prepared.judges[name] = (prompt, ScoreExtractor.create(judge, parser), encoding)
 
 
 @contextmanager

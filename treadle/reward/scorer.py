@@ -86,12 +86,14 @@ class Scorer:
         gradings = await Gradings.create(reward)
         prepared = await prepare_models(reward, context)
         mistakes += prepared.mistakes
-        pools = await _start_pools(reward, apart, rate, mistakes)
+        pools: tuple[RewardWorkerPool, ...] = ()
         try:
+            pools = await _start_pools(reward, apart, rate, mistakes)
             if mistakes:
                 raise ConfigError(mistakes)
             models = await RewardModels.start(reward, prepared, rate, context) if prepared.any else None
         except BaseException:
+            await asyncio.shield(prepared.close())
             await asyncio.shield(_close_pools(pools))
             raise
         return cls(reward, inline, pools, rate, gradings, models)

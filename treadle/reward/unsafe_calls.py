@@ -1,92 +1,68 @@
-"""Reward functions that may run a model's text: calls of exec, eval, compile or a shell in the source, found unrun.
+"""Reward functions that may run a model's text: uses of exec, eval, a shell and the like that they reach, found unrun.
 
-Reads the file that a function comes from, by its syntax tree, and imports nothing. A function that was serialized has
-no source: the names in its pickle are looked at, which is not loaded either; names are too little to fence it by, and
-it is only warned of. A hint, and no proof: text may reach code in many other ways.
-Owns the default of `reward.functions.NAME.sandbox`: on where a call is found and workers run, else as the key says.
+Owns the default of `reward.functions.NAME.sandbox`: on where such a use is found and workers run, else as the key says;
+and the words for both. What counts is in `text_runners`; sources are read by `source_scan`, serialized functions by
+`pickle_scan`, and neither is imported. A hint, and no proof: text may reach code in many other ways.
 """
 
-import ast
-import pickletools
 import sys
 from collections.abc import Iterator
-from pathlib import Path
 
 from treadle.config import RewardConfig
 from treadle.config.plugin import source_file
 from treadle.config.reward import RewardFunctionConfig
-
-_BUILTINS = frozenset({"exec", "eval", "compile"})
-_OF_MODULES = {"os": frozenset({"system", "popen", "execv", "execve", "execvp", "spawnv", "posix_spawn"})}
-_MODULES = frozenset({"subprocess", "pty"})
-_IN_PICKLES = frozenset({"exec", "eval", "subprocess", "system", "popen"})
+from treadle.reward.pickle_scan import find_in_pickle
+from treadle.reward.source_scan import SourceScan
+from treadle.reward.text_runners import runs_text
 
 
-def find_call(function: RewardFunctionConfig) -> str | None:
-    """The first call in a function's file that may run text, with its line; None for a built-in."""
-    module, colon, _ = function.path.rpartition(":")
+def find_text_run(function: RewardFunctionConfig) -> str | None:
+    """The first use that may run text which a function reaches, in words; None for a built-in."""
+    module, colon, name = function.path.rpartition(":")
     if not colon or module.startswith("treadle."):
         return None
-    file = source_file(module)
-    return None if file is None else _first_call(file)
+    if module.endswith(".pkl"):
+        file = source_file(module)
+        return None if file is None else find_in_pickle(file)
+    if runner := runs_text(f"{module}.{name}"):
+        return f"{runner} runs text"
+    found = SourceScan().find(module, name)
+    return None if found is None else str(found)
 
 
 def fenced_by_default(reward: RewardConfig, function: RewardFunctionConfig) -> str | None:
-    """The call for which a function is sandboxed though its key does not say so; None where it is not."""
-    serialized = function.path.rpartition(":")[0].endswith(".pkl")
-    if function.sandbox is not None or reward.num_workers == 0 or serialized or sys.platform != "linux":
+    """The use for which a function is sandboxed though its key does not say so; None where it is not."""
+    if function.sandbox is not None or reward.num_workers == 0 or sys.platform != "linux":
         return None
-    return find_call(function)
+    return find_text_run(function)
 
 
 def find_fenced(reward: RewardConfig) -> Iterator[str]:
-    """A line for each function that is sandboxed by default: why, and the key that turns it off."""
+    """A line for each function that is sandboxed by default: why, and the key that turns it off, if there is one."""
     for name, function in reward.functions.items():
         if found := fenced_by_default(reward, function):
             yield f"{name} is sandboxed, since {found}; reward.functions.{name}.sandbox=false turns that off"
+    for name, judge in reward.judges.items():
+        parser = judge.parser_function()
+        if parser is not None and (found := fenced_by_default(reward, parser)):
+            yield f"the parser of judge {name} is sandboxed, since {found}"
 
 
 def find_unsafe_calls(reward: RewardConfig) -> Iterator[str]:
-    """A warning for each function of the user's that has such a call and no sandbox."""
+    """A warning for each function of the user's that has such a use and no sandbox."""
     for name, function in reward.functions.items():
         if function.sandbox or fenced_by_default(reward, function) is not None:
             continue
-        found = find_call(function)
+        found = find_text_run(function)
         if found is not None:
             yield (
                 f"reward.functions.{name}: {found}: answers that reach it run as you, with your files and network: "
                 f"set reward.functions.{name}.sandbox=true, and run programs by treadle.reward.sandbox.run_python or "
                 "the built-in code_tests, where they cannot decide their own score"
             )
-
-
-def _first_call(file: Path) -> str | None:
-    if file.suffix == ".pkl":
-        names = _pickled_names(file.read_bytes()) & _IN_PICKLES
-        return f"{file.name} uses {min(names)}" if names else None
-    try:
-        tree = ast.parse(file.read_bytes())
-    except (SyntaxError, ValueError):  # the real import reports it
-        return None
-    calls = sorted(
-        (node.lineno, called) for node in ast.walk(tree) if isinstance(node, ast.Call) and (called := _unsafe(node))
-    )
-    return f"{file.name}:{calls[0][0]} calls {calls[0][1]}" if calls else None
-
-
-def _unsafe(call: ast.Call) -> str | None:
-    function = call.func
-    if isinstance(function, ast.Name):
-        return function.id if function.id in _BUILTINS else None
-    if isinstance(function, ast.Attribute) and isinstance(function.value, ast.Name):
-        module, name = function.value.id, function.attr
-        if module in _MODULES or name in _OF_MODULES.get(module, ()):
-            return f"{module}.{name}"
-    return None
-
-
-def _pickled_names(content: bytes) -> set[str]:
-    try:
-        return {argument for _, argument, _ in pickletools.genops(content) if isinstance(argument, str)}
-    except ValueError:
-        return set()
+    for name, judge in reward.judges.items():
+        parser = judge.parser_function()
+        if parser is None or fenced_by_default(reward, parser) is not None or (found := find_text_run(parser)) is None:
+            continue
+        fix = "set reward.num_workers to 1 or more"
+        yield f"reward.judges.{name}.parser: {found}: answers that reach it run as you: {fix}"

@@ -20,8 +20,6 @@ address and the model's name stand for them.
 
 import ast
 import re
-import sys
-import sysconfig
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -32,7 +30,8 @@ from logging import getLogger
 from pathlib import Path
 
 from treadle.config import Config, ModelConfig, RewardConfig, RolloutConfig
-from treadle.config.plugin import source_file
+from treadle.config.own_modules import is_own_module
+from treadle.config.plugin import find_in_working_directory, source_file
 from treadle.config.section import Section
 from treadle.config.show import as_yaml, flatten, hide_secret
 from treadle.errors import ConfigError, Mistake
@@ -222,9 +221,7 @@ def _file_digest(file: Path) -> bytes:
 
 def source_digest(module: str) -> str:
     """Digest of a module or file, and of the modules it imports that are not of installed packages."""
-    here = str(Path.cwd())
-    if here not in sys.path:
-        sys.path.append(here)
+    find_in_working_directory()
     seen: dict[str, bytes] = {}
     waiting = [module]
     while waiting and len(seen) < _MAX_MODULES:
@@ -253,23 +250,11 @@ def _imports(module: str, file: Path, source: bytes) -> list[str]:
             if node.level:
                 base = resolve_name("." * node.level + base, package) if package else base
             names |= {base, *(f"{base}.{alias.name}" for alias in node.names)}
-    return [name for name in sorted(names) if name and _is_own(name)]
+    return [name for name in sorted(names) if name and _counts(name)]
 
 
-def _is_own(module: str) -> bool:
-    if module.split(".")[0] in sys.stdlib_module_names:
-        return False
-    if module.split(".")[0] == "treadle":
-        return module.startswith("treadle.reward.builtin.")
-    file = source_file(module)
-    if file is None or not _PACKAGES.isdisjoint(file.parts):  # of another environment that this one shows
-        return False
-    return not any(file.is_relative_to(place) for place in _INSTALLED)
-
-
-_PACKAGES = frozenset({"site-packages", "dist-packages"})
-
-_INSTALLED: Sequence[str] = tuple({sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")})
+def _counts(module: str) -> bool:
+    return is_own_module(module) or module.startswith("treadle.reward.builtin.")
 
 
 def _hex(content: bytes) -> str:
