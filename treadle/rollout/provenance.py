@@ -35,6 +35,7 @@ from treadle.config import Config, ModelConfig, RewardConfig, RolloutConfig
 from treadle.config.plugin import source_file
 from treadle.config.section import Section
 from treadle.config.show import as_yaml, flatten, hide_secret
+from treadle.config.source_tree import parse_source
 from treadle.errors import ConfigError, Mistake
 from treadle.journal import Headline, Journal, JournalReader
 from treadle.journal.codec import task_values
@@ -240,7 +241,7 @@ def source_digest(module: str) -> str:
 def _imports(module: str, file: Path, source: bytes) -> list[str]:
     """The modules that a file imports and that are the user's own."""
     try:
-        tree = ast.parse(source)
+        tree = parse_source(source)
     except (SyntaxError, ValueError):  # a serialized function is no source either
         return []
     package = module if file.name == "__init__.py" else module.rpartition(".")[0]
