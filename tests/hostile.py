@@ -16,6 +16,7 @@ from importlib import import_module
 from random import Random
 from types import FrameType
 
+from tests.hostile_readers import check_code_tests, check_dialects, check_stream, make_pages_check
 from treadle.config.rollout import ModelConfig
 from treadle.data.renderer import Renderer
 from treadle.errors import ToolFailure
@@ -336,6 +337,10 @@ TARGETS: dict[str, Callable[[], Callable[[str], None]]] = {
     "terminal": lambda: check_terminal,
     "show": make_show_check,
     "transcript": lambda: check_transcript,
+    "stream": lambda: check_stream,
+    "dialects": lambda: check_dialects,
+    "code_tests": lambda: check_code_tests,
+    "pages": make_pages_check,
 }
 """What makes each check, in the process that uses it."""
 

@@ -3,17 +3,21 @@
 import os
 import subprocess
 import sys
+import time
 from dataclasses import replace
 
 import pytest
 
 from tests.chaos import ROOT
 from tests.hostile import attack
+from treadle.reward.builtin import code_tests
+from treadle.sandbox.protocol import ExecResult
 from treadle.types import Task
 
 
 def test_nothing_breaks_and_nothing_escapes() -> None:
-    report = attack(1500, seed=7, targets=("parsers", "renderer", "templates", "rewards", "terminal", "transcript"))
+    targets = ("parsers", "renderer", "templates", "rewards", "terminal", "transcript")
+    report = attack(1500, seed=7, targets=(*targets, "stream", "dialects", "code_tests"))
     assert report.texts == 1500
     assert not report.broken, "\n".join(report.broken[:5])
 
@@ -22,7 +26,7 @@ def test_nothing_breaks_and_nothing_escapes() -> None:
 def test_nothing_breaks_in_mathematics_in_scorers_of_others_and_on_the_console() -> None:
     pytest.importorskip("math_verify")
     pytest.importorskip("reasoning_gym")
-    report = attack(400, seed=7, targets=("math", "reasoning_gym", "show"))
+    report = attack(400, seed=7, targets=("math", "reasoning_gym", "show", "pages"))
     assert not report.broken, "\n".join(report.broken[:5])
     assert not report.ended
 
@@ -34,6 +38,19 @@ def test_texts_are_shared_by_jobs_and_told_in_one_table() -> None:
     assert done.returncode == 0, done.stderr
     first, *rows = done.stdout.splitlines()
     assert first.startswith("101 texts, ") and [row.split()[0] for row in rows] == ["parsers", "show"]
+
+
+def test_a_program_that_prints_deep_lists_has_not_passed_and_the_grader_goes_on() -> None:
+    printed = ExecResult(0, b"[" * 100_000)
+    assert not code_tests._is_expected(printed, "f", [42])
+
+
+def test_blanks_after_a_fence_are_read_once() -> None:
+    """Quadratic work would take a minute of CPU time here; the limit is far from both."""
+    began = time.process_time()
+    code_tests.read_program("```" + " " * 100_000)
+    assert time.process_time() - began < 10
+    assert code_tests.read_program("```  c++  \nA\n``` b\n```\nB") == "B"
 
 
 def test_an_answer_that_a_scorer_cannot_read_is_wrong_and_an_entry_that_it_cannot_read_is_a_failure() -> None:

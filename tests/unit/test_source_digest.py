@@ -1,5 +1,6 @@
 """The digest of a user's source: its own modules, in a fixed order, and no installed package of any environment."""
 
+import ast
 import sys
 from pathlib import Path
 
@@ -36,3 +37,19 @@ def test_imports_are_followed_in_a_fixed_order(tmp_path: Path) -> None:
         assert provenance._imports("x", tmp_path / "x.py", source) == sorted(names)
     finally:
         sys.path.remove(str(tmp_path))
+
+
+def test_source_that_two_threads_read_at_once_is_read_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """CPython then says that its own depth is wrong, which is no fault of the source."""
+    (tmp_path / "digest_twice.py").write_text("import digest_below\n")
+    (tmp_path / "digest_below.py").write_text("ONE = 1\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    expected, parse, failures = source_digest("digest_twice"), ast.parse, iter([True, True, False, True])
+
+    def flaky(source: bytes) -> ast.Module:
+        if next(failures, False):
+            raise SystemError("AST constructor recursion depth mismatch (before=60, after=55)")
+        return parse(source)
+
+    monkeypatch.setattr(ast, "parse", flaky)
+    assert source_digest("digest_twice") == expected

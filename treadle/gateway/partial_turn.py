@@ -3,7 +3,7 @@
 Owns what is held back: half of a UTF-8 character, white space and tags that may still turn out to be something else,
 stop strings, and everything from the first sign of a tool call on. Invariant: the reasoning and the text that were
 shown are the beginning of what the whole turn has; where a model's output does not allow that, nothing is shown until
-the turn is whole. Each token is looked at once, however long the turn.
+the turn is whole. How often a token is looked at has a bound, however long the turn.
 """
 
 from collections.abc import Callable, Sequence
@@ -13,6 +13,8 @@ from treadle.engine.protocol import Decode
 
 _HALF = "\N{REPLACEMENT CHARACTER}"
 _THINK, _END_THINK = "<think>", "</think>"
+_MAX_HELD = 8
+"""Half of a character is at most three bytes, and a token at least one. Some more: a model may write U+FFFD itself."""
 
 
 class IncrementalDecoder:
@@ -20,21 +22,27 @@ class IncrementalDecoder:
 
     def __init__(self, decode: Decode) -> None:
         self._decode = decode
-        self._ids: list[int] = []
-        """From the last piece that was given on: some tokenizers write a token otherwise at the start of a text."""
-        self._num_given = 0
+        self._before: Sequence[int] = ()
+        """Those of the last piece that was given: some tokenizers write a token otherwise at the start of a text."""
+        self._given = ""
+        """The text of these."""
+        self._held: list[int] = []
+        """Those after them, of which no text was given."""
 
     def add(self, ids: Sequence[int]) -> str | None:
-        """The next piece, maybe empty; None where the text of more tokens does not begin with that of fewer."""
-        self._ids += ids
-        given, now = self._decode(self._ids[: self._num_given]), self._decode(self._ids)
-        if now.endswith(_HALF):
-            return ""
-        if not now.startswith(given):
-            return None
-        self._ids = self._ids[self._num_given :]
-        self._num_given = len(self._ids)
-        return now[len(given) :]
+        """The next piece, maybe empty; None where text of more tokens does not begin with that of fewer, or is none."""
+        self._held += ids
+        for end in range(len(self._held), max(0, len(self._held) - _MAX_HELD - 1), -1):
+            now = self._decode([*self._before, *self._held[:end]])
+            if now.endswith(_HALF):
+                continue
+            if not now.startswith(self._given):
+                return None
+            piece = now[len(self._given) :]
+            self._before, self._held = self._held[:end], self._held[end:]
+            self._given = self._decode(self._before)
+            return piece
+        return "" if len(self._held) <= _MAX_HELD else None
 
 
 class _Phase(StrEnum):
@@ -77,6 +85,8 @@ class PartialTurn:
         if call_starts is not None and not call_starts:
             self._phase = _Phase.OVER
         self._pending = ""
+        self._spaces: list[str] = []
+        """White space after what is pending, which is looked at with what comes after it."""
         self._is_empty = is_thinking is not None
         """Nothing of this phase was shown: white space before it is left out."""
         self._is_plain = is_thinking is None
@@ -94,9 +104,12 @@ class PartialTurn:
         piece = self._decoder.add(new) if new else ""
         if piece is None:
             self._phase = _Phase.OVER
+        elif piece.isspace() and not self._pending.strip():
+            self._spaces.append(piece)
         elif piece:
             count = len(self.pieces)
-            self._pending += piece
+            self._pending = "".join((self._pending, *self._spaces, piece))
+            self._spaces.clear()
             self._advance()
             if len(self.pieces) > count and self.on_change is not None:
                 self.on_change()

@@ -34,6 +34,7 @@ from treadle.config.own_modules import is_own_module
 from treadle.config.plugin import find_in_working_directory, source_file
 from treadle.config.section import Section
 from treadle.config.show import as_yaml, flatten, hide_secret
+from treadle.config.source_tree import parse_source
 from treadle.errors import ConfigError, Mistake
 from treadle.journal import Headline, Journal, JournalReader
 from treadle.journal.codec import task_values
@@ -237,7 +238,7 @@ def source_digest(module: str) -> str:
 def _imports(module: str, file: Path, source: bytes) -> list[str]:
     """The modules that a file imports and that are the user's own."""
     try:
-        tree = ast.parse(source)
+        tree = parse_source(source)
     except (SyntaxError, ValueError):  # a serialized function is no source either
         return []
     package = module if file.name == "__init__.py" else module.rpartition(".")[0]

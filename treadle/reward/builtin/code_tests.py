@@ -34,7 +34,7 @@ from treadle.sandbox.pool import take_box
 from treadle.sandbox.protocol import BoxSettings, ExecResult, Sandbox
 from treadle.types import Score, Trajectory
 
-_BLOCK = re.compile(r"```[ \t]*(?:\w[\w+#.-]*)?[ \t]*\n(.*?)(?:```|\Z)", re.DOTALL)
+_BLOCK = re.compile(r"```[ \t]*(?:\w[\w+#.-]*[ \t]*)?\n(.*?)(?:```|\Z)", re.DOTALL)
 _CALL = """
 
 import json as _json, sys as _sys
@@ -204,9 +204,9 @@ def _is_expected(result: ExecResult, name: str | None, expected: Any) -> bool:
         return printed.split() == _text(expected).split()
     try:
         found = json.loads(printed.rstrip("\n").rpartition("\n")[2])
-    except ValueError:
+        return found in (expected, [expected], _only(expected))
+    except (ValueError, RecursionError):
         return False
-    return found in (expected, [expected], _only(expected))
 
 
 def _only(expected: Any) -> Any:
