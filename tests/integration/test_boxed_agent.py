@@ -100,3 +100,40 @@ def test_a_provider_without_a_way_to_the_gateway_is_refused(model: Any, tmp_path
 def test_files_of_a_box_cannot_be_kept_in_place(model: Any, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="name artifacts instead"):
         run(config("program_agent", boxed(tmp_path, keep_directory=True)), model, tmp_path, count=1)
+
+
+GRADER = """
+import json, os, pathlib, sys, urllib.request
+directory = pathlib.Path(sys.argv[1])
+found = {path.name: path.read_text() for path in directory.iterdir()}
+reward = 1.0 if found == {"result.txt": "made in /workspace"} else 0.0
+request = urllib.request.Request(os.environ["TREADLE_NOTES_URL"], json.dumps({"reward": reward}).encode())
+request.add_header("authorization", "Bearer " + sys.stdin.readline().strip())
+urllib.request.urlopen(request).read()
+"""
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_the_artifacts_of_a_box_are_graded_outside_of_it_with_the_second_key(
+    workers: int, model: Any, tmp_path: Path
+) -> None:
+    kwargs = boxed(tmp_path, grader=["python", "-c", GRADER, "{{directory}}"])
+    batch, _ = run(config("program_agent", kwargs, num_workers=workers), model, tmp_path, count=1)
+    (trajectory,) = batch.trajectories
+    assert trajectory.outcome.ok, trajectory.outcome
+    assert trajectory.reward is not None and trajectory.reward.value == 1.0
+
+
+@pytest.mark.parametrize(
+    ("artifacts", "words"),
+    [
+        ([], "name the files that it grades in artifacts"),
+        (["/etc/passwd"], "not a path inside the session's directory"),
+    ],
+)
+def test_a_grader_of_a_box_needs_artifacts_inside_of_it(
+    artifacts: list[str], words: str, model: Any, tmp_path: Path
+) -> None:
+    kwargs = boxed(tmp_path, artifacts=artifacts, grader=["python", "-c", GRADER, "{{directory}}"])
+    with pytest.raises(ConfigError, match=words):
+        run(config("program_agent", kwargs), model, tmp_path, count=1)

@@ -287,8 +287,8 @@ def test_the_key_for_rewards_is_in_no_environment_and_no_command_line(
 
 
 GRADED = """
-import json, os, pathlib, urllib.request
-assert "TREADLE_NOTES_KEY" not in os.environ
+import json, os, pathlib, sys, urllib.request
+assert "TREADLE_NOTES_URL" not in os.environ and not sys.stdin.read()
 pathlib.Path("answer.txt").write_text("3")
 pathlib.Path(".local").mkdir()
 pathlib.Path("json.py").write_text("raise SystemExit('the code of the agent')")
@@ -304,7 +304,7 @@ assert not any(pathlib.Path.cwd().iterdir()) and "OPENAI_API_KEY" not in os.envi
 said = (pathlib.Path(directory) / "answer.txt").read_text()
 body = json.dumps({"reward": 0.75 if said == truth else 0.0, "notes": {"said": said}}).encode()
 request = urllib.request.Request(os.environ["TREADLE_NOTES_URL"], body)
-request.add_header("authorization", "Bearer " + os.environ["TREADLE_NOTES_KEY"])
+request.add_header("authorization", "Bearer " + sys.stdin.readline().strip())
 urllib.request.urlopen(request).read()
 """
 
@@ -370,11 +370,11 @@ asyncio.run(AgentProgram([sys.executable, "-c", child], dict(os.environ), Path("
 """
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="the kernel of Linux does it")
+@pytest.mark.skipif(sys.platform != "linux", reason="descendants are read in /proc")
 def test_a_program_dies_with_a_worker_that_is_killed() -> None:
     with subprocess.Popen([sys.executable, "-c", WORKER], cwd=Path(__file__).parents[2]) as worker:
         deadline = time.monotonic() + 60
-        while len(started := descendants(worker.pid)) < 2:
+        while len(started := descendants(worker.pid)) < 3:  # guard, program, and what that has started
             assert time.monotonic() < deadline
             time.sleep(0.01)
         worker.kill()

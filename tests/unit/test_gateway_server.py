@@ -115,6 +115,10 @@ def test_the_second_key_gives_a_reward_and_the_first_does_not() -> None:
             assert (await it.http.post("/v1/notes", json=wrong, headers=key)).status_code == 400
         assert (await it.http.post("/v1/notes", json=body, headers=key)).status_code == 200
         assert it.opened.reward == 0.5 and it.opened.notes == {"tests": 3}
+        later = await it.http.post("/v1/notes", json={"reward": 99.0, "notes": {"tests": 4}}, headers=key)
+        assert later.status_code == 409 and "has the reward 0.5 already" in later.json()["error"]["message"]
+        assert (await it.http.post("/v1/notes", json={"notes": {"more": 1}}, headers=key)).status_code == 200
+        assert it.opened.reward == 0.5 and it.opened.notes == {"tests": 3, "more": 1}
 
     served(use)
 

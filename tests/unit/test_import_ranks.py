@@ -55,6 +55,7 @@ ENVIRONMENT_EXEMPT = {
     "engine/gpus.py": "which GPUs a process sees, and what they are called, is said there and nowhere else",
     "gateway/agents.py": "the allow-list of what agent programs get of the environment is applied there",
     "sandbox/container.py": "the container engine finds its daemon and its storage by its own variables",
+    "process/guard.py": "what it starts gets the environment that it was started with",
     "process/child_handle.py": "a child inherits the environment, with the mark by which what it started is found",
     "policy/local_ranks.py": "a rank inherits the environment, and an interface for gloo where that names none",
 }

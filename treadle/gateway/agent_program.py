@@ -1,10 +1,11 @@
 """Agent program: one process for one session, the directory it works in, and what it is told of its task.
 
-Owns the directory's name, the start and the end of the process with all it started, the end of what it writes, and the
+Owns the directory's name, the process under its guard (`treadle/process/guard.py`), the end of what it writes, and the
 templates of its command line, environment and files. Knows no session and no HTTP.
 Invariant: the same sample of the same task has the same directory in every start of a run, so that an agent which shows
-its directory to the model asks after a crash what it asked before; two programs never share one.
-Waits: for the process; ended from outside, its group gets TERM, and KILL `TERM_S` later.
+its directory to the model asks after a crash what it asked before; two programs never share one. When `run` returns,
+nothing that the program started is left (Linux; elsewhere, nothing of its process group).
+Waits: for the guard; ended from outside, everything gets TERM, and KILL `TERM_S` later.
 """
 
 import asyncio
@@ -13,7 +14,7 @@ import json
 import os
 import re
 import shutil
-import signal
+import socket
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
@@ -24,11 +25,15 @@ from typing import Any
 
 from treadle.errors import LoopFailure, blame, nearest
 from treadle.gateway.request import POLICY_MODEL
-from treadle.process.tree import kill_group_at_close
+from treadle.process import guard
+from treadle.process.tree import kill_tree
 from treadle.types import Task
 
-TERM_S = 2.0
+TERM_S = guard.TERM_S
 """Between TERM and KILL; a worker waits a little longer for the end of a session."""
+
+GUARD_S = guard.TERM_S + guard.KILL_S
+"""How long a guard may take to end a program that is cancelled."""
 
 MAX_OUTPUT_CHARS = 20_000
 """Of standard output and of standard error, that the journal keeps: the end of each."""
@@ -87,50 +92,96 @@ def _lock(path: Path) -> int | None:
 
 
 class AgentProgram:
-    """One process, in a group of its own, and the end of what it writes."""
+    """One process under its guard, and the end of what it writes."""
 
     def __init__(self, argv: Sequence[str], environment: Mapping[str, str], directory: Path) -> None:
         self._argv = argv
         self._environment = environment
         self._directory = directory
+        self._said = b""
+        """By the guard."""
         self.stdout = ""
         self.stderr = ""
 
-    async def run(self) -> int:
-        """Its exit status. Cancelled, or when it has ended, its whole group is ended: TERM, then KILL."""
+    async def run(self, stdin: bytes = b"") -> int:
+        """Its exit status, when all that it started has ended: TERM, then KILL, for what is left or when cancelled.
+
+        LoopFailure where it cannot be started, and where its guard was killed.
+        """
         program = sys.executable if self._argv[0] == "python" else self._argv[0]
-        theirs, lifeline = os.pipe()
-        try:
-            with blame(LoopFailure):
+        channel, theirs = socket.socketpair()
+        channel.setblocking(False)
+        with channel:
+            with theirs, blame(LoopFailure):
                 process = await asyncio.create_subprocess_exec(
-                    program,
-                    *self._argv[1:],
-                    stdin=asyncio.subprocess.DEVNULL,
+                    *(sys.executable, "-I", "-S", guard.__file__, f"--channel={theirs.fileno()}"),
+                    *(program, *self._argv[1:]),
+                    stdin=asyncio.subprocess.PIPE if stdin else asyncio.subprocess.DEVNULL,
                     stdout=asyncio.subprocess.PIPE,
                     stderr=asyncio.subprocess.PIPE,
                     cwd=self._directory,
                     env=dict(self._environment),
                     start_new_session=True,
-                    pass_fds=(theirs,),
+                    pass_fds=(theirs.fileno(),),
                 )
-            kill_group_at_close(theirs, process.pid)
-            return await self._attend(process)
-        finally:
-            os.close(theirs)
-            os.close(lifeline)
+            await self._attend(process, channel, stdin)
+        return self._read_status()
 
-    async def _attend(self, process: asyncio.subprocess.Process) -> int:
-        """Read what it writes until it ends; then end what it has started."""
+    async def _attend(self, process: asyncio.subprocess.Process, channel: socket.socket, stdin: bytes) -> None:
+        """Read what it writes until it and all that it has started have ended."""
         assert process.stdout is not None and process.stderr is not None
-        reading = [asyncio.ensure_future(self._read(process.stdout, "stdout"))]
-        reading.append(asyncio.ensure_future(self._read(process.stderr, "stderr")))
+        if process.stdin is not None:
+            process.stdin.write(stdin)
+            process.stdin.close()
+        ending: list[asyncio.Future[Any]] = [
+            asyncio.ensure_future(self._read(process.stdout, "stdout")),
+            asyncio.ensure_future(self._read(process.stderr, "stderr")),
+            asyncio.ensure_future(process.wait()),
+        ]
         try:
-            return await process.wait()
+            await self._hear(channel)
+        except asyncio.CancelledError:
+            with suppress(OSError):
+                channel.send(b".")  # the guard is to end it
+            with suppress(TimeoutError, asyncio.CancelledError):
+                async with asyncio.timeout(GUARD_S):
+                    await self._hear(channel)
+            raise
         finally:
-            await self._end(process)
-            await asyncio.wait(reading, timeout=TERM_S)
-            for task in reading:
+            self._end_without_guard(process)
+            await asyncio.wait(ending, timeout=TERM_S)
+            for task in ending:
                 task.cancel()
+
+    async def _hear(self, channel: socket.socket) -> None:
+        """What the guard says, to its end."""
+        with suppress(ConnectionError):
+            while piece := await asyncio.get_running_loop().sock_recv(channel, 4096):
+                self._said += piece
+
+    def _words(self) -> Mapping[str, str]:
+        """What the guard has said: its last word and, before it, the program's process id."""
+        lines = self._said.decode("utf-8", "replace").splitlines()
+        return {word: more for word, _, more in (line.partition(" ") for line in lines)}
+
+    def _end_without_guard(self, process: asyncio.subprocess.Process) -> None:
+        """Kill what can be found of a program whose guard was killed, or is stopped, and the guard with it."""
+        said = self._words()
+        if not {guard.ENDED, guard.BROKEN} & said.keys():
+            if guard.STARTED in said:
+                kill_tree(int(said[guard.STARTED]))
+            with suppress(ProcessLookupError):
+                process.kill()
+
+    def _read_status(self) -> int:
+        said = self._words()
+        if guard.ENDED in said:
+            return int(said[guard.ENDED])
+        if guard.BROKEN in said:
+            raise LoopFailure(f"{self._argv[0]} cannot be started: {said[guard.BROKEN]}")
+        if guard.LEFT in said:
+            raise LoopFailure(f"{self._argv[0]} has left processes that do not end: {said[guard.LEFT]}")
+        raise LoopFailure(f"the guard of {self._argv[0]} was killed: what the program did since is not known")
 
     def explain(self, status: int) -> str:
         """How it ended, with the end of what it wrote: programs complain on either stream."""
@@ -144,27 +195,6 @@ class AgentProgram:
         while piece := await stream.read(65_536):
             kept = getattr(self, name) + piece.decode("utf-8", "replace")
             setattr(self, name, kept[-MAX_OUTPUT_CHARS:])
-
-    async def _end(self, process: asyncio.subprocess.Process) -> None:
-        """End the group. What the program left running is its own no more."""
-        with suppress(ProcessLookupError, PermissionError):
-            os.killpg(process.pid, signal.SIGTERM)
-        with suppress(TimeoutError, asyncio.CancelledError):
-            async with asyncio.timeout(TERM_S):
-                await process.wait()
-                while _group_lives(process.pid):  # noqa: ASYNC110  the system tells of no group's end
-                    await asyncio.sleep(0.05)
-        with suppress(ProcessLookupError, PermissionError):
-            os.killpg(process.pid, signal.SIGKILL)
-        await process.wait()
-
-
-def _group_lives(group: int) -> bool:
-    try:
-        os.killpg(group, 0)
-    except (ProcessLookupError, PermissionError):
-        return False
-    return True
 
 
 # --- templates

@@ -15,7 +15,7 @@ import logging
 import math
 import os
 import shutil
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -172,6 +172,25 @@ class FunctionAgentLoop(GatewayAgentLoop):
         )
 
 
+_PROGRAM_KEY = "rollout.agent.loops.program_agent.kwargs"
+
+
+def _text_mistakes(templates: Mapping[str, Sequence[str]], paths: Mapping[str, Sequence[str]]) -> Iterator[Mistake]:
+    """What is wrong with texts of a program's arguments, by the argument's name."""
+    for name in ("argv", "grader"):
+        if isinstance(templates[name], str) or (name == "argv" and not templates[name]):
+            problem = "must be a list: the program and its arguments"
+            yield Mistake(f"{_PROGRAM_KEY}.{name}", problem, templates[name])
+    for name, texts in templates.items():
+        problems = (problem for text in list(texts) for problem in template_problems(str(text)))
+        yield from (Mistake(f"{_PROGRAM_KEY}.{name}", problem) for problem in problems)
+    for name, listed in paths.items():
+        for path in listed:
+            if Path(path).is_absolute() or ".." in Path(path).parts:
+                problem = f"{path!r} is not a path inside the session's directory"
+                yield Mistake(f"{_PROGRAM_KEY}.{name}", problem, path)
+
+
 class ProgramAgentLoop(GatewayAgentLoop):
     """Runs a program in a directory of its own. `argv`, `env` and `files` may hold `{{name}}`: see `TEMPLATE_NAMES`."""
 
@@ -189,30 +208,18 @@ class ProgramAgentLoop(GatewayAgentLoop):
         grader: Sequence[str] = (),
     ) -> None:
         super().__init__(rollout)
-        key = "rollout.agent.loops.program_agent.kwargs"
-        mistakes = []
+        templates = {"argv": argv, "env": [*(env or {}).values()], "files": [*(files or {}).values()], "grader": grader}
+        paths = {"files": [*(files or {})], "artifacts": artifacts if grader else ()}
+        mistakes = [*_text_mistakes(templates, paths)]
         if sandbox and keep_directory:
-            mistakes.append(Mistake(f"{key}.keep_directory", "a box's files are lost: name artifacts instead", True))
+            problem = "a box's files are lost: name artifacts instead"
+            mistakes.append(Mistake(f"{_PROGRAM_KEY}.keep_directory", problem, True))
         if artifacts and not sandbox:
-            mistakes.append(Mistake(f"{key}.artifacts", "are files of a box: set sandbox: true, too", artifacts))
-        if isinstance(argv, str) or not argv:
-            mistakes.append(Mistake(f"{key}.argv", "must be a list: the program and its arguments", argv))
-        if isinstance(grader, str):
-            mistakes.append(Mistake(f"{key}.grader", "must be a list: the program and its arguments", grader))
-        if grader and sandbox:
-            fix = "name artifacts, and grade them with a reward function"
-            mistakes.append(Mistake(f"{key}.grader", "cannot look into a box", grader, fix=fix))
-        templates = {
-            f"{key}.argv": list(argv),
-            f"{key}.env": [*(env or {}).values()],
-            f"{key}.files": [*(files or {}).values()],
-            f"{key}.grader": list(grader),
-        }
-        for where, texts in templates.items():
-            mistakes += [Mistake(where, problem) for text in texts for problem in template_problems(str(text))]
-        for name in files or {}:
-            if Path(name).is_absolute() or ".." in Path(name).parts:
-                mistakes.append(Mistake(f"{key}.files", f"{name!r} is not a path inside the session's directory", name))
+            problem = "are files of a box: set sandbox: true, too"
+            mistakes.append(Mistake(f"{_PROGRAM_KEY}.artifacts", problem, artifacts))
+        if grader and sandbox and not artifacts:
+            fix = "name the files that it grades in artifacts"
+            mistakes.append(Mistake(f"{_PROGRAM_KEY}.grader", "cannot look into a box", grader, fix=fix))
         if mistakes:
             raise ConfigError(mistakes)
         self._argv = [str(word) for word in argv]
@@ -235,13 +242,15 @@ class ProgramAgentLoop(GatewayAgentLoop):
             return ()
         problem = f"there is no program {program!r} in the PATH of its sessions ({path})"
         fix = "install it, give its whole path, or name its directory in env.PATH"
-        return [Mistake("rollout.agent.loops.program_agent.kwargs.argv", problem, program, fix=fix, missing="program")]
+        return [Mistake(f"{_PROGRAM_KEY}.argv", problem, program, fix=fix, missing="program")]
 
     async def _run_agent(self, session: Session, opened: GatewaySession, url: str) -> float | None:
         if self._sandbox:
             boxed = BoxedAgent(self._argv, self._env, self._files, self._inherited, self._artifacts)
             result = await boxed.run(session, opened.key, url, self.rollout)
             self._note_end(session, result.code, boxed.stdout, boxed.stderr, boxed.explain(result.code))
+            if self._grader is not None:
+                await self._grader.run_on_files(session, opened, url, boxed.files)
             return None
         made = await asyncio.to_thread(AgentDirectory.make, session.task.uid, session.sample, keep=self._keep_directory)
         directory = made.path

@@ -47,6 +47,8 @@ class BoxedAgent:
         self._inherited = {name: value for name, value in inherited.items() if name != "PATH"}
         self.stdout = ""
         self.stderr = ""
+        self.files: Mapping[str, bytes] = {}
+        """The artifacts, when it has ended."""
 
     async def run(self, session: Session, key: str, url: str, rollout: RolloutConfig) -> ExecResult:
         """Run it to its end, or to the session's; its artifacts go to the session's `files`."""
@@ -61,7 +63,8 @@ class BoxedAgent:
             if refused := count_refused(box):
                 session.extra["egress_refused"] = refused
             if self._artifacts:
-                session.extra["files"] = await self._collect(box)
+                self.files = await self._collect(box)
+                session.extra["files"] = {name: found.decode(errors="replace") for name, found in self.files.items()}
         except SandboxFailure as failure:
             raise LoopFailure(f"the box of {self._argv[0]}: {failure}") from failure
         finally:
@@ -86,12 +89,12 @@ class BoxedAgent:
         argv[0] = _box_python(rollout.sandbox.read_only) if argv[0] == "python" else argv[0]
         return await box.exec(argv, env=environment, timeout_s=rollout.limits.session_timeout_s)
 
-    async def _collect(self, box: Sandbox) -> dict[str, str]:
+    async def _collect(self, box: Sandbox) -> dict[str, bytes]:
         """Files that are to be graded, out of a box that ends now; those that are not there are left out."""
-        found: dict[str, str] = {}
+        found: dict[str, bytes] = {}
         for name in self._artifacts:
             with suppress(OSError):
-                found[name] = (await box.read_file(name, MAX_ARTIFACT_BYTES)).decode(errors="replace")
+                found[name] = await box.read_file(name, MAX_ARTIFACT_BYTES)
         return found
 
     def explain(self, status: int) -> str:

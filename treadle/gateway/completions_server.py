@@ -35,7 +35,8 @@ from treadle.gateway.request import (
     read_text,
     refuse,
 )
-from treadle.gateway.server import KEEP_ALIVE_S, encode_events, error_response, read_body
+from treadle.gateway.request_body import read_body
+from treadle.gateway.server import KEEP_ALIVE_S, encode_events, error_response
 from treadle.rollout.session import Session
 from treadle.types import Completion, StopReason
 

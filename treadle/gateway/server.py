@@ -17,7 +17,7 @@ from dataclasses import dataclass, field, replace
 from hashlib import sha256
 from hmac import compare_digest
 from secrets import token_hex
-from typing import Any, NoReturn, Protocol, cast
+from typing import Any, Protocol, cast
 
 from treadle.aio import describe_error
 from treadle.config.rollout import GatewayConfig
@@ -28,17 +28,12 @@ from treadle.gateway.conversation import Conversation, Exchange
 from treadle.gateway.event_stream import Event, EventWriter, PartialStream
 from treadle.gateway.http_server import ConnectionLost, HttpConnection, HttpRequest, HttpResponse, HttpServer
 from treadle.gateway.request import POLICY_MODEL, Overloaded, ReplySet, RequestError, TurnRequest
+from treadle.gateway.request_body import LARGE_BODY_BYTES, parse_body, read_body
 
 KEEP_ALIVE_S = 3.0
 """Between two signs of life of a stream that has nothing to say yet."""
 
 RETRY_AFTER_S = 1
-
-LARGE_BODY_BYTES = 100_000
-"""What is larger is read and rendered in a thread."""
-
-MAX_JSON_MARKS = 500_000
-"""Values of a body, about: to read JSON holds the interpreter, in a thread too."""
 
 SESSION_BODIES = 2
 """How many bodies of the largest size requests of one session may hold together."""
@@ -253,7 +248,7 @@ class GatewayServer:
         if owner.may_note:
             if path != NOTES or request.method != "POST":
                 raise HttpError(403, "unauthorized", f"this key is for {NOTES} alone")
-            _take_notes(owner.session, _read_json(request.body))
+            _take_notes(owner.session, await read_body(request.body))
             await connection.respond(HttpResponse(200, {}))
         elif path == "/v1/models" or path.startswith("/v1/models/"):
             await connection.respond(_models(path, request.method))
@@ -262,7 +257,7 @@ class GatewayServer:
         elif request.method != "POST":
             raise HttpError(405, "invalid_request", f"{path} takes POST")
         elif dialect is None:
-            parsed = await _parse(anthropic_messages, request.body)
+            parsed = await parse_body(request.body, anthropic_messages.parse_request)
             count = await owner.session.conversation.count_tokens(parsed)
             await connection.respond(HttpResponse(200, {"input_tokens": count}))
         else:
@@ -273,7 +268,7 @@ class GatewayServer:
     ) -> None:
         """One turn, or several side by side: whole, or as a stream."""
         conversation = session.conversation
-        parsed = await _parse(dialect, request.body)
+        parsed = await parse_body(request.body, dialect.parse_request)
         parsed = replace(parsed, agent_id=request.headers.get("x-claude-code-agent-id", ""))
         try:
             rendered = await conversation.render(parsed) if len(request.body) > LARGE_BODY_BYTES else None
@@ -411,54 +406,18 @@ def error_response(dialect: ApiDialect, error: RequestError) -> HttpResponse:
     return HttpResponse(status, dialect.format_error(error), headers)
 
 
-async def _parse(dialect: ApiDialect, body: bytes) -> TurnRequest:
-    """The request of a body; of a large one in a thread, so that other sessions are not held up."""
-    if len(body) <= LARGE_BODY_BYTES:
-        return dialect.parse_request(_read_json(body))
-    _check_marks(body)
-    return await asyncio.to_thread(lambda: dialect.parse_request(_read_json(body)))
-
-
-async def read_body(body: bytes) -> Mapping[str, Any]:
-    """The JSON object of a body; RequestError where it is none."""
-    if len(body) <= LARGE_BODY_BYTES:
-        return _read_json(body)
-    _check_marks(body)
-    return await asyncio.to_thread(_read_json, body)
-
-
-def _check_marks(body: bytes) -> None:
-    if sum(map(body.count, (b"[", b"{", b","))) > MAX_JSON_MARKS:
-        raise HttpError(413, "request_too_large", f"the body has more than {MAX_JSON_MARKS} brackets and commas")
-
-
-def _read_json(body: bytes) -> Mapping[str, Any]:
-    try:
-        value = json.loads(body, parse_constant=_refuse_constant)
-        if b"\\u" in body and (b"\\ud" in body or b"\\uD" in body):
-            json.dumps(value, ensure_ascii=False).encode()
-    except UnicodeEncodeError:
-        raise RequestError("the body holds half of a surrogate pair, which is not text") from None
-    except (ValueError, RecursionError):
-        raise RequestError("the body is not JSON") from None
-    if not isinstance(value, dict):
-        raise RequestError("the body must be a JSON object")
-    return value
-
-
-def _refuse_constant(word: str) -> NoReturn:
-    raise ValueError(f"{word} is not JSON")
-
-
 def _take_notes(session: GatewaySession, body: Mapping[str, Any]) -> None:
+    """Keep a reward and notes. The first reward counts: a later one is from a retry, or from what took the key."""
     reward, notes = body.get("reward"), body.get("notes")
+    if notes is not None and not isinstance(notes, dict):
+        raise RequestError("notes must be an object")
     if reward is not None:
         if isinstance(reward, bool) or not isinstance(reward, int | float) or reward != reward or abs(reward) > 1e300:
             raise RequestError("reward must be a finite number")
+        if session.reward is not None:
+            raise HttpError(409, "conflict", f"the session has the reward {session.reward:g} already: the first counts")
         session.reward = float(reward)
     if notes is not None:
-        if not isinstance(notes, dict):
-            raise RequestError("notes must be an object")
         session.notes = {**(session.notes or {}), **notes}
 
 

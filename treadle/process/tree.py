@@ -90,18 +90,6 @@ def die_with_parent(lifeline: int) -> None:
         Thread(target=_end_with, args=(lifeline,), daemon=True).start()
 
 
-def kill_group_at_close(lifeline: int, group: int) -> None:
-    """Have the kernel kill a process group when we die, however; Linux only.
-
-    `lifeline` is the reading end of a pipe whose writing end only we have. The group's leader has inherited it: the
-    kernel forgets the order when the last copy is closed.
-    """
-    if sys.platform == "linux":
-        fcntl.fcntl(lifeline, fcntl.F_SETOWN, -group)
-        fcntl.fcntl(lifeline, fcntl.F_SETSIG, signal.SIGKILL)
-        fcntl.fcntl(lifeline, fcntl.F_SETFL, os.O_ASYNC | os.O_NONBLOCK)
-
-
 def _end_with(lifeline: int) -> None:
     """Where the kernel does not do it: wait for the end of the pipe, then end this process."""
     while os.read(lifeline, 1):

@@ -21,13 +21,13 @@ from collections.abc import Iterable, Iterator
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from shutil import which
 from typing import TYPE_CHECKING, Any, TextIO
 
 from treadle.aio import Expired, run_shielded, within
 from treadle.config.rollout import MCPServerConfig
 from treadle.errors import ConfigError, DeadlineError, Mistake, RunError, ToolFailure, nearest
+from treadle.process import guard
 from treadle.rollout.tools.base import Invoke, Scope, ToolSpec
 from treadle.rollout.tools.validators import compile_validator
 from treadle.types import ToolResult, ToolStatus
@@ -48,7 +48,6 @@ CONNECT_S = 30.0
 MAX_PAGES = 100
 MAX_RESULT_CHARS = 8_000_000
 """Of one result, its structured form included; the model reads far less of it."""
-GUARD = Path(__file__).with_name("mcp_guard.py")
 _TAIL_BYTES = 4096
 
 
@@ -199,7 +198,7 @@ def _stdio(server: MCPServerConfig, errors: TextIO) -> AbstractAsyncContextManag
         program = sys.executable  # the one that has treadle and, most likely, what the server imports
     if which(program, path=server.env.get("PATH")) is None:
         raise FileNotFoundError(f"no program {program!r} on this machine")
-    guard_arguments = ["-I", "-S", str(GUARD), program, *arguments]
+    guard_arguments = ["-I", "-S", guard.__file__, program, *arguments]
     parameters = StdioServerParameters(command=sys.executable, args=guard_arguments, env=dict(server.env))
     return stdio_client(parameters, errlog=errors)
 
