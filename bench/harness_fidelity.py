@@ -36,9 +36,10 @@ from treadle.data.renderer import Renderer
 from treadle.engine.scripted import ScriptedEngine
 from treadle.errors import PromptFailure
 from treadle.gateway.agent_program import AgentProgram, default_environment, fill, template_values, write_files
-from treadle.gateway.conversation import Conversation, Exchange
+from treadle.gateway.conversation import Conversation, Exchange, RenderedRequest
 from treadle.gateway.folding import fold
 from treadle.gateway.http_server import ConnectionLost, HttpConnection, HttpRequest
+from treadle.gateway.request import TurnRequest
 from treadle.gateway.server import GatewayServer
 from treadle.rollout.parsers import parser
 from treadle.rollout.protocol import Services
@@ -81,8 +82,8 @@ class Recorded(Conversation):
 
     exchanges: list[Exchange]
 
-    def ask(self, request: Any) -> Exchange:
-        exchange = super().ask(request)
+    def ask(self, request: TurnRequest, rendered: RenderedRequest | None = None) -> Exchange:
+        exchange = super().ask(request, rendered)
         self.exchanges.append(exchange)
         return exchange
 
