@@ -39,13 +39,11 @@ from treadle.gateway.request import (
     refuse,
 )
 from treadle.gateway.session_tree import Fork, Place, Point, SessionTree, TreeNode, TurnNode
+from treadle.gateway.tools import KNOWN_TOOLS, KnownTools
 from treadle.rollout.parsers import Parsed, Untyped
 from treadle.rollout.session import Session
 from treadle.rollout.tools.validators import validate_anything
 from treadle.types import Completion, StopReason
-
-KNOWN_TOOLS = 4
-"""Sets of tools whose root keys a session keeps: its sub-agents have some of their own."""
 
 _THINK, _END_THINK = "<think>", "</think>"
 
@@ -103,8 +101,9 @@ class Conversation:
         self._exchanges: dict[bytes, list[Exchange]] = {}
         """Those whose answers were not delivered, by the digest of the request."""
         self._calls: dict[str, ChatCall] = {}
-        self._known_tools: list[tuple[tuple[Tool, ...], str, bytes]] = []
-        """Those of the last requests, with the model and the root key."""
+        self.known_tools = KnownTools()
+        self._root_keys: list[tuple[tuple[Tool, ...], str, bytes]] = []
+        """Those of the last requests, by tools and model."""
         self._num_asked = 0
         self._clock = 0
         self._failures_in_a_row = 0
@@ -126,7 +125,7 @@ class Conversation:
 
         In a thread: other sessions of the worker are not held up. RequestError where it cannot fit any row.
         """
-        keys, tools = await asyncio.to_thread(lambda: (request.keys(), request.root_key()))
+        keys, tools = await asyncio.to_thread(lambda: (request.keys(), self._root_key(request)))
         place = self._tree.locate(request.messages, keys, tools)
         segment, given = tuple(keys[place.start :]), request.messages[place.start :]
         if segment in place.node.points:
@@ -167,12 +166,12 @@ class Conversation:
         return exchange
 
     def _root_key(self, request: TurnRequest) -> bytes:
-        """The root key of a request; agents send the same tools, tens of kilobytes of them, with every one."""
-        for tools, model, key in self._known_tools:
+        """The root key of a request; known tools are the same objects, so they are not hashed again."""
+        for tools, model, key in self._root_keys:
             if model == request.model and tools == request.tools:
                 return key
         key = request.root_key()
-        self._known_tools = [(request.tools, request.model, key), *self._known_tools[: KNOWN_TOOLS - 1]]
+        self._root_keys = [(request.tools, request.model, key), *self._root_keys[: KNOWN_TOOLS - 1]]
         return key
 
     def deliver(self, exchange: Exchange) -> None:
@@ -217,7 +216,7 @@ class Conversation:
         self.over.set()
 
     def _note(self, request: TurnRequest) -> None:
-        self.counters.ignored.update(request.ignored)
+        self.counters.add_options(request.ignored, request.asked)
         self.counters.add_notes(request.notes)
 
     # --- placing

@@ -28,6 +28,7 @@ from treadle.gateway.conversation import Conversation, Exchange
 from treadle.gateway.event_stream import Event, EventWriter, PartialStream
 from treadle.gateway.http_server import ConnectionLost, HttpConnection, HttpRequest, HttpResponse, HttpServer
 from treadle.gateway.request import POLICY_MODEL, Overloaded, ReplySet, RequestError, TurnRequest
+from treadle.gateway.tools import KnownTools
 
 KEEP_ALIVE_S = 3.0
 """Between two signs of life of a stream that has nothing to say yet."""
@@ -49,7 +50,7 @@ class ApiDialect(Protocol):
 
     NAME: str
 
-    def parse_request(self, body: Mapping[str, Any]) -> TurnRequest: ...
+    def parse_request(self, body: Mapping[str, Any], known: KnownTools | None = None) -> TurnRequest: ...
 
     def format_response(self, answer: ReplySet) -> dict[str, Any]: ...
 
@@ -262,8 +263,10 @@ class GatewayServer:
         elif request.method != "POST":
             raise HttpError(405, "invalid_request", f"{path} takes POST")
         elif dialect is None:
-            parsed = await _parse(anthropic_messages, request.body)
-            count = await owner.session.conversation.count_tokens(parsed)
+            conversation = owner.session.conversation
+            count = await conversation.count_tokens(
+                await _parse(anthropic_messages, request.body, conversation.known_tools)
+            )
             await connection.respond(HttpResponse(200, {"input_tokens": count}))
         else:
             await self._turn(request, owner.session, dialect, connection)
@@ -273,7 +276,7 @@ class GatewayServer:
     ) -> None:
         """One turn, or several side by side: whole, or as a stream."""
         conversation = session.conversation
-        parsed = await _parse(dialect, request.body)
+        parsed = await _parse(dialect, request.body, conversation.known_tools)
         parsed = replace(parsed, agent_id=request.headers.get("x-claude-code-agent-id", ""))
         try:
             rendered = await conversation.render(parsed) if len(request.body) > LARGE_BODY_BYTES else None
@@ -411,12 +414,12 @@ def error_response(dialect: ApiDialect, error: RequestError) -> HttpResponse:
     return HttpResponse(status, dialect.format_error(error), headers)
 
 
-async def _parse(dialect: ApiDialect, body: bytes) -> TurnRequest:
+async def _parse(dialect: ApiDialect, body: bytes, known: KnownTools) -> TurnRequest:
     """The request of a body; of a large one in a thread, so that other sessions are not held up."""
     if len(body) <= LARGE_BODY_BYTES:
-        return dialect.parse_request(_read_json(body))
+        return dialect.parse_request(_read_json(body), known)
     _check_marks(body)
-    return await asyncio.to_thread(lambda: dialect.parse_request(_read_json(body)))
+    return await asyncio.to_thread(lambda: dialect.parse_request(_read_json(body), known))
 
 
 async def read_body(body: bytes) -> Mapping[str, Any]:

@@ -18,6 +18,10 @@ FIXES: Mapping[str, str] = {
 }
 
 
+MAX_NAMES = 1000
+"""Different counters of a run; agents may send options of any name."""
+
+
 class GatewayTotals:
     """Sums counters of trajectories as they finish; a rollout observer."""
 
@@ -44,9 +48,10 @@ class GatewayTotals:
         self.num_trajectories += 1
         self.rows += finished.num_rows
         for name, value in counted.items():
-            if isinstance(value, Mapping):
+            if isinstance(value, Mapping) and name != "asked":
                 for key, number in value.items():
-                    self.counts[f"{name}/{key}"] += number
+                    place = f"{name}/{key}"
+                    self.counts[place if place in self.counts or len(self.counts) < MAX_NAMES else name] += number
             elif isinstance(value, int):
                 self.counts[name] += value
 
