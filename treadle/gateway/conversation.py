@@ -18,6 +18,7 @@ from hashlib import blake2b
 from typing import Any, Literal
 
 from treadle.aio import cancel_and_wait
+from treadle.data.reasoning_tags import ReasoningTags
 from treadle.errors import EngineFailure, Failure, PromptFailure, RequestRefused, RowFull
 from treadle.gateway.counters import GatewayCounters
 from treadle.gateway.folding import fold
@@ -40,12 +41,10 @@ from treadle.gateway.request import (
 )
 from treadle.gateway.session_tree import Fork, Place, Point, SessionTree, TreeNode, TurnNode
 from treadle.gateway.tools import KNOWN_TOOLS, KnownTools
-from treadle.rollout.parsers import Parsed, Untyped
+from treadle.rollout.parsers import Untyped
 from treadle.rollout.session import Session
 from treadle.rollout.tools.validators import validate_anything
 from treadle.types import Completion, StopReason
-
-_THINK, _END_THINK = "<think>", "</think>"
 
 
 @dataclass(frozen=True, slots=True)
@@ -328,14 +327,16 @@ class Conversation:
         can_call = request.tools and request.choice is not Choice.NONE
         self._num_streamed += 1
         opening, stops = self._turn_form(request)
+        tags, is_whole = row.reasoning_tags, bool(opening) or row.frames_turns
         return PartialTurn(
             row.decode,
             mark=self._new_id(f"s{self._num_streamed}"),
             created=int(time.time()),
             prompt_tokens=row.length,
             stops=stops,
-            call_starts=() if opening else row.call_starts if can_call else None,
-            is_thinking=row.ends_with(_THINK),
+            call_starts=() if is_whole else row.call_starts if can_call else None,
+            is_thinking=row.ends_with(tags.open),
+            tags=tags,
         )
 
     async def _sample_turn(self, exchange: Exchange, point: Point, at: int, asked_at: int) -> TurnNode:
@@ -343,7 +344,7 @@ class Conversation:
         request, row = exchange.request, exchange.rows[at]
         partial = exchange.partials[at] if exchange.partials else None
         opening, stops = form = self._turn_form(request)
-        prompt_tokens, is_thinking = row.length, row.ends_with(_THINK)
+        prompt_tokens, is_thinking = row.length, row.ends_with(row.reasoning_tags.open)
         try:
             sampling = {"stop": stops} if request.stop else {}
             on_tokens = None if partial is None else partial.feed
@@ -375,13 +376,10 @@ class Conversation:
     ) -> TurnReply:
         """A completion as an agent reads it; what was shown of it already, as `partial`, stays what it was."""
         mark = self._new_id() if partial is None else partial.mark
-        parsed = Parsed(completion.text, ())
-        if request.tools and request.choice is not Choice.NONE:
-            found = row.split(completion)
-            if not any(call.problem for call in found.calls):
-                parsed = found
-        is_plain = partial is not None and partial.is_plain
-        reasoning, text = ("", parsed.content) if is_plain else split_reasoning(parsed.content, is_thinking)
+        parsed = row.split(completion, may_call=bool(request.tools) and request.choice is not Choice.NONE)
+        reasoning, text = parsed.reasoning, parsed.content
+        if not row.frames_turns and not (partial is not None and partial.is_plain):
+            reasoning, text = split_reasoning(text, row.reasoning_tags, is_thinking)
         calls = tuple(
             ChatCall(call.name, _typed(call.arguments), f"call_{mark}{at}", call.id)
             for at, call in enumerate(parsed.calls)
@@ -504,13 +502,13 @@ class Conversation:
             self._exchanges.pop(exchange.key, None)
 
 
-def split_reasoning(text: str, is_thinking: bool = False) -> tuple[str, str]:
+def split_reasoning(text: str, tags: ReasoningTags, is_thinking: bool = False) -> tuple[str, str]:
     """The reasoning at the start of a turn, and what is said after it. `is_thinking`: the prompt has opened it."""
-    thought, found, said = text.partition(_END_THINK)
+    thought, found, said = text.partition(tags.close)
     if found:
-        return thought.replace(_THINK, "", 1).strip(), said.strip()
-    if text.lstrip().startswith(_THINK):
-        return text.lstrip()[len(_THINK) :].strip(), ""
+        return thought.replace(tags.open, "", 1).strip(), said.strip()
+    if text.lstrip().startswith(tags.open):
+        return text.lstrip()[len(tags.open) :].strip(), ""
     return (text.strip(), "") if is_thinking else ("", text)
 
 
