@@ -265,16 +265,16 @@ class Conversation:
         if not isinstance(node, TurnNode):
             session = self._session.root(folded, request.tools, ids)
             self.counters.roots += 1
-            why = place.edited
+            why, repeated = place.edited, session.length
         elif node.is_continued:
             session = node.session.branch(node.mark, folded, ids)
-            why = place.edited or Fork.REWOUND
+            why, repeated = place.edited or Fork.REWOUND, node.session.length_at(node.mark)
         else:
             node.session.extend(folded, ids)
             node.is_continued = True
-            session, why = node.session, place.edited
+            session, why, repeated = node.session, place.edited, 0
         if why is not None:
-            self.counters.forks[why] += 1
+            self.counters.add_fork(why, repeated)
         if why in (Fork.EDITED, Fork.REDUCED):
             self.counters.echoes[why] += 1
         return session
@@ -292,7 +292,7 @@ class Conversation:
                 return row
         session = point.session.branch(point.mark)
         self._rows.append(session)
-        self.counters.forks[Fork.SIBLING] += 1
+        self.counters.add_fork(Fork.SIBLING, session.length)
         return session
 
     def _calls_of(self, messages: Sequence[ChatMessage]) -> Mapping[str, ChatCall]:

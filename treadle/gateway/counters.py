@@ -34,6 +34,8 @@ class GatewayCounters:
     """Sampled turns that were sent back, by how they compare; each turn once."""
     forks: Counter[str] = field(default_factory=Counter)
     """Rows that branch off another, by why."""
+    forked_tokens: Counter[str] = field(default_factory=Counter)
+    """Tokens of the prompts of those rows that another row has, too, and that training computes again; by why."""
     roots: int = 0
     replaced: int = 0
     undelivered: int = 0
@@ -51,6 +53,12 @@ class GatewayCounters:
     asked: dict[str, Any] = field(default_factory=dict)
     """The first value of each of those, and of the options that bound and end a turn."""
     notes: dict[str, None] = field(default_factory=dict)
+
+    def add_fork(self, why: str, num_tokens: int) -> None:
+        """A row that branches off, and how much of its prompt another row has."""
+        self.forks[why] += 1
+        if num_tokens:
+            self.forked_tokens[why] += num_tokens
 
     def add_refused(self, option: str) -> None:
         """Places in lists are left out of a name: an agent's history has any number of them."""

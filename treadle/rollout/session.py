@@ -462,6 +462,10 @@ class Session:
         """Where this row ends now: a place that a branch can begin at."""
         return RowMark(self._row.number, len(self._row.ids), len(self._messages))
 
+    def length_at(self, mark: RowMark) -> int:
+        """Tokens of this row up to a mark, its prompt included."""
+        return len(self._row.prompt_ids) + mark.num_ids
+
     def root(
         self,
         messages: Iterable[Message],
