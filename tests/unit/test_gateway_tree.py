@@ -130,6 +130,26 @@ def test_parallel_requests_are_siblings_with_noise_of_their_own() -> None:
     run(use)
 
 
+@pytest.mark.parametrize("dialect", ["chat", "messages"])
+def test_sub_agents_that_say_the_same_go_on_with_their_own_turns(dialect: str) -> None:
+    async def use(it: Agent) -> None:
+        history: list[dict[str, Any]] = [USER]
+        for turn in range(3):
+            for name in ("a", "b"):
+                exchange = it.send({"model": "policy", "messages": history, "max_tokens": 50}, dialect, agent_id=name)
+                await it.receive(exchange, dialect)
+            said = {"role": "assistant", "content": f"turn {turn}"}
+            history = [*history, said, {"role": "user", "content": "Go on."}]
+        assert it.conversation.counters.forks == {"sibling": 1}
+        rows = await it.rows()
+        assert len(rows) == 2 and trained(rows) == Counter(it.engine.sampled)
+
+    def script(request: Any, rng: Any) -> str:
+        return f"turn {sum(message['role'] == 'assistant' for message in request.messages)}"
+
+    run(use, script=script)
+
+
 def test_n_choices_are_siblings_that_train() -> None:
     async def use(it: Agent) -> None:
         answer = await it.receive(it.send({"model": "policy", "messages": [USER], "n": 3}))

@@ -125,7 +125,7 @@ class Conversation:
         In a thread: other sessions of the worker are not held up. RequestError where it cannot fit any row.
         """
         keys, tools = await asyncio.to_thread(lambda: (request.keys(), self._root_key(request)))
-        place = self._tree.locate(request.messages, keys, tools)
+        place = self._tree.locate(request.messages, keys, tools, request.agent_id)
         segment, given = tuple(keys[place.start :]), request.messages[place.start :]
         if segment in place.node.points:
             return RenderedRequest(keys, tools, place.node, segment, None)
@@ -153,7 +153,7 @@ class Conversation:
                 return exchange
         self._check_open(request.n)
         self._note(request)
-        place = self._tree.locate(request.messages, keys, tools)
+        place = self._tree.locate(request.messages, keys, tools, request.agent_id)
         point, rows = self._place(request, place, tuple(keys[place.start :]), rendered)
         exchange = Exchange(key, request, rows)
         if request.stream and self._streams_tokens:
@@ -360,7 +360,7 @@ class Conversation:
         reply = replace(reply, prompt_tokens=prompt_tokens)
         asked = request.max_tokens
         self.has_run_out = reply.finish is Finish.LENGTH and (asked is None or reply.sampled_tokens < asked)
-        turn = self._tree.add_turn(point, reply, row, request.model, asked_at)
+        turn = self._tree.add_turn(point, reply, row, request.model, asked_at, request.agent_id)
         self._calls.update({call.id: call for call in reply.calls})
         exchange.turns.append(turn)
         return turn
