@@ -2,78 +2,58 @@
 
     PYTHONPATH=. python bench/harness_fidelity.py [--agents .venv-agents]
 
-Real agents talk to a real gateway; the engine is scripted: think, call a tool, answer. Every request is recorded with
-what was sampled for it. For each agent and chat template:
+Real agents talk to a real gateway; the engine is scripted: call a tool twice, answer. Every request is recorded with
+what was sampled for it. Chat templates are those that models ship; each call is spelled as the template itself
+writes it, and as a model may (`bench/fidelity_writers.py`). For each agent, template and spelling:
 
-    re-render    every request is rendered by the template: the share of turns whose prompt does not begin with the ids
-                 that were shown and sampled before, and so cannot be trained as sampled
+    re-render    every request is rendered by the template: turns whose prompt does not begin with the ids that were
+                 shown and sampled before, and so cannot be trained as sampled
     masked       sampled tokens that a trainer loses which re-renders and masks what no longer matches
     ours         sampled turns that are not in the gateway's rows exactly once, behind the ids they were sampled after;
                  and rows of the session
-    duplicates   the first answer is cut off and the agent asks again: turns that are sampled twice by a server that
-                 knows retries by their header, and by ours
+    twice        the first answer is cut off and the agent asks again: requests that repeat an earlier one without a
+                 header that says so, which a server that knows retries by header samples again; and turns that ours
+                 samples again
 """
 
 import argparse
 import asyncio
+import json
 import os
 import sys
 import tempfile
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from random import Random
 from typing import Any
 
+from bench.fidelity_writers import SPELLINGS, ScriptedModel, cells
 from tests.gateway_agents import anthropic_sdk, openai_sync
 from tests.gateways import RecordingEngine, trained
-from tests.rollouts import GOLDEN, rollout, save_model, task
-from treadle.config import ModelConfig, ScriptedConfig, load
+from tests.rollouts import rollout, task
+from treadle.config import ScriptedConfig, load
 from treadle.config.rollout import GatewayConfig
+from treadle.data.reasoning_tags import CHANNELS
 from treadle.data.renderer import Renderer
 from treadle.engine.scripted import ScriptedEngine
 from treadle.errors import PromptFailure
 from treadle.gateway.agent_program import AgentProgram, default_environment, fill, template_values, write_files
-from treadle.gateway.conversation import Conversation, Exchange
+from treadle.gateway.conversation import Conversation, Exchange, RenderedRequest
 from treadle.gateway.folding import fold
 from treadle.gateway.http_server import ConnectionLost, HttpConnection, HttpRequest
+from treadle.gateway.request import TurnRequest
 from treadle.gateway.server import GatewayServer
 from treadle.rollout.parsers import parser
 from treadle.rollout.protocol import Services
 from treadle.rollout.session import Session
 from treadle.rollout.trajectory_builder import SessionRecord
-from treadle.types import Request, SamplingParams
-
-TEMPLATES = {"hermes": "hermes", "qwen3": "hermes"}
-"""Chat templates, and the format of their tool calls."""
+from treadle.types import Message, SamplingParams
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 FRAMEWORKS = {"openai-agents": "openai_agents_sdk", "LangGraph": "langgraph_agent", "smolagents": "smolagents_agent"}
 COMMAND_LINE = {"mini-swe-agent": "mini_swe_agent", "Claude Code": "claude_code", "Codex": "codex"}
-SHELLS = {"Bash": "command", "exec_command": "cmd", "bash": "command"}
-"""Shell tools of command-line agents, and the argument that holds the command."""
-
-REASONING = "<think>\nOne and two.\n</think>\n\n"
-
-
-def script(request: Request, rng: Random, thought: str = "") -> str:
-    """A call, twice; then an answer. Spelled as models do: with spaces that no serializer writes."""
-    turns = sum(message["role"] == "assistant" for message in request.messages)
-    tools = {tool["function"]["name"] for tool in request.tools}
-    if "final_answer" in tools:  # smolagents: calls are forced, and the answer is a call
-        name, arguments = ("add", '{"a":1,  "b": 2}') if turns < 2 else ("final_answer", '{"answer": "3"}')
-        return f'\n{{"name": "{name}", "arguments": {arguments}}}\n</tool_call>'
-    if shell := tools & SHELLS.keys():
-        (name,) = shell
-        command = "expr 1 + 2" if turns < 2 else "echo COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT"
-        if turns < 2 or name == "bash":
-            arguments = f'{{"{SHELLS[name]}":"{command}"}}'
-            return f'{thought}<tool_call>\n{{"name": "{name}",  "arguments": {arguments}}}\n</tool_call>'
-    elif turns < 2:
-        return f'{thought}<tool_call>\n{{"name": "add",  "arguments": {{"a":1,  "b": 2}}}}\n</tool_call>'
-    return f"{thought}It is 3."
 
 
 class Recorded(Conversation):
@@ -81,20 +61,28 @@ class Recorded(Conversation):
 
     exchanges: list[Exchange]
 
-    def ask(self, request: Any) -> Exchange:
-        exchange = super().ask(request)
+    def ask(self, request: TurnRequest, rendered: RenderedRequest | None = None) -> Exchange:
+        exchange = super().ask(request, rendered)
         self.exchanges.append(exchange)
         return exchange
 
 
 class CuttingServer(GatewayServer):
-    """Cuts the first answer in the middle, and counts requests that say in a header that they are a retry."""
+    """Cuts the first answer in the middle, and counts requests that repeat another and do not say so in a header."""
 
     is_cut = True
-    num_marked = 0
+    num_unmarked = 0
+
+    def __init__(self, gateway: GatewayConfig) -> None:
+        super().__init__(gateway)
+        self._seen: set[str] = set()
 
     async def handle(self, request: HttpRequest, connection: HttpConnection) -> None:
-        self.num_marked += request.headers.get("x-stainless-retry-count", "0") != "0"
+        if request.method == "POST":
+            asked = json.dumps(json.loads(request.body), sort_keys=True)
+            is_marked = request.headers.get("x-stainless-retry-count", "0") != "0"
+            self.num_unmarked += asked in self._seen and not is_marked
+            self._seen.add(asked)
         if request.method == "POST" and not self.is_cut:
             self.is_cut = True
             whole = connection.send
@@ -121,26 +109,23 @@ class Figures:
     echoes: str = ""
     num_sampled: int = 0
     """Turns that the engine sampled."""
-    marked: int = 0
-    """Requests that say of themselves that they are a retry."""
+    unmarked: int = 0
+    """Requests that repeat an earlier one, and no header of theirs says so."""
+
+    def __add__(self, other: "Figures") -> "Figures":
+        numbers = {name: value + getattr(other, name) for name, value in vars(self).items() if name != "echoes"}
+        return Figures(**numbers)
 
 
-async def measure(template: str, thought: str, run: Callable[[str, str], Any], *, cut: bool = False) -> Figures:
-    with tempfile.TemporaryDirectory() as directory:
-        model = save_model(Path(directory))
-        text = (GOLDEN / "templates" / f"{template}.jinja").read_text()
-        renderer = Renderer.create(ModelConfig(path=model.path, custom_chat_template=text))
+async def measure(model: ScriptedModel, run: Callable[[str, str], Any], *, cut: bool = False) -> Figures:
+    renderer = model.renderer
     engine = RecordingEngine(
         ScriptedEngine.create(
-            ScriptedConfig(),
-            name="scripted",
-            encode=renderer.encode,
-            decode=renderer.decode,
-            script=partial(script, thought=thought),
+            ScriptedConfig(), name="scripted", encode=renderer.encode, decode=renderer.decode, script=model
         )
     )
     section = rollout(response_length=20_000, max_model_len=100_000)
-    services = Services(section, engine, renderer, parser(TEMPLATES[template]))
+    services = Services(section, engine, renderer, parser(model.form))
     sampling = SamplingParams(20_000, stop_token_ids=renderer.stop_token_ids)
     it = task()
     session = Session(it, 0, services, None, (), sampling, renderer.prompt(it.messages))  # type: ignore[arg-type]
@@ -157,7 +142,7 @@ async def measure(template: str, thought: str, run: Callable[[str, str], Any], *
         await conversation.close()
         await server.close()
     figures = summarize(conversation, session, engine, renderer)
-    figures.marked = server.num_marked
+    figures.unmarked = server.num_unmarked
     return figures
 
 
@@ -169,7 +154,9 @@ def summarize(conversation: Recorded, session: Session, engine: RecordingEngine,
         request, turn = exchange.request, exchange.turns[0]
         calls = conversation._calls_of(request.messages)
         try:
-            prompt = renderer.prompt(fold(request.messages, calls, at_start=True)[0], request.tools)
+            prompt = renderer.prompt(
+                rendered_anew(fold(request.messages, calls, at_start=True)[0], renderer), request.tools
+            )
         except PromptFailure:
             prompt = ()
         row = turn.session._row
@@ -187,6 +174,19 @@ def summarize(conversation: Recorded, session: Session, engine: RecordingEngine,
     figures.num_sampled = len(engine.sampled)
     figures.ours_broken = (Counter(engine.sampled) - trained(rows)).total()
     return figures
+
+
+def rendered_anew(messages: Sequence[Message], renderer: Renderer) -> list[Message]:
+    """Messages as this template takes them: gpt-oss has a key of its own for reasoning."""
+    if renderer.reasoning_tags != CHANNELS:
+        return list(messages)
+    taken = []
+    for message in messages:
+        rest = {key: value for key, value in message.items() if key != "reasoning_content"}
+        if "reasoning_content" in message and not (message.get("content") and message.get("tool_calls")):
+            rest["thinking"] = message["reasoning_content"]
+        taken.append(rest)
+    return taken
 
 
 def function(agent: Callable[..., Any]) -> Callable[[str, str], Any]:
@@ -228,27 +228,55 @@ def programs(agents: Path) -> dict[str, Callable[[str, str], Any]]:
     return made
 
 
-def main(agents: Path | None) -> None:
+COLUMNS = ("agent", "turns come back", "re-render: broken", "masked: tokens lost", "ours: broken", "ours: rows")
+TOTALS = (
+    *("agent", "re-render: broken, serializer's spelling", "a model's spelling", "masked: tokens lost, serializer's"),
+    *(
+        "a model's",
+        "ours: broken",
+        "ours: rows of sessions",
+        "sampled twice after a broken connection: by header, ours",
+    ),
+)
+
+
+def main(agents: Path | None, only: str) -> None:
     runs = {"openai SDK": function(partial(openai_sync, max_retries=2)), "anthropic SDK": function(anthropic_sdk)}
     if agents is not None:
         runs |= programs(agents.absolute())
-    columns = ("agent", "model writes", "template", "turns come back", "re-render: broken", "masked: tokens lost")
-    columns += ("ours: broken, rows", "duplicates after a retry: by header, ours")
-    print(f"| {' | '.join(columns)} |\n|{'---|' * len(columns)}")
+    totals, details = [], []
     for name, run in runs.items():
-        retried = asyncio.run(measure("hermes", "", run, cut=True))
-        for words, thought in (("calls", ""), ("reasoning, calls", REASONING)):
-            for template in TEMPLATES:
-                it = asyncio.run(measure(template, thought, run))
-                print(
-                    f"| {name} | {words} | {template} | {it.echoes} | {it.broken} of {it.turns - 1} turns | "
-                    f"{it.lost} of {it.sampled} | {it.ours_broken}, {it.rows} | "
-                    f"{0 if retried.marked else 1}, {retried.num_sampled - it.num_sampled} |",
-                    flush=True,
-                )
+        if only and only != name:
+            continue
+        sums = {spelling: Figures() for spelling in SPELLINGS}
+        for model in cells():
+            it = asyncio.run(measure(model, run))
+            sums[model.spelling] += it
+            words = f"{'reasoning, ' * model.reasons}calls"
+            details.append(
+                f"| {name} | {model.template}, {words}, {model.spelling} | {it.echoes} | {it.broken} of {it.turns - 1} "
+                f"| {it.lost} of {it.sampled} | {it.ours_broken} | {it.rows} |"
+            )
+            print(details[-1], file=sys.stderr, flush=True)
+        first = cells()[0]
+        whole, retried = (asyncio.run(measure(first, run, cut=cut)) for cut in (False, True))
+        sessions, both = len(cells()), sums["serializer"] + sums["model"]
+        cuts = (sums[spelling] for spelling in SPELLINGS)
+        broken, lost = zip(
+            *((f"{one.broken} of {one.turns - sessions // 2}", f"{one.lost} of {one.sampled}") for one in cuts),
+            strict=True,
+        )
+        totals.append(
+            f"| {name} | {' | '.join((*broken, *lost))} | {both.ours_broken} | {both.rows} of {sessions} "
+            f"| {retried.unmarked}, {retried.num_sampled - whole.num_sampled} |"
+        )
+    print(f"| {' | '.join(TOTALS)} |\n|{'---|' * len(TOTALS)}", *totals, sep="\n")
+    columns = (COLUMNS[0], "template, model writes, spelling", *COLUMNS[1:])
+    print(f"\n| {' | '.join(columns)} |\n|{'---|' * len(columns)}", *details, sep="\n")
 
 
 if __name__ == "__main__":
     options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    options.add_argument("--only", default="", help="one agent, by name")
     options.add_argument("--agents", type=Path, help="the environment that make test-agents builds")
     main(**vars(options.parse_args()))

@@ -11,6 +11,7 @@ from typing import Any
 
 from tests import rollouts
 from treadle.config import RolloutConfig
+from treadle.data.renderer import Renderer
 from treadle.gateway import anthropic_messages, openai_chat, openai_responses
 from treadle.gateway.conversation import Conversation, Exchange
 from treadle.gateway.request import ReplySet
@@ -91,7 +92,7 @@ class Agent:
         for turn in exchange.turns:
             row = turn.session._row
             start = next(built.start for built in row.turns if built.sampled_end == turn.mark.num_ids)
-            shown, at = rollouts.renderer()._encoder.decode([*row.prompt_ids, *row.ids[:start]]), 0
+            shown, at = self.session._services.renderer._encoder.decode([*row.prompt_ids, *row.ids[:start]]), 0
             for message in exchange.request.messages:
                 found = shown.find(message.text.strip(), at)
                 assert found >= 0, f"{message.text!r} is not shown after character {at}"
@@ -118,13 +119,16 @@ async def agent(
     train: Any = "all",
     retries: int = 2,
     tells: bool = False,
+    renderer: Renderer | None = None,
+    form: str = "hermes",
     **fields: Any,
 ):
-    """An agent in a session of its own."""
+    """An agent in a session of its own. `form`: the format of its model's tool calls."""
     config = config or rollouts.rollout(response_length=4000, max_model_len=8000)
-    renderer = rollouts.renderer()
-    engine = RecordingEngine(rollouts.engine(script, **fields), tells=tells)
-    services = Services(config, engine, renderer, parser("hermes"))
+    renderer = renderer or rollouts.renderer()
+    scripted = rollouts.engine(script, made=renderer, **fields)
+    engine = RecordingEngine(scripted, tells=tells)
+    services = Services(config, engine, renderer, parser(form))
     sampling = SamplingParams(config.response_length, stop_token_ids=renderer.stop_token_ids, seed=7)
     task = rollouts.task()
     session = Session(task, 0, services, None, (), sampling, renderer.prompt(task.messages))  # type: ignore[arg-type]

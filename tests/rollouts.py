@@ -58,9 +58,13 @@ def rollout(**fields: Any) -> RolloutConfig:
 
 
 def engine(
-    script: Callable[[Request, Random], Any] | None = None, *, name: str = "scripted-0", **fields: Any
+    script: Callable[[Request, Random], Any] | None = None,
+    *,
+    name: str = "scripted-0",
+    made: Renderer | None = None,
+    **fields: Any,
 ) -> ScriptedEngine:
-    made = renderer()
+    made = made or renderer()
     return ScriptedEngine.create(
         ScriptedConfig(**fields), name=name, encode=made.encode, decode=made.decode, script=script
     )

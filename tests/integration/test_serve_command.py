@@ -121,7 +121,10 @@ def recorded(run_dir: Path) -> dict[str, Trajectory]:
 def test_a_session_is_ended_rewarded_and_shown_by_its_name(
     config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    run_dir, body = tmp_path / "run", {"model": "policy", "messages": [{"role": "user", "content": "Hi."}]}
+    run_dir, body = (
+        tmp_path / "run",
+        {"model": "policy", "messages": [{"role": "user", "content": "Hi."}], "top_p": 0.5},
+    )
     options = ("--gateway", "--notes-key", "second", f"logging.run_dir={run_dir}")
     with serving(str(config), *options) as (url, key):
         base, mine, grader = url.removesuffix("/v1"), {"x-api-key": key}, {"x-api-key": "second"}
@@ -143,6 +146,7 @@ def test_a_session_is_ended_rewarded_and_shown_by_its_name(
     shown = capsys.readouterr().out
     assert not ended.value.code and "one/0: reward 0.5" in shown and "one/1: reward 0.5" in shown
     assert 'notes: {"tests": 3}' in shown and "gateway: requests chat 1; roots 1" in shown
+    assert "ignored top_p 1; asked top_p 0.5" in shown
 
 
 def test_what_agents_did_before_a_kill_is_recorded(config: Path, tmp_path: Path) -> None:
@@ -164,6 +168,15 @@ def test_keys_for_agents_and_for_rewards_are_two(config: Path, capsys: pytest.Ca
     with pytest.raises(SystemExit) as ended:
         main(["serve", str(config), "--gateway", "--key", "k", "--notes-key", "k"])
     assert ended.value.code == 2 and "--notes-key" in capsys.readouterr().err
+
+
+def test_a_key_for_rewards_is_refused_where_no_session_is_recorded(
+    config: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for words in ([], ["--tinker"]):
+        with pytest.raises(SystemExit) as ended:
+            main(["serve", str(config), "--notes-key", "n", *words])
+        assert ended.value.code == 2 and "--notes-key" in capsys.readouterr().err
 
 
 def test_requests_that_never_come_whole_open_no_session(config: Path, monkeypatch: pytest.MonkeyPatch) -> None:

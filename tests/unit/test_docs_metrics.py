@@ -9,7 +9,19 @@ from tests.package_source import FILES, nodes
 
 ROOT = Path(__file__).parents[2]
 FOLDERS = (
-    *("actor", "advantage", "batch", "critic", "failed", "prompts", "ref", "response_length", "reward", "rollout"),
+    *(
+        "actor",
+        "advantage",
+        "batch",
+        "critic",
+        "failed",
+        "gateway",
+        "prompts",
+        "ref",
+        "response_length",
+        "reward",
+        "rollout",
+    ),
     *("rollout_corr", "seconds", "session", "staleness", "stop", "timing", "tools", "validation", "weights"),
 )
 METRIC = re.compile(rf"({'|'.join(FOLDERS)})/[\w@/<>]*[\w>]")

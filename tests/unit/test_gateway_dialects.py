@@ -5,8 +5,10 @@ from typing import Any
 import pytest
 
 from tests.gateways import DIALECTS
+from treadle.gateway.counters import MAX_OPTIONS, OTHERS, GatewayCounters
 from treadle.gateway.event_stream import write_whole
 from treadle.gateway.folding import fold
+from treadle.gateway.options import CONSTRAINING
 from treadle.gateway.request import (
     ChatCall,
     ChatMessage,
@@ -109,7 +111,9 @@ def test_the_same_conversation_is_the_same_request(dialect: str) -> None:
     assert request.messages[2].calls == (ChatCall("add", {"a": 1}, "c1"),)
     assert request.tools == ({"type": "function", "function": TOOL},)
     assert (request.choice, request.max_tokens, request.stream) == (Choice.REQUIRED, 9, True)
-    assert request.ignored == ("temperature",) and "c1" in request.messages[2].marks
+    counted = ("temperature", "context_management") if dialect == "messages" else ("temperature",)
+    assert request.ignored == counted and "c1" in request.messages[2].marks
+    assert request.asked["temperature"] == 0.2 and 9 in request.asked.values() and "metadata" not in request.asked
     assert request.stop == (() if dialect == "responses" else ("END",))
     keys = [message.key() for message in request.messages]
     assert keys == [m.key() for m in DIALECTS["chat"].parse_request({"model": "", **BODIES["chat"]}).messages]
@@ -193,6 +197,70 @@ def test_what_cannot_be_kept_is_refused_by_name(dialect: str, change: dict[str, 
     with pytest.raises(RequestError) as refused:
         DIALECTS[dialect].parse_request({**BODIES[dialect], **change})
     assert refused.value.option.startswith(named)
+
+
+MINIMAL = {"chat": {"messages": [USER]}, "messages": {"messages": [USER]}, "responses": {"input": "Hi."}}
+
+
+@pytest.mark.parametrize("dialect", DIALECTS)
+@pytest.mark.parametrize("option", [*CONSTRAINING, "stop_token_ids", "continue_final_message", "prompt_logprobs"])
+def test_what_takes_tokens_from_the_models_choice_is_refused_in_every_dialect(dialect: str, option: str) -> None:
+    with pytest.raises(RequestError) as refused:
+        DIALECTS[dialect].parse_request({**MINIMAL[dialect], option: [1]})
+    assert refused.value.option == option
+
+
+STRICT = {"type": "function", "name": "f", "strict": True, "function": {"name": "f", "strict": True}}
+
+
+@pytest.mark.parametrize(
+    ("dialect", "change", "counted"),
+    [
+        ("chat", {"chat_template_kwargs": {"enable_thinking": False}}, "chat_template_kwargs.enable_thinking"),
+        ("chat", {"tools": [{**STRICT, "function": {"name": "f", "strict": True}}]}, "tools[].strict"),
+        ("chat", {"stream_options": {"continuous_usage_stats": True}}, "stream_options.continuous_usage_stats"),
+        ("chat", {"something_new": 3}, "something_new"),
+        ("messages", {"tool_choice": {"type": "auto", "disable_parallel_tool_use": True}}, None),
+        ("messages", {"tools": [{"name": "f", "strict": True}]}, "tools[].strict"),
+        ("messages", {"thinking": {"type": "enabled", "budget_tokens": 9}}, "thinking"),
+        ("responses", {"tools": [{"type": "function", "name": "f", "strict": True}]}, "tools[].strict"),
+        ("responses", {"text": {"verbosity": "low"}}, "text.verbosity"),
+        ("responses", {"include": ["file_search_call.results"]}, "include.file_search_call.results"),
+    ],
+)
+def test_every_other_option_without_effect_is_counted_with_its_value(
+    dialect: str, change: dict[str, Any], counted: str | None
+) -> None:
+    request = DIALECTS[dialect].parse_request({**MINIMAL[dialect], **change})
+    assert request.ignored == (counted or "tool_choice.disable_parallel_tool_use",)
+    assert set(request.ignored) <= set(request.asked)
+
+
+@pytest.mark.parametrize("dialect", DIALECTS)
+def test_options_that_hold_or_say_nothing_about_the_answer_are_not_counted(dialect: str) -> None:
+    quiet = {"metadata": {"user_id": "x"}, "user": "x", "store": False, "prompt_cache_key": "x", "stream": False}
+    quiet |= {"tool_choice": {"type": "auto"}} if dialect == "messages" else {"tool_choice": "auto"}
+    quiet |= {"include": ["reasoning.encrypted_content"]} if dialect == "responses" else {}
+    request = DIALECTS[dialect].parse_request({**MINIMAL[dialect], **quiet, "seed": None, "logprobs": False})
+    assert request.ignored == ()
+
+
+def test_logprobs_in_an_answer_are_refused_however_they_are_asked_for() -> None:
+    with pytest.raises(RequestError, match="logprobs are recorded") as refused:
+        DIALECTS["responses"].parse_request({"input": "Hi.", "include": ["message.output_text.logprobs"]})
+    assert refused.value.option == "include"
+
+
+def test_counted_options_and_their_values_are_bounded() -> None:
+    counters = GatewayCounters()
+    for at in range(200):
+        body = {"messages": [USER], f"option{at}": "x" * 1000, "temperature": at}
+        request = DIALECTS["chat"].parse_request(body)
+        counters.add_options(request.ignored, request.asked)
+    extra = counters.as_extra()
+    assert len(extra["ignored"]) == MAX_OPTIONS + 1 and extra["ignored"][OTHERS] == 200 - (MAX_OPTIONS - 1)
+    assert extra["asked"]["temperature"] == 0 and len(extra["asked"]["option0"]) < 1000
+    assert len(extra["asked"]) == MAX_OPTIONS
 
 
 @pytest.mark.parametrize("dialect", DIALECTS)

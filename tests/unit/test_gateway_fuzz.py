@@ -20,7 +20,7 @@ TOOLS = {
     "messages": [{"name": "add", "input_schema": SCHEMA}],
     "responses": [{"type": "function", "name": "add", "parameters": SCHEMA}],
 }
-KINDS = ("go on", "lose", "twice", "edit", "back", "parallel", "compact", "other", "drop")
+KINDS = ("go on", "lose", "twice", "edit", "back", "parallel", "several", "compact", "other", "drop")
 MAX_TRIES = 50
 
 
@@ -119,11 +119,17 @@ class FuzzedAgent:
         held = self.histories[pick % len(self.histories)]
         history = changed(held, kind, pick)
         body = self.body(history, "small" if kind == "other" else "policy")
+        if kind == "several" and self.dialect == "chat":  # the only API with `n`
+            body["n"] = 2 + pick % 2
         if kind == "lose":
             await self.lose(body, is_sampled=bool(pick % 2))
         if kind == "twice":
             await self.ask(body)
         answers = await asyncio.gather(*(self.ask(body) for _ in range(2 if kind == "parallel" else 1)))
+        if "n" in body:
+            (answer,) = answers
+            assert len(answer["choices"]) == body["n"]
+            answers = [{"choices": [choice]} for choice in answer["choices"]]
         if kind != "other":
             self.histories += [[*history, *AFTER[self.dialect](answer, drops)] for answer in answers]
 

@@ -21,8 +21,8 @@ BODIES = {
     "messages": {"messages": [{"role": "user", "content": "Go."}], "max_tokens": 500},
     "responses": {"input": "Go."},
 }
-ANTHROPIC_TOOLS = [{"name": "add", "input_schema": {"type": "object"}}]
-RESPONSES_TOOLS = [{"type": "function", "name": "add", "parameters": {"type": "object"}}]
+ANTHROPIC_TOOLS = [{"name": "add", "description": "Add.", "input_schema": {"type": "object"}}]
+RESPONSES_TOOLS = [{"type": "function", "name": "add", "description": "Add.", "parameters": {"type": "object"}}]
 OFFERED = {"chat": TOOLS, "messages": ANTHROPIC_TOOLS, "responses": RESPONSES_TOOLS}
 
 

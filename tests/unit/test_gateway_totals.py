@@ -1,24 +1,38 @@
 """A run says in one line what its agents did, and which habit costs what."""
 
+from dataclasses import replace
+
 from treadle.gateway.session_tree import Fork
-from treadle.observe.gateway_totals import FIXES, GatewayTotals
-from treadle.types import Outcome, Row, StopReason, Trajectory
+from treadle.observe.gateway_totals import FIXES, GatewayTotals, describe_gateway
+from treadle.observe.step_metrics import describe_batch
+from treadle.types import Group, Outcome, Row, StopReason, Task, Trajectory
 
 ROW = Row((1,), (2,), (1,), (0.0,), (0,))
+
+
+REDUCED = {"forks": {"reduced": 1}, "forked_tokens": {"reduced": 41200}, "asked": {"top_p": 0.5}}
 
 
 def finished(**counted: object) -> Trajectory:
     return Trajectory("a", 0, (ROW, ROW), Outcome.ended(StopReason.STOP), extra={"gateway": counted})
 
 
-def test_the_line_has_requests_echoes_and_the_most_frequent_fork_with_its_fix() -> None:
+def test_the_line_has_requests_echoes_and_the_fork_that_costs_most_with_its_fix() -> None:
     totals = GatewayTotals()
-    totals.finish(finished(requests={"chat": 3}, echoes={"exact": 1, "edited": 1}, forks={"edited": 1, "reduced": 4}))
-    totals.finish(finished(requests={"chat": 1, "messages": 2}, replaced=1, replayed=2, refused={"logit_bias": 1}))
+    totals.finish(
+        finished(
+            requests={"chat": 3}, echoes={"exact": 1, "edited": 1}, forks={"edited": 4}, forked_tokens={"edited": 70}
+        )
+    )
+    totals.finish(
+        finished(requests={"chat": 1, "messages": 2}, replaced=1, replayed=2, refused={"logit_bias": 1}, **REDUCED)
+    )
     line = totals.line()
     assert line is not None and "4 chat, 2 messages requests of 2 sessions in 4 rows" in line
     assert "50% of turns came back" in line and "1 turns do not train" in line and "2 retries" in line
-    assert "refused: logit_bias" in line and f"5 forks, 4 of them reduced: {FIXES['reduced']}" in line
+    assert "refused: logit_bias" in line and line.endswith(
+        f"5 forks: 1 reduced, 41,200 tokens computed again ({FIXES['reduced']}); 4 edited, 70 tokens computed again"
+    )
     assert totals.fields()["requests/chat"] == 4
 
 
@@ -30,3 +44,13 @@ def test_nothing_is_said_where_no_agent_asked() -> None:
 
 def test_every_fork_has_a_fix() -> None:
     assert set(FIXES) == set(Fork)
+
+
+def test_a_step_has_the_figures_of_its_agents() -> None:
+    counted = finished(requests={"chat": 3}, echoes={"exact": 1, "edited": 1}, ignored={"top_p": 3}, **REDUCED)
+    found = describe_gateway([counted, finished(requests={"messages": 1}, unfinished=1, auxiliary=2)])
+    assert found["gateway/requests"] == 2.0 and found["gateway/forked_tokens"] == 20_600
+    assert found["gateway/forks"] == 0.5 and found["gateway/unchanged"] == 0.5
+    assert found["gateway/untrained"] == 1.5 and found["gateway/ignored"] == 1.5 and not found["gateway/refused"]
+    assert describe_gateway([replace(counted, extra={})]) == {}
+    assert describe_batch([Group(Task("a", ()), (counted,))])["gateway/forked_tokens"] == 41_200

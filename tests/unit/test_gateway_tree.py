@@ -89,6 +89,7 @@ def test_an_edited_answer_is_a_row_of_its_own_and_the_sampled_one_still_trains()
         await it.chat(USER, edited, {"role": "user", "content": "Do."})
         first, second = await it.rows()
         assert it.conversation.counters.forks == it.conversation.counters.echoes == {"edited": 1}
+        assert it.conversation.counters.forked_tokens == {"edited": len(second.prompt_ids)}
         assert trained([first, second]) == {pair: 1 for pair in it.engine.sampled}
         assert "I would rather not." in text_of(second.prompt_ids) and answer["content"] not in text_of(
             second.prompt_ids
@@ -109,6 +110,7 @@ def test_a_conversation_that_goes_back_branches_with_verbatim_ids() -> None:
         turn = first.turns[0]
         verbatim = (*first.prompt_ids, *first.ids[: turn.sampled_end])
         assert second.prompt_ids[: len(verbatim)] == verbatim
+        assert it.conversation.counters.forked_tokens == {"rewound": len(verbatim)}
         assert trained([first, second]) == {pair: 1 for pair in it.engine.sampled}
 
     run(use)
@@ -128,12 +130,33 @@ def test_parallel_requests_are_siblings_with_noise_of_their_own() -> None:
     run(use)
 
 
+@pytest.mark.parametrize("dialect", ["chat", "messages"])
+def test_sub_agents_that_say_the_same_go_on_with_their_own_turns(dialect: str) -> None:
+    async def use(it: Agent) -> None:
+        history: list[dict[str, Any]] = [USER]
+        for turn in range(3):
+            for name in ("a", "b"):
+                exchange = it.send({"model": "policy", "messages": history, "max_tokens": 50}, dialect, agent_id=name)
+                await it.receive(exchange, dialect)
+            said = {"role": "assistant", "content": f"turn {turn}"}
+            history = [*history, said, {"role": "user", "content": "Go on."}]
+        assert it.conversation.counters.forks == {"sibling": 1}
+        rows = await it.rows()
+        assert len(rows) == 2 and trained(rows) == Counter(it.engine.sampled)
+
+    def script(request: Any, rng: Any) -> str:
+        return f"turn {sum(message['role'] == 'assistant' for message in request.messages)}"
+
+    run(use, script=script)
+
+
 def test_n_choices_are_siblings_that_train() -> None:
     async def use(it: Agent) -> None:
         answer = await it.receive(it.send({"model": "policy", "messages": [USER], "n": 3}))
         assert len({choice["message"]["content"] for choice in answer["choices"]}) == 3
         rows = await it.rows()
         assert len(rows) == 3 and trained(rows) == {pair: 1 for pair in it.engine.sampled}
+        assert it.conversation.counters.forked_tokens == {"sibling": 2 * len(rows[0].prompt_ids)}
 
     run(use, train="main")
 

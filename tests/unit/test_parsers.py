@@ -272,15 +272,15 @@ def test_llama_takes_json_without_a_name_for_speech() -> None:
     assert "not JSON" in problem_of('{"name": "f", "parameters": {', "llama3_json")
 
 
-def test_harmony_keeps_what_is_said_and_drops_what_is_thought() -> None:
+def test_harmony_tells_what_is_said_from_what_is_thought() -> None:
     text = (
         "<|channel|>analysis<|message|>to add, call add<|end|><|start|>assistant<|channel|>commentary<|message|>"
         "Adding.<|end|><|start|>assistant<|channel|>commentary to=functions.add <|constrain|>json<|message|>"
         '{"a": 1}<|call|>'
     )
-    assert parser("gpt-oss").parse(text) == Parsed("Adding.", (ToolCall("add", {"a": 1}),))
+    assert parser("gpt-oss").parse(text) == Parsed("Adding.", (ToolCall("add", {"a": 1}),), "to add, call add")
     final = "<|channel|>analysis<|message|>easy<|end|><|start|>assistant<|channel|>final<|message|>3<|return|>"
-    assert parser("gpt-oss").parse(final) == Parsed("3", ())
+    assert parser("gpt-oss").parse(final) == Parsed("3", (), "easy")
 
 
 def test_an_unknown_format_names_the_key_and_the_nearest() -> None:

@@ -45,16 +45,21 @@ def register(commands: Commands) -> None:
     command.add_argument("--checkpoints", type=Path, help="with --tinker: where they are (runs/tinker)")
     command.add_argument("--max-models", type=int, help="with --tinker: adapters that train at once (8)")
     command.add_argument("--max-sessions", type=int, help="with --tinker: clients at once (32)")
-    command.add_argument("--port", type=int, default=8000, help="port on 127.0.0.1; 0 for a free one (default 8000)")
-    command.add_argument("--key", help="the key that clients use; a new one by default")
+    command.add_argument(
+        "--port", type=int, default=8000, help="port on rollout.gateway.host, 127.0.0.1; 0 for a free one (8000)"
+    )
+    command.add_argument(
+        "--key", help="the key that clients use; a new one by default. With --tinker it begins with tml-"
+    )
     command.add_argument("--notes-key", help="with --gateway, the key for rewards and notes; a new one by default")
 
 
 def serve(arguments: Arguments) -> int:
     """Serve a run's model, a model or a config over OpenAI's and Anthropic's APIs, or Tinker's, on this machine.
 
-    Ctrl-C ends it. Tools work, and the sampling is the config's. A client that asks for a stream gets the events of its
-    API once the turn is sampled: the text comes as one piece.
+    Ctrl-C ends it. Tools work, and the sampling is the config's. A client that asks for a stream gets text while it is
+    sampled: by the token with the engine native, 32 tokens at a time with vllm; whole at the end with scripted and
+    openai. Tool calls come when they are whole.
     """
     from secrets import token_hex
 
@@ -64,6 +69,9 @@ def serve(arguments: Arguments) -> int:
         if getattr(arguments, name) is not None:
             option = f"--{name.replace('_', '-')}"
             raise ConfigError([Mistake(option, "belongs to the Tinker API", fix="add --tinker, or leave it out")])
+    if arguments.notes_key and not arguments.gateway:
+        problem = "is for rewards of sessions that are recorded"
+        raise ConfigError([Mistake("--notes-key", problem, fix="add --gateway, or leave it out")])
     key, notes_key = arguments.key or token_hex(16), arguments.notes_key or token_hex(16)
     if key == notes_key:
         problem = "is the key of the clients, too: an agent could give itself a reward"
@@ -99,6 +107,8 @@ def _serve_tinker(arguments: Arguments) -> int:
         mistakes.append(Mistake("--key", f"the tinker package takes keys that begin with {KEY_PREFIX} only", key))
     if arguments.gateway:
         mistakes.append(Mistake("--gateway", "the Tinker API records no sessions", fix="leave out one of the two"))
+    if arguments.notes_key:
+        mistakes.append(Mistake("--notes-key", "the Tinker API takes no rewards for sessions", fix="leave it out"))
     for name, value in (("--max-models", arguments.max_models), ("--max-sessions", arguments.max_sessions)):
         if value is not None and value < 1:
             mistakes.append(Mistake(name, "must be 1 or more", value))

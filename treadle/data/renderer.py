@@ -21,6 +21,7 @@ from treadle.config.rollout import ModelConfig
 from treadle.data.chat_template import PROBE, ChatTemplate, open_arguments, to_json
 from treadle.data.encoder import ControlTokens, Encoder, MarkedText, special_tokens
 from treadle.data.incremental import MARK, IncrementalTemplate, MessageShape, Tools, TurnPattern, shape_of
+from treadle.data.reasoning_tags import CHANNELS, ReasoningTags, find_tags
 from treadle.data.rendering_parity import BoundaryVerdict, RenderingParity, TurnEnding, check_parity
 from treadle.errors import ConfigError, Mistake, PromptFailure
 from treadle.model.tokenizer import ChatTokenizer, find_model_path, load_tokenizer, read_stop_ids
@@ -46,6 +47,8 @@ class Renderer:
     """Turns messages into ids. Built by `create`; safe to share between sessions."""
 
     parity: RenderingParity
+    reasoning_tags: ReasoningTags
+    """What reasoning stands between in the text of a turn."""
     stop_token_ids: Ids
     """Ids that end a turn: the template's end-of-turn token first, then the tokenizer's and the model's own."""
 
@@ -68,6 +71,7 @@ class Renderer:
         self._patterns: tuple[dict[MessageShape, EncodedPattern | None], ...] = ({}, {})  # without tools, with tools
         self._prompt = lru_cache(CACHED_PROMPTS)(self._render_prompt)
         self._drops_reasoning = lru_cache(4)(self._probe_reasoning)
+        self.reasoning_tags = find_tags(template)
         self._refused: dict[tuple[str, bool], str] = {}
         self.parity = check_parity(
             self, template, encoder, control, TurnEnding(model.path, closer, not self._trusts_prompts)
@@ -177,11 +181,14 @@ class Renderer:
             conversation.append({"role": "assistant", "content": "Done."})
         if user_follows or not has_calls:
             conversation += PROBE
-        inline = [{**message} for message in conversation]
-        inline[1] |= {"content": f"<think>\n{MARK}\n</think>\n\nWell."}
-        del inline[1]["reasoning_content"]
+        tags, other = self.reasoning_tags, [{**message} for message in conversation]
+        del other[1]["reasoning_content"]
+        if tags == CHANNELS:
+            other[1] |= {"content": "" if has_calls else "Well.", "thinking": MARK}
+        else:
+            other[1] |= {"content": f"{tags.open}\n{MARK}\n{tags.close}\n\nWell."}
         try:
-            return not any(MARK in self._template.render(shown) for shown in (conversation, inline))
+            return not any(MARK in self._template.render(shown) for shown in (conversation, other))
         except PromptFailure:
             return False
 

@@ -6,10 +6,10 @@ Pure functions; owns this dialect's words and nothing else. `/v1/messages` and `
 import json
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
 from typing import Any
 
 from treadle.gateway.event_stream import Event
+from treadle.gateway.options import CONSTRAINED, rules
 from treadle.gateway.request import (
     ChatCall,
     ChatMessage,
@@ -21,25 +21,24 @@ from treadle.gateway.request import (
     Tool,
     TurnReply,
     TurnRequest,
-    function_tool,
     read_blocks,
     read_call,
     read_count,
     read_list,
     read_object,
-    read_sampling,
     read_stops,
     read_text,
     refuse,
 )
+from treadle.gateway.tools import KnownTools, ParsedTools, function_tool
 
 NAME = "messages"
 
-IGNORED = ("temperature", "top_p", "top_k", "thinking", "service_tier", "output_config")
-"""The run's own settings hold. `metadata`, `context_management` and betas say nothing about the answer."""
-
-_CONSTRAINED = "constrained decoding would train the model on tokens that it did not choose"
-REFUSED = {"output_format": _CONSTRAINED, "mcp_servers": "this gateway calls no tools", "container": "there is none"}
+OPTIONS = rules(
+    ("model", "system", "messages", "tools", "tool_choice", "max_tokens", "stop_sequences", "stream"),
+    {"output_format": CONSTRAINED, "mcp_servers": "this gateway calls no tools", "container": "there is none"},
+    ("defer_loading",),
+)
 
 _PROVIDER_TOOL = re.compile(r"[a-z0-9_]+_\d{8}")
 """Types of tools that Anthropic runs end with a date."""
@@ -48,12 +47,12 @@ VOLATILE_PREFIXES = ("x-anthropic-billing-header:",)
 """System blocks that begin so change from request to request and are meant for Anthropic alone: they are left out."""
 
 
-def parse_request(body: Mapping[str, Any]) -> TurnRequest:
+def parse_request(body: Mapping[str, Any], known: KnownTools | None = None) -> TurnRequest:
     """The request behind a body; RequestError for what it cannot mean or what is refused."""
-    ignored = read_sampling(body, IGNORED, REFUSED)
+    tools = (known or KnownTools()).parse(body.get("tools"), _parse_tools)
+    options = OPTIONS.read(body).plus(tools.ignored)
     if read_object(body.get("output_config") or {}, "output_config").get("format"):
-        raise refuse("output_config.format", _CONSTRAINED)
-    tools = _parse_tools(body.get("tools"))
+        raise refuse("output_config.format", CONSTRAINED)
     messages: list[ChatMessage] = []
     system = _read_system(body.get("system"), "system")
     if system:
@@ -68,14 +67,15 @@ def parse_request(body: Mapping[str, Any]) -> TurnRequest:
         dialect=NAME,
         model=read_text(body.get("model"), "model"),
         messages=tuple(messages),
-        tools=tuple(tools.shown),
+        tools=tools.shown,
         max_tokens=read_count(body.get("max_tokens"), "max_tokens"),
         stop=read_stops(body.get("stop_sequences"), "stop_sequences"),
         choice=choice,
         forced_tool=forced,
         stream=bool(body.get("stream")),
-        ignored=ignored,
-        notes=tuple(tools.notes),
+        ignored=options.ignored,
+        asked=options.asked,
+        notes=tools.notes,
     )
 
 
@@ -163,33 +163,28 @@ def _parse_assistant(content: Any, what: str) -> ChatMessage:
     )
 
 
-@dataclass(frozen=True, slots=True)
-class _ParsedTools:
-    """Functions, and those of them that the model is shown only when a search has found them."""
-
-    shown: list[Tool] = field(default_factory=list)
-    deferred: dict[str, Tool] = field(default_factory=dict)
-    notes: list[str] = field(default_factory=list)
-
-
-def _parse_tools(tools: Any) -> _ParsedTools:
+def _parse_tools(tools: Any) -> ParsedTools:
     """Functions; tools that Anthropic itself runs are left out, and noted."""
-    parsed = _ParsedTools()
+    shown: list[Tool] = []
+    deferred: dict[str, Tool] = {}
+    notes: dict[str, None] = {}
+    functions: list[Mapping[str, Any]] = []
     for at, item in enumerate(read_list(tools, "tools")):
         tool = read_object(item, f"tools[{at}]")
         kind = tool.get("type") or "custom"
         if kind != "custom" and not _PROVIDER_TOOL.fullmatch(str(kind)):
             raise refuse(f"tools[{at}].type", f"{kind!r} is not supported: give functions")
         if kind != "custom":
-            parsed.notes.append(f"the tool {kind} is run by its provider, and was left out")
+            notes[f"the tool {kind} is run by its provider, and was left out"] = None
             continue
+        functions.append(tool)
         made = function_tool(tool.get("name"), tool.get("description"), tool.get("input_schema"))
         if tool.get("defer_loading"):
-            parsed.deferred[made["function"]["name"]] = made
-            parsed.notes[:] = dict.fromkeys((*parsed.notes, "deferred tools are shown once a search has found them"))
+            deferred[made["function"]["name"]] = made
+            notes["deferred tools are shown once a search has found them"] = None
         else:
-            parsed.shown.append(made)
-    return parsed
+            shown.append(made)
+    return ParsedTools(tuple(shown), deferred, notes=tuple(notes), ignored=OPTIONS.read_tools(functions))
 
 
 def _parse_choice(value: Any) -> tuple[Choice, str]:

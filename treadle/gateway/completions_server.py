@@ -21,6 +21,7 @@ from treadle.gateway import openai_chat
 from treadle.gateway.conversation import Conversation
 from treadle.gateway.event_stream import Event
 from treadle.gateway.http_server import ConnectionLost, HttpConnection, HttpResponse
+from treadle.gateway.options import CONSTRAINING, REFUSED, OptionRules, RequestOptions
 from treadle.gateway.partial_turn import PartialTurn
 from treadle.gateway.request import (
     ContextExhausted,
@@ -30,7 +31,6 @@ from treadle.gateway.request import (
     read_count,
     read_list,
     read_object,
-    read_sampling,
     read_stops,
     read_text,
     refuse,
@@ -45,13 +45,17 @@ DEFAULT_MAX_TOKENS = 16
 """OpenAI's own."""
 
 MAX_ROWS = 64
-_REFUSED = {
-    "echo": "the prompt is not sent back",
-    "suffix": "this model goes on with a text, and fills no gap",
-    "logit_bias": "tokens are sampled as the model gives them",
-    "guided_json": "tokens are sampled as the model gives them",
-    "guided_regex": "tokens are sampled as the model gives them",
-}
+_AS_GIVEN = "tokens are sampled as the model gives them"
+_OPTIONS = OptionRules(
+    frozenset(["model", "prompt", "max_tokens", "stop", "n", "best_of", "logprobs", "stream", "stream_options"]),
+    {
+        "echo": "the prompt is not sent back",
+        "suffix": "this model goes on with a text, and fills no gap",
+        "stop_token_ids": REFUSED["stop_token_ids"],
+        "prompt_logprobs": "the logprobs of sampled tokens are sent: use logprobs",
+        **dict.fromkeys(CONSTRAINING, _AS_GIVEN),
+    },
+)
 _FINISH = {StopReason.STOP: "stop", StopReason.LENGTH: "length", StopReason.ABORT: "length"}
 
 Prompt = str | tuple[int, ...]
@@ -69,12 +73,12 @@ class CompletionsRequest:
     has_logprobs: bool
     stream: bool
     include_usage: bool
-    ignored: tuple[str, ...]
+    options: RequestOptions
 
 
 def parse_request(body: Mapping[str, Any]) -> CompletionsRequest:
     """The request behind a body; RequestError for what it cannot mean or what is refused."""
-    ignored = read_sampling(body, openai_chat.IGNORED, _REFUSED)
+    options = _OPTIONS.read(body)
     n, logprobs = read_count(body.get("n"), "n") or 1, body.get("logprobs")
     if (read_count(body.get("best_of"), "best_of") or n) != n:
         raise refuse("best_of", "every completion is sent: use n")
@@ -83,7 +87,7 @@ def parse_request(body: Mapping[str, Any]) -> CompletionsRequest:
     prompts = _parse_prompts(body.get("prompt"))
     if n * len(prompts) > MAX_ROWS:
         raise refuse("n", f"at most {MAX_ROWS} completions")
-    options = read_object(body.get("stream_options") or {}, "stream_options")
+    stream_options = read_object(body.get("stream_options") or {}, "stream_options")
     return CompletionsRequest(
         model=read_text(body.get("model"), "model"),
         prompts=prompts,
@@ -92,8 +96,8 @@ def parse_request(body: Mapping[str, Any]) -> CompletionsRequest:
         n=n,
         has_logprobs=logprobs is not None,
         stream=bool(body.get("stream")),
-        include_usage=bool(options.get("include_usage")),
-        ignored=ignored,
+        include_usage=bool(stream_options.get("include_usage")),
+        options=options,
     )
 
 
@@ -196,7 +200,7 @@ async def answer_completions(
     try:
         request = parse_request(await read_body(body))
         conversation.counters.requests["completions"] += 1
-        conversation.counters.ignored.update(request.ignored)
+        conversation.counters.add_options(request.options.ignored, request.options.asked)
         answer = CompletionsAnswer(request, _open_choices(request, session))
     except RequestError as error:
         if error.option:

@@ -18,6 +18,7 @@ from hashlib import blake2b
 from typing import Any, Literal
 
 from treadle.aio import cancel_and_wait
+from treadle.data.reasoning_tags import ReasoningTags
 from treadle.errors import EngineFailure, Failure, PromptFailure, RequestRefused, RowFull
 from treadle.gateway.counters import GatewayCounters
 from treadle.gateway.folding import fold
@@ -39,15 +40,11 @@ from treadle.gateway.request import (
     refuse,
 )
 from treadle.gateway.session_tree import Fork, Place, Point, SessionTree, TreeNode, TurnNode
-from treadle.rollout.parsers import Parsed, Untyped
+from treadle.gateway.tools import KNOWN_TOOLS, KnownTools
+from treadle.rollout.parsers import Untyped
 from treadle.rollout.session import Session
 from treadle.rollout.tools.validators import validate_anything
 from treadle.types import Completion, StopReason
-
-KNOWN_TOOLS = 4
-"""Sets of tools whose root keys a session keeps: its sub-agents have some of their own."""
-
-_THINK, _END_THINK = "<think>", "</think>"
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,8 +100,9 @@ class Conversation:
         self._exchanges: dict[bytes, list[Exchange]] = {}
         """Those whose answers were not delivered, by the digest of the request."""
         self._calls: dict[str, ChatCall] = {}
-        self._known_tools: list[tuple[tuple[Tool, ...], str, bytes]] = []
-        """Those of the last requests, with the model and the root key."""
+        self.known_tools = KnownTools()
+        self._root_keys: list[tuple[tuple[Tool, ...], str, bytes]] = []
+        """Those of the last requests, by tools and model."""
         self._num_asked = 0
         self._clock = 0
         self._failures_in_a_row = 0
@@ -126,8 +124,8 @@ class Conversation:
 
         In a thread: other sessions of the worker are not held up. RequestError where it cannot fit any row.
         """
-        keys, tools = await asyncio.to_thread(lambda: (request.keys(), request.root_key()))
-        place = self._tree.locate(request.messages, keys, tools)
+        keys, tools = await asyncio.to_thread(lambda: (request.keys(), self._root_key(request)))
+        place = self._tree.locate(request.messages, keys, tools, request.agent_id)
         segment, given = tuple(keys[place.start :]), request.messages[place.start :]
         if segment in place.node.points:
             return RenderedRequest(keys, tools, place.node, segment, None)
@@ -155,7 +153,7 @@ class Conversation:
                 return exchange
         self._check_open(request.n)
         self._note(request)
-        place = self._tree.locate(request.messages, keys, tools)
+        place = self._tree.locate(request.messages, keys, tools, request.agent_id)
         point, rows = self._place(request, place, tuple(keys[place.start :]), rendered)
         exchange = Exchange(key, request, rows)
         if request.stream and self._streams_tokens:
@@ -167,12 +165,12 @@ class Conversation:
         return exchange
 
     def _root_key(self, request: TurnRequest) -> bytes:
-        """The root key of a request; agents send the same tools, tens of kilobytes of them, with every one."""
-        for tools, model, key in self._known_tools:
+        """The root key of a request; known tools are the same objects, so they are not hashed again."""
+        for tools, model, key in self._root_keys:
             if model == request.model and tools == request.tools:
                 return key
         key = request.root_key()
-        self._known_tools = [(request.tools, request.model, key), *self._known_tools[: KNOWN_TOOLS - 1]]
+        self._root_keys = [(request.tools, request.model, key), *self._root_keys[: KNOWN_TOOLS - 1]]
         return key
 
     def deliver(self, exchange: Exchange) -> None:
@@ -217,7 +215,7 @@ class Conversation:
         self.over.set()
 
     def _note(self, request: TurnRequest) -> None:
-        self.counters.ignored.update(request.ignored)
+        self.counters.add_options(request.ignored, request.asked)
         self.counters.add_notes(request.notes)
 
     # --- placing
@@ -267,16 +265,16 @@ class Conversation:
         if not isinstance(node, TurnNode):
             session = self._session.root(folded, request.tools, ids)
             self.counters.roots += 1
-            why = place.edited
+            why, repeated = place.edited, session.length
         elif node.is_continued:
             session = node.session.branch(node.mark, folded, ids)
-            why = place.edited or Fork.REWOUND
+            why, repeated = place.edited or Fork.REWOUND, node.session.length_at(node.mark)
         else:
             node.session.extend(folded, ids)
             node.is_continued = True
-            session, why = node.session, place.edited
+            session, why, repeated = node.session, place.edited, 0
         if why is not None:
-            self.counters.forks[why] += 1
+            self.counters.add_fork(why, repeated)
         if why in (Fork.EDITED, Fork.REDUCED):
             self.counters.echoes[why] += 1
         return session
@@ -294,7 +292,7 @@ class Conversation:
                 return row
         session = point.session.branch(point.mark)
         self._rows.append(session)
-        self.counters.forks[Fork.SIBLING] += 1
+        self.counters.add_fork(Fork.SIBLING, session.length)
         return session
 
     def _calls_of(self, messages: Sequence[ChatMessage]) -> Mapping[str, ChatCall]:
@@ -329,14 +327,16 @@ class Conversation:
         can_call = request.tools and request.choice is not Choice.NONE
         self._num_streamed += 1
         opening, stops = self._turn_form(request)
+        tags, is_whole = row.reasoning_tags, bool(opening) or row.frames_turns
         return PartialTurn(
             row.decode,
             mark=self._new_id(f"s{self._num_streamed}"),
             created=int(time.time()),
             prompt_tokens=row.length,
             stops=stops,
-            call_starts=() if opening else row.call_starts if can_call else None,
-            is_thinking=row.ends_with(_THINK),
+            call_starts=() if is_whole else row.call_starts if can_call else None,
+            is_thinking=row.ends_with(tags.open),
+            tags=tags,
         )
 
     async def _sample_turn(self, exchange: Exchange, point: Point, at: int, asked_at: int) -> TurnNode:
@@ -344,7 +344,7 @@ class Conversation:
         request, row = exchange.request, exchange.rows[at]
         partial = exchange.partials[at] if exchange.partials else None
         opening, stops = form = self._turn_form(request)
-        prompt_tokens, is_thinking = row.length, row.ends_with(_THINK)
+        prompt_tokens, is_thinking = row.length, row.ends_with(row.reasoning_tags.open)
         try:
             sampling = {"stop": stops} if request.stop else {}
             on_tokens = None if partial is None else partial.feed
@@ -360,7 +360,7 @@ class Conversation:
         reply = replace(reply, prompt_tokens=prompt_tokens)
         asked = request.max_tokens
         self.has_run_out = reply.finish is Finish.LENGTH and (asked is None or reply.sampled_tokens < asked)
-        turn = self._tree.add_turn(point, reply, row, request.model, asked_at)
+        turn = self._tree.add_turn(point, reply, row, request.model, asked_at, request.agent_id)
         self._calls.update({call.id: call for call in reply.calls})
         exchange.turns.append(turn)
         return turn
@@ -376,13 +376,10 @@ class Conversation:
     ) -> TurnReply:
         """A completion as an agent reads it; what was shown of it already, as `partial`, stays what it was."""
         mark = self._new_id() if partial is None else partial.mark
-        parsed = Parsed(completion.text, ())
-        if request.tools and request.choice is not Choice.NONE:
-            found = row.split(completion)
-            if not any(call.problem for call in found.calls):
-                parsed = found
-        is_plain = partial is not None and partial.is_plain
-        reasoning, text = ("", parsed.content) if is_plain else split_reasoning(parsed.content, is_thinking)
+        parsed = row.split(completion, may_call=bool(request.tools) and request.choice is not Choice.NONE)
+        reasoning, text = parsed.reasoning, parsed.content
+        if not row.frames_turns and not (partial is not None and partial.is_plain):
+            reasoning, text = split_reasoning(text, row.reasoning_tags, is_thinking)
         calls = tuple(
             ChatCall(call.name, _typed(call.arguments), f"call_{mark}{at}", call.id)
             for at, call in enumerate(parsed.calls)
@@ -505,13 +502,13 @@ class Conversation:
             self._exchanges.pop(exchange.key, None)
 
 
-def split_reasoning(text: str, is_thinking: bool = False) -> tuple[str, str]:
+def split_reasoning(text: str, tags: ReasoningTags, is_thinking: bool = False) -> tuple[str, str]:
     """The reasoning at the start of a turn, and what is said after it. `is_thinking`: the prompt has opened it."""
-    thought, found, said = text.partition(_END_THINK)
+    thought, found, said = text.partition(tags.close)
     if found:
-        return thought.replace(_THINK, "", 1).strip(), said.strip()
-    if text.lstrip().startswith(_THINK):
-        return text.lstrip()[len(_THINK) :].strip(), ""
+        return thought.replace(tags.open, "", 1).strip(), said.strip()
+    if text.lstrip().startswith(tags.open):
+        return text.lstrip()[len(tags.open) :].strip(), ""
     return (text.strip(), "") if is_thinking else ("", text)
 
 

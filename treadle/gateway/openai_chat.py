@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from treadle.gateway.event_stream import Event
+from treadle.gateway.options import CONSTRAINED, rules
 from treadle.gateway.request import (
     ChatCall,
     ChatMessage,
@@ -16,41 +17,33 @@ from treadle.gateway.request import (
     ReplySet,
     RequestError,
     Role,
-    Tool,
     TurnReply,
     TurnRequest,
-    function_tool,
     read_blocks,
     read_call,
     read_count,
     read_list,
     read_object,
-    read_sampling,
     read_stops,
     read_text,
     refuse,
 )
+from treadle.gateway.tools import KnownTools, ParsedTools, function_tool
 
 NAME = "chat"
 
-IGNORED = (
-    *("temperature", "top_p", "top_k", "min_p", "seed", "presence_penalty", "frequency_penalty", "repetition_penalty"),
-    *("parallel_tool_calls", "reasoning_effort", "verbosity"),
+OPTIONS = rules(
+    (
+        *("model", "messages", "tools", "tool_choice", "max_tokens", "max_completion_tokens", "stop", "n", "stream"),
+        *("stream_options", "response_format", "modalities"),
+    ),
+    {
+        "functions": "use tools",
+        "function_call": "use tool_choice",
+        "audio": "this model writes text",
+        "web_search_options": "there is no search behind this gateway",
+    },
 )
-"""The run's own settings hold."""
-
-_CONSTRAINED = "constrained decoding would train the model on tokens that it did not choose"
-REFUSED = {
-    "logit_bias": _CONSTRAINED,
-    "guided_json": _CONSTRAINED,
-    "guided_regex": _CONSTRAINED,
-    "functions": "use tools",
-    "function_call": "use tool_choice",
-    "logprobs": "logprobs are recorded with the trajectory and not sent",
-    "top_logprobs": "logprobs are recorded with the trajectory and not sent",
-    "audio": "this model writes text",
-    "web_search_options": "there is no search behind this gateway",
-}
 
 _ROLES: Mapping[str, Role] = {
     "system": "system",
@@ -64,12 +57,15 @@ _TEXT_BLOCKS = ("text", "refusal")
 MAX_CHOICES = 64
 
 
-def parse_request(body: Mapping[str, Any]) -> TurnRequest:
+def parse_request(body: Mapping[str, Any], known: KnownTools | None = None) -> TurnRequest:
     """The request behind a body; RequestError for what it cannot mean or what is refused."""
-    ignored = read_sampling(body, IGNORED, REFUSED)
+    tools = (known or KnownTools()).parse(body.get("tools"), _parse_tools)
+    options = OPTIONS.read(body).plus(tools.ignored)
     form = body.get("response_format")
     if form is not None and read_object(form, "response_format").get("type", "text") != "text":
-        raise refuse("response_format", _CONSTRAINED)
+        raise refuse("response_format", CONSTRAINED)
+    if set(read_list(body.get("modalities"), "modalities")) - {"text"}:
+        raise refuse("modalities", "this model writes text")
     n = read_count(body.get("n"), "n") or 1
     if n > MAX_CHOICES:
         raise refuse("n", f"at most {MAX_CHOICES} choices")
@@ -85,7 +81,7 @@ def parse_request(body: Mapping[str, Any]) -> TurnRequest:
         dialect=NAME,
         model=read_text(body.get("model"), "model"),
         messages=messages,
-        tools=_parse_tools(body.get("tools")),
+        tools=tools.shown,
         max_tokens=read_count(body.get("max_completion_tokens"), "max_completion_tokens")
         or read_count(body.get("max_tokens"), "max_tokens"),
         stop=read_stops(body.get("stop"), "stop"),
@@ -94,7 +90,8 @@ def parse_request(body: Mapping[str, Any]) -> TurnRequest:
         forced_tool=forced,
         stream=bool(body.get("stream")),
         include_usage=bool(read_object(stream_options, "stream_options").get("include_usage")),
-        ignored=ignored,
+        ignored=options.ignored,
+        asked=options.asked,
     )
 
 
@@ -128,15 +125,15 @@ def _parse_call(call: Mapping[str, Any], what: str) -> ChatCall:
     return read_call(function.get("name"), function.get("arguments"), call.get("id"), what)
 
 
-def _parse_tools(tools: Any) -> tuple[Tool, ...]:
-    parsed = []
-    for at, item in enumerate(read_list(tools, "tools")):
-        tool = read_object(item, f"tools[{at}]")
+def _parse_tools(tools: Any) -> ParsedTools:
+    shown = []
+    given = [read_object(item, f"tools[{at}]") for at, item in enumerate(read_list(tools, "tools"))]
+    for at, tool in enumerate(given):
         if tool.get("type", "function") != "function":
             raise refuse(f"tools[{at}].type", f"{tool.get('type')!r} is not supported: give functions")
         function = read_object(tool.get("function"), f"tools[{at}].function")
-        parsed.append(function_tool(function.get("name"), function.get("description"), function.get("parameters")))
-    return tuple(parsed)
+        shown.append(function_tool(function.get("name"), function.get("description"), function.get("parameters")))
+    return ParsedTools(tuple(shown), ignored=OPTIONS.read_tools(given))
 
 
 def parse_choice(value: Any) -> tuple[Choice, str]:

@@ -12,6 +12,7 @@ from typing import Any
 from treadle.gateway.event_stream import Event
 from treadle.gateway.openai_chat import error_words, parse_choice
 from treadle.gateway.openai_chat import format_error as format_error
+from treadle.gateway.options import CONSTRAINED, rules
 from treadle.gateway.request import (
     ChatMessage,
     Finish,
@@ -22,33 +23,34 @@ from treadle.gateway.request import (
     Tool,
     TurnReply,
     TurnRequest,
-    function_tool,
     read_blocks,
     read_call,
     read_count,
     read_list,
     read_object,
-    read_sampling,
     read_text,
     refuse,
 )
+from treadle.gateway.tools import KnownTools, ParsedTools, function_tool
 
 NAME = "responses"
 
-IGNORED = (
-    *("temperature", "top_p", "parallel_tool_calls", "reasoning", "truncation", "service_tier"),
-    *("prompt_cache_key", "safety_identifier"),
+OPTIONS = rules(
+    (
+        *("model", "input", "instructions", "tools", "tool_choice", "max_output_tokens", "stream", "stream_options"),
+        *("text", "include"),
+    ),
+    {
+        "previous_response_id": "nothing is stored here: send the whole input (store=false)",
+        "conversation": "nothing is stored here: send the whole input (store=false)",
+        "background": "answers come with the request",
+        "prompt": "templates of prompts are stored elsewhere: send instructions and input",
+        "max_tool_calls": "this gateway calls no tools",
+    },
 )
-"""The run's own settings hold."""
+_INCLUDED = "reasoning.encrypted_content"
+"""What answers have, asked for or not."""
 
-REFUSED = {
-    "previous_response_id": "nothing is stored here: send the whole input (store=false)",
-    "conversation": "nothing is stored here: send the whole input (store=false)",
-    "background": "answers come with the request",
-    "prompt": "templates of prompts are stored elsewhere: send instructions and input",
-    "top_logprobs": "logprobs are recorded with the trajectory and not sent",
-    "max_tool_calls": "this gateway calls no tools",
-}
 _FREE_TEXT = ("custom", "local_shell", "shell", "apply_patch", "computer_use_preview", "computer")
 """Tools that the agent itself runs, and whose calls are items of their own."""
 
@@ -61,14 +63,13 @@ _ROLES: Mapping[str, Role] = {
 }
 
 
-def parse_request(body: Mapping[str, Any]) -> TurnRequest:
+def parse_request(body: Mapping[str, Any], known: KnownTools | None = None) -> TurnRequest:
     """The request behind a body; RequestError for what it cannot mean or what is refused."""
-    ignored = read_sampling(body, IGNORED, REFUSED)
+    tools = (known or KnownTools()).parse(body.get("tools"), _parse_tools)
+    options = OPTIONS.read(body).plus({**_read_include(body.get("include")), **tools.ignored})
     form = read_object(body.get("text") or {}, "text").get("format")
     if form is not None and read_object(form, "text.format").get("type", "text") != "text":
-        raise refuse("text.format", "constrained decoding would train the model on tokens that it did not choose")
-    tools = _ShownTools()
-    tools.add(read_list(body.get("tools"), "tools"), "tools")
+        raise refuse("text.format", CONSTRAINED)
     messages: list[ChatMessage] = []
     instructions = read_text(body.get("instructions"), "instructions")
     if instructions:
@@ -85,20 +86,38 @@ def parse_request(body: Mapping[str, Any]) -> TurnRequest:
         dialect=NAME,
         model=read_text(body.get("model"), "model"),
         messages=tuple(messages),
-        tools=tuple(tools.shown.values()),
+        tools=tools.shown,
         max_tokens=read_count(body.get("max_output_tokens"), "max_output_tokens"),
         choice=choice,
         forced_tool=forced,
         stream=bool(body.get("stream")),
-        ignored=ignored,
-        notes=tuple(tools.notes),
+        ignored=options.ignored,
+        asked=options.asked,
+        notes=tools.notes,
         namespaces=tools.namespaces,
+    )
+
+
+def _read_include(value: Any) -> dict[str, bool]:
+    """What is to be part of the answer, and is not."""
+    wanted = [read_text(item, f"include[{at}]") for at, item in enumerate(read_list(value, "include"))]
+    if any("logprobs" in item for item in wanted):
+        raise refuse("include", "logprobs are recorded with the trajectory and not sent")
+    return {f"include.{item}": True for item in wanted if item != _INCLUDED}
+
+
+def _parse_tools(tools: Any) -> ParsedTools:
+    found = _ShownTools()
+    found.add(read_list(tools, "tools"), "tools")
+    ignored = OPTIONS.read_tools(found.functions)
+    return ParsedTools(
+        tuple(found.shown.values()), namespaces=found.namespaces, notes=tuple(found.notes), ignored=ignored
     )
 
 
 @dataclass(slots=True)
 class _ShownTools:
-    """The functions of a request under the names that the model is shown.
+    """The functions of a request as they are found.
 
     A namespace is taken apart; where two tools have one name, the later is shown as NAMESPACE__NAME. Tools that the
     provider itself runs are left out. All of it is noted.
@@ -107,12 +126,15 @@ class _ShownTools:
     shown: dict[str, Tool] = field(default_factory=dict)
     namespaces: dict[str, NamespacedTool] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
+    functions: list[Mapping[str, Any]] = field(default_factory=list)
+    """As they were sent."""
 
     def add(self, tools: Sequence[Any], what: str, namespace: str = "") -> None:
         for at, item in enumerate(tools):
             tool = read_object(item, f"{what}[{at}]")
             kind = tool.get("type", "function")
             if kind == "function":
+                self.functions.append(tool)
                 name = read_text(tool.get("name"), f"{what}[{at}].name")
                 label = f"{namespace}__{name}" if namespace and name in self.shown else name
                 self.shown[label] = function_tool(label, tool.get("description"), tool.get("parameters"))
@@ -128,13 +150,8 @@ class _ShownTools:
             else:
                 self.notes.append(f"the tool {kind} is run by its provider, and was left out")
 
-    def label(self, namespace: str, name: str) -> str:
-        """What a tool is shown as."""
-        asked = NamespacedTool(namespace, name)
-        return next((label for label, tool in self.namespaces.items() if tool == asked), name)
 
-
-def _parse_items(items: Sequence[Any], tools: _ShownTools) -> list[ChatMessage]:
+def _parse_items(items: Sequence[Any], tools: ParsedTools) -> list[ChatMessage]:
     """Messages. Reasoning, text and calls of one turn come as items in a row, and are one assistant message."""
     messages: list[ChatMessage] = []
     for at, item in enumerate(items):
@@ -155,7 +172,7 @@ def _parse_items(items: Sequence[Any], tools: _ShownTools) -> list[ChatMessage]:
     return messages
 
 
-def _parse_part(item: Mapping[str, Any], kind: Any, what: str, tools: _ShownTools) -> ChatMessage:
+def _parse_part(item: Mapping[str, Any], kind: Any, what: str, tools: ParsedTools) -> ChatMessage:
     identity = tuple(mark for mark in (item.get("id"), item.get("encrypted_content")) if isinstance(mark, str) and mark)
     if kind == "message":
         role = _ROLES.get(read_text(item.get("role"), f"{what}.role"))

@@ -9,10 +9,10 @@ the turn is whole. How often a token is looked at has a bound, however long the 
 from collections.abc import Callable, Sequence
 from enum import StrEnum
 
+from treadle.data.reasoning_tags import THINK, ReasoningTags
 from treadle.engine.protocol import Decode
 
 _HALF = "\N{REPLACEMENT CHARACTER}"
-_THINK, _END_THINK = "<think>", "</think>"
 _MAX_HELD = 8
 """Half of a character is at most three bytes, and a token at least one. Some more: a model may write U+FFFD itself."""
 
@@ -67,6 +67,7 @@ class PartialTurn:
         stops: Sequence[str],
         call_starts: Sequence[str] | None = None,
         is_thinking: bool | None = None,
+        tags: ReasoningTags = THINK,
     ) -> None:
         """`call_starts`: what tool calls begin with, None where there can be none, empty where that is unknown.
 
@@ -78,6 +79,7 @@ class PartialTurn:
         self.on_change: Callable[[], None] | None = None
         self._decoder = IncrementalDecoder(decode)
         self._ids: list[int] = []
+        self._tags = tags
         self._stops = tuple(stops)
         self._can_call = call_starts is not None
         self._call_starts = tuple(call_starts or ())
@@ -134,22 +136,22 @@ class PartialTurn:
 
     def _start(self) -> None:
         begun = self._pending.lstrip()
-        if _THINK.startswith(begun):
+        if self._tags.open.startswith(begun):
             return
-        if begun.startswith(_THINK):
-            self._phase, self._pending = _Phase.REASONING, begun[len(_THINK) :]
+        if begun.startswith(self._tags.open):
+            self._phase, self._pending = _Phase.REASONING, begun[len(self._tags.open) :]
         elif self._can_call and self._pending[0].isspace():
             self._phase = _Phase.OVER  # whether that belongs to the text depends on whether a call follows
         else:
             self._phase, self._is_empty, self._is_plain = _Phase.TEXT, False, True
 
     def _reason(self) -> None:
-        if _THINK in self._pending:
+        if self._tags.open in self._pending:
             self._phase = _Phase.OVER  # a tag inside of what it opens
             return
-        thought, end, said = self._pending.partition(_END_THINK)
+        thought, end, said = self._pending.partition(self._tags.close)
         if not end:
-            self._show("reasoning", (_THINK, _END_THINK))
+            self._show("reasoning", (self._tags.open, self._tags.close))
             return
         self._pending = thought.rstrip()
         self._show("reasoning", (), is_last=True)

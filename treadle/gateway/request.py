@@ -92,7 +92,9 @@ class TurnRequest:
     stream: bool = False
     include_usage: bool = False
     ignored: tuple[str, ...] = ()
-    """Options that the run's own settings override, such as temperature."""
+    """Options without effect, such as temperature: the run's own settings hold."""
+    asked: Mapping[str, Any] = field(default_factory=dict)
+    """Values of those, and of what bounds and ends a turn, as they were given."""
     notes: tuple[str, ...] = ()
     """What was left out or changed so that a chat template can show it."""
     agent_id: str = ""
@@ -283,20 +285,3 @@ def read_blocks(content: Any, what: str, text_types: Sequence[str]) -> str:
             raise refuse(f"{what}[{at}].type", f"{kind!r} is not supported: this model reads text")
         texts.append(read_text(block.get("text", block.get("refusal")), f"{what}[{at}].text"))
     return "\n".join(texts)
-
-
-def function_tool(name: Any, description: Any, parameters: Any) -> Tool:
-    """A function's schema in OpenAI's shape."""
-    if not isinstance(name, str) or not name:
-        raise RequestError("a tool needs a name")
-    schema = parameters if isinstance(parameters, dict) else {"type": "object", "properties": {}}
-    described = {"description": description} if isinstance(description, str) and description else {}
-    return {"type": "function", "function": {"name": name, **described, "parameters": schema}}
-
-
-def read_sampling(body: Mapping[str, Any], ignored: Sequence[str], refused: Mapping[str, str]) -> tuple[str, ...]:
-    """The options that are given and have no effect. One that would change the answer and cannot be kept is refused."""
-    for option, why in refused.items():
-        if body.get(option):
-            raise refuse(option, why)
-    return tuple(option for option in ignored if body.get(option) is not None)

@@ -29,6 +29,7 @@ from treadle.gateway.event_stream import Event, EventWriter, PartialStream
 from treadle.gateway.http_server import ConnectionLost, HttpConnection, HttpRequest, HttpResponse, HttpServer
 from treadle.gateway.request import POLICY_MODEL, Overloaded, ReplySet, RequestError, TurnRequest
 from treadle.gateway.request_body import LARGE_BODY_BYTES, parse_body, read_body
+from treadle.gateway.tools import KnownTools
 
 KEEP_ALIVE_S = 3.0
 """Between two signs of life of a stream that has nothing to say yet."""
@@ -44,7 +45,7 @@ class ApiDialect(Protocol):
 
     NAME: str
 
-    def parse_request(self, body: Mapping[str, Any]) -> TurnRequest: ...
+    def parse_request(self, body: Mapping[str, Any], known: KnownTools | None = None) -> TurnRequest: ...
 
     def format_response(self, answer: ReplySet) -> dict[str, Any]: ...
 
@@ -257,8 +258,10 @@ class GatewayServer:
         elif request.method != "POST":
             raise HttpError(405, "invalid_request", f"{path} takes POST")
         elif dialect is None:
-            parsed = await parse_body(request.body, anthropic_messages.parse_request)
-            count = await owner.session.conversation.count_tokens(parsed)
+            conversation = owner.session.conversation
+            count = await conversation.count_tokens(
+                await _parse(anthropic_messages, request.body, conversation.known_tools)
+            )
             await connection.respond(HttpResponse(200, {"input_tokens": count}))
         else:
             await self._turn(request, owner.session, dialect, connection)
@@ -268,7 +271,7 @@ class GatewayServer:
     ) -> None:
         """One turn, or several side by side: whole, or as a stream."""
         conversation = session.conversation
-        parsed = await parse_body(request.body, dialect.parse_request)
+        parsed = await _parse(dialect, request.body, conversation.known_tools)
         parsed = replace(parsed, agent_id=request.headers.get("x-claude-code-agent-id", ""))
         try:
             rendered = await conversation.render(parsed) if len(request.body) > LARGE_BODY_BYTES else None
@@ -404,6 +407,10 @@ def error_response(dialect: ApiDialect, error: RequestError) -> HttpResponse:
     if error.kind != "overloaded" and error.status < 500:
         headers["x-should-retry"] = "false"
     return HttpResponse(status, dialect.format_error(error), headers)
+
+
+async def _parse(dialect: ApiDialect, body: bytes, known: KnownTools) -> TurnRequest:
+    return await parse_body(body, lambda value: dialect.parse_request(value, known))
 
 
 def _take_notes(session: GatewaySession, body: Mapping[str, Any]) -> None:

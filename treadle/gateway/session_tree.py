@@ -90,6 +90,8 @@ class TurnNode(TreeNode):
     """In the order of the session."""
     model: str = field(kw_only=True)
     """The name of the model that was asked for."""
+    agent_id: str = field(kw_only=True, default="")
+    """Which sub-agent asked, where the program says so."""
     asked_at: int = field(kw_only=True)
     """When it was asked for, and when its agent had all of it; by the clock of the session, which counts both."""
     delivered_at: int | None = None
@@ -139,8 +141,8 @@ class SessionTree:
         """Conversations that began from nothing."""
         return sum(len(root.points) for root in self._roots.values())
 
-    def locate(self, messages: Sequence[ChatMessage], keys: Sequence[bytes], tools: bytes) -> Place:
-        """The place with the last turn that these messages repeat."""
+    def locate(self, messages: Sequence[ChatMessage], keys: Sequence[bytes], tools: bytes, agent_id: str = "") -> Place:
+        """The place with the last turn that these messages repeat; its own one for a sub-agent that says who it is."""
         root = self._roots.setdefault(tools, TreeNode())
         best = Place(root)
         active = [best]
@@ -156,14 +158,16 @@ class SessionTree:
                     fork = fork or why if not matches else fork
                     found += [Place(turn, at + 1, (*place.echoes, (turn, echo))) for turn, echo in matches]
             if found:
-                best = max(found, key=lambda place: _rank(place, message))
+                best = max(found, key=lambda place: _rank(place, message, agent_id))
                 fork = None
             active = [place for place in (*active, *found) if at + 1 - place.start <= place.node.longest]
         if fork is None and self._repeats_others(messages[best.start :]):
             fork = Fork.PREFIX
         return Place(best.node, best.start, best.echoes, fork)
 
-    def add_turn(self, point: Point, reply: TurnReply, session: Session, model: str, asked_at: int) -> TurnNode:
+    def add_turn(
+        self, point: Point, reply: TurnReply, session: Session, model: str, asked_at: int, agent_id: str = ""
+    ) -> TurnNode:
         """A turn was sampled at a point, in the row of `session`, which ends with it."""
         turn = TurnNode(
             point=point,
@@ -172,6 +176,7 @@ class SessionTree:
             mark=session.mark(),
             number=len(self.turns),
             model=model,
+            agent_id=agent_id,
             asked_at=asked_at,
         )
         point.turns.append(turn)
@@ -204,10 +209,10 @@ class SessionTree:
         return any(mark in self._marks for message in messages for mark in message.marks)
 
 
-def _rank(place: Place, message: ChatMessage) -> tuple[bool, int]:
-    """Rank of a place among those that say the same: the one whose mark a message bears, else the last."""
+def _rank(place: Place, message: ChatMessage, agent_id: str) -> tuple[bool, bool, int]:
+    """Rank of a place among those that say the same: the one whose mark a message bears, its own agent's, the last."""
     turn = place.echoes[-1][0]
-    return not set(turn.reply.marks()).isdisjoint(message.marks), turn.number
+    return not set(turn.reply.marks()).isdisjoint(message.marks), turn.agent_id == agent_id, turn.number
 
 
 def compare(message: ChatMessage, reply: TurnReply, is_marked_otherwise: bool = False) -> Echo:

@@ -91,7 +91,7 @@ def _gateway_facts(extra: Mapping[str, Any]) -> Iterator[str]:
     shown = []
     for name, value in counted.items():
         if isinstance(value, Mapping):
-            shown.append(f"{name} {', '.join(f'{kind} {number}' for kind, number in value.items())}")
+            shown.append(f"{name} {', '.join(f'{kind} {content_text(number)}' for kind, number in value.items())}")
         elif isinstance(value, int):
             shown.append(f"{name} {value}")
     if shown:

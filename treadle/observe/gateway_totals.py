@@ -1,10 +1,11 @@
 """Gateway totals: what the agents of a run did with their conversations, summed, and the habit that costs most.
 
-Reads `extra["gateway"]` of finished trajectories; knows nothing of how it was counted.
+Reads `extra["gateway"]` of finished trajectories, for the last line of a run and for the metrics of a step; knows
+nothing of how it was counted.
 """
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from treadle.types import Trajectory
@@ -16,6 +17,13 @@ FIXES: Mapping[str, str] = {
     "rewound": "agents go back and try another way: rows branch there, and every turn trains once",
     "sibling": "agents sample the same messages several times: every sample trains that is not asked for again",
 }
+
+
+UNTRAINED = ("replaced", "undelivered", "auxiliary", "unfinished")
+"""Counters of turns that do not train."""
+
+MAX_NAMES = 1000
+"""Different counters of a run; agents may send options of any name."""
 
 
 class GatewayTotals:
@@ -44,9 +52,10 @@ class GatewayTotals:
         self.num_trajectories += 1
         self.rows += finished.num_rows
         for name, value in counted.items():
-            if isinstance(value, Mapping):
+            if isinstance(value, Mapping) and name != "asked":
                 for key, number in value.items():
-                    self.counts[f"{name}/{key}"] += number
+                    place = f"{name}/{key}"
+                    self.counts[place if place in self.counts or len(self.counts) < MAX_NAMES else name] += number
             elif isinstance(value, int):
                 self.counts[name] += value
 
@@ -69,12 +78,42 @@ class GatewayTotals:
         if echoes:
             exact = echoes.get("exact", 0) + echoes.get("equivalent", 0)
             said.append(f"{exact / sum(echoes.values()):.0%} of turns came back as they were sampled")
-        untrained = sum(self.counts[name] for name in ("replaced", "undelivered", "auxiliary", "unfinished"))
+        untrained = sum(self.counts[name] for name in UNTRAINED)
         said += [f"{untrained} turns do not train"] if untrained else []
         said += [f"{self.counts['replayed']} retries given the same answer"] if self.counts["replayed"] else []
         refused = self.part("refused")
         said += [f"refused: {', '.join(sorted(refused))}"] if refused else []
         if forks:
-            why, count = max(forks.items(), key=lambda item: item[1])
-            said.append(f"{sum(forks.values())} forks, {count} of them {why}: {FIXES.get(why, '')}")
+            said.append(self._fork_words(forks))
         return "; ".join(said)
+
+    def _fork_words(self, forks: Mapping[str, int]) -> str:
+        """Why rows fork, by the tokens that it costs, and the fix for what costs most."""
+        tokens = self.part("forked_tokens")
+        ranked = sorted(forks, key=lambda why: (-tokens.get(why, 0), -forks[why]))
+        parts = [f"{forks[why]} {why}, {tokens.get(why, 0):,} tokens computed again" for why in ranked]
+        parts[0] += f" ({FIXES.get(ranked[0], '')})"
+        return f"{sum(forks.values())} forks: {'; '.join(parts)}"
+
+
+def describe_gateway(finished: Sequence[Trajectory]) -> dict[str, float]:
+    """Figures of the agents of a batch, over the trajectories that came through the gateway; none without any."""
+    totals = GatewayTotals()
+    for trajectory in finished:
+        totals.finish(trajectory)
+    count = totals.num_trajectories
+    if not count:
+        return {}
+    echoes = totals.part("echoes")
+    figures = {
+        "gateway/requests": sum(totals.part("requests").values()) / count,
+        "gateway/forks": sum(totals.part("forks").values()) / count,
+        "gateway/forked_tokens": sum(totals.part("forked_tokens").values()) / count,
+        "gateway/untrained": sum(totals.counts[name] for name in UNTRAINED) / count,
+        "gateway/replayed": totals.counts["replayed"] / count,
+        "gateway/refused": sum(totals.part("refused").values()) / count,
+        "gateway/ignored": sum(totals.part("ignored").values()) / count,
+    }
+    if echoes:
+        figures["gateway/unchanged"] = (echoes.get("exact", 0) + echoes.get("equivalent", 0)) / sum(echoes.values())
+    return figures

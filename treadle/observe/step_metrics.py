@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from math import isfinite
 
+from treadle.observe.gateway_totals import describe_gateway
 from treadle.types import Group, Status, ToolStatus, Trajectory
 
 Interval = tuple[str, float, float]
@@ -74,6 +75,7 @@ def describe_batch(groups: Sequence[Group]) -> dict[str, float]:
         **_rewards(survivors),
         **(_turns(survivors) if survivors else {}),
         **_seconds(survivors),
+        **describe_gateway(survivors),
     }
 
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from treadle.config import RolloutConfig
+from treadle.data.reasoning_tags import ReasoningTags
 from treadle.engine.protocol import TokenGenerator
 from treadle.errors import EnvironmentFailure
 from treadle.observe import Wait
@@ -35,12 +36,18 @@ class TextRenderer(Protocol):
 
     def least_tokens(self, texts: Iterable[str]) -> int: ...
 
+    @property
+    def reasoning_tags(self) -> ReasoningTags: ...
+
 
 class CallParser(Protocol):
     """Finds tool calls in what a model wrote."""
 
     @property
     def starts(self) -> tuple[str, ...]: ...
+
+    @property
+    def frames_turns(self) -> bool: ...
 
     def opening(self, name: str) -> str: ...
 

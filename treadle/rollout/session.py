@@ -15,12 +15,13 @@ from dataclasses import replace
 from typing import Any, TypeVar
 
 from treadle.config.rollout import SamplingConfig
+from treadle.data.reasoning_tags import CHANNELS, ReasoningTags
 from treadle.engine.protocol import ABORTED, Decode
 from treadle.engine.requests import trim_at_stop
 from treadle.errors import ConfigError, EngineFailure, MisuseError, PromptFailure, RowFull, nearest
 from treadle.observe import Wait
-from treadle.rollout.parsers import Parsed
-from treadle.rollout.protocol import Services, SessionToolCalls
+from treadle.rollout.parsers import PARSERS, Parsed
+from treadle.rollout.protocol import CallParser, Services, SessionToolCalls
 from treadle.rollout.trajectory_builder import RowBuilder, RowMark, SessionState, TurnBuilder, fit_prompt
 from treadle.types import (
     Completion,
@@ -325,12 +326,43 @@ class Session:
         turn.calls, turn.results = (*turn.calls, *calls), (*turn.results, *results)
         self._state.invalid_streak = 0
 
-    def split(self, completion: Completion) -> Parsed:
-        """A turn as its tool calls, and the text around them."""
+    def split(self, completion: Completion, *, may_call: bool = True) -> Parsed:
+        """A turn as its tool calls, and the text around them; reasoning apart where the format frames all of a turn.
+
+        Calls that cannot be made, or without `may_call`, leave the text as it was written.
+        """
         if completion.calls:
             return Parsed(completion.text, completion.calls)
-        parsed: Parsed = self._services.parser.parse(completion.text)
-        return parsed
+        text, framing = completion.text, self._framing_parser()
+        if framing is None and not may_call:
+            return Parsed(text, ())
+        found: Parsed
+        if framing is not None:
+            found = framing.parse(text)
+        else:
+            thought, close, said = text.partition(self.reasoning_tags.close)
+            found = self._services.parser.parse(said if close else text)  # a call that is only thought about is none
+            if close:
+                found = replace(found, content=f"{thought}{close}{found.content}")
+        is_text = any(call.problem for call in found.calls) or (found.calls and not may_call)
+        return Parsed(text, ()) if is_text else found
+
+    def _framing_parser(self) -> CallParser | None:
+        """The parser of all turns, where the model writes text in a format, too."""
+        own = self._services.parser
+        if own.frames_turns:
+            return own
+        return PARSERS["gpt-oss"] if self.reasoning_tags == CHANNELS else None
+
+    @property
+    def frames_turns(self) -> bool:
+        """Whether a turn is to be parsed whole, calls or not."""
+        return self._framing_parser() is not None
+
+    @property
+    def reasoning_tags(self) -> ReasoningTags:
+        """What reasoning stands between in the text of a turn."""
+        return self._services.renderer.reasoning_tags
 
     @property
     def stop_strings(self) -> tuple[str, ...]:
@@ -429,6 +461,10 @@ class Session:
     def mark(self) -> RowMark:
         """Where this row ends now: a place that a branch can begin at."""
         return RowMark(self._row.number, len(self._row.ids), len(self._messages))
+
+    def length_at(self, mark: RowMark) -> int:
+        """Tokens of this row up to a mark, its prompt included."""
+        return len(self._row.prompt_ids) + mark.num_ids
 
     def root(
         self,

@@ -30,10 +30,14 @@ MAX_NAME_CHARS = 128
 
 @dataclass(frozen=True, slots=True)
 class Parsed:
-    """One assistant turn: its text, and its calls. Without calls, `content` is the text as it was."""
+    """One assistant turn: its text, and its calls. Without calls, `content` is the text as it was.
+
+    `reasoning` is what a format that frames turns has as such; in all others it is part of the text.
+    """
 
     content: str
     calls: tuple[ToolCall, ...]
+    reasoning: str = ""
 
 
 class Untyped(str):
@@ -48,6 +52,11 @@ class ToolParser(Protocol):
     @property
     def marker(self) -> str:
         """Text that every turn with a call contains, so that `marker not in text` can stand for a parse."""
+        ...
+
+    @property
+    def frames_turns(self) -> bool:
+        """Whether all that a model says is written in this format, calls or not."""
         ...
 
     @property

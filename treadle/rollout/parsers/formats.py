@@ -17,6 +17,7 @@ import json
 import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from typing import ClassVar
 
 from treadle.rollout.parsers.base import (
     MAX_CALL_CHARS,
@@ -129,6 +130,7 @@ class TaggedJson:
     separator: str = ""
     identify: Identify = name_only
     wrappers: tuple[str, ...] = ()
+    frames_turns: ClassVar[bool] = False
 
     @property
     def marker(self) -> str:
@@ -197,6 +199,7 @@ class TaggedParameters:
     parameter_end: str
     opened: str
     wrappers: tuple[str, ...] = ()
+    frames_turns: ClassVar[bool] = False
 
     @property
     def marker(self) -> str:
@@ -239,6 +242,7 @@ class PairedArguments:
     key_end: str
     value: str
     value_end: str
+    frames_turns: ClassVar[bool] = False
 
     @property
     def marker(self) -> str:
@@ -309,6 +313,7 @@ class BareJson:
 
     tag: str
     separator: str
+    frames_turns: ClassVar[bool] = False
 
     @property
     def marker(self) -> str:
@@ -360,6 +365,7 @@ class Harmony:
 
     marker: str = _MESSAGE
     starts: tuple[str, ...] = ()
+    frames_turns: ClassVar[bool] = True
 
     def opening(self, name: str) -> str:
         return f"<|channel|>commentary to=functions.{name}"
@@ -370,6 +376,7 @@ class Harmony:
             return Parsed(text, ())
         calls: list[ToolCall] = []
         said: list[str] = []
+        thought: list[str] = []
         at = 0
         while message >= 0 and len(calls) <= MAX_CALLS:
             header, start = text[at:message], message + len(_MESSAGE)
@@ -378,10 +385,10 @@ class Harmony:
             recipient = _RECIPIENT.search(header)
             if recipient:
                 calls.append(_harmony_call(recipient[1], text[start:at]))
-            elif "analysis" not in header:
-                said.append(text[start:at])
+            else:
+                (thought if "analysis" in header else said).append(text[start:at])
             message = text.find(_MESSAGE, at)
-        return Parsed("\n".join(said).strip(), limit_calls(calls))
+        return Parsed("\n".join(said).strip(), limit_calls(calls), "\n".join(thought).strip())
 
 
 def _harmony_call(recipient: str, body: str) -> ToolCall:

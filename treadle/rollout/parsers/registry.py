@@ -6,7 +6,7 @@ A new format that fits one of the shapes is a line in this table.
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any
+from typing import Any, ClassVar
 
 from treadle.config.plugin import load_object
 from treadle.errors import ConfigError, Mistake, nearest
@@ -72,6 +72,7 @@ class CustomParser:
     marker: str
     function: Callable[[str], Parsed]
     starts: tuple[str, ...] = ()
+    frames_turns: ClassVar[bool] = False
 
     def opening(self, name: str) -> str:
         return ""
