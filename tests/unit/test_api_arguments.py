@@ -218,6 +218,15 @@ def test_a_function_that_is_at_fault_is_called_what_the_call_calls_it():
     assert "'reward' needs a parameter 'completion'; see tasks, row 3" in told
 
 
+def test_a_key_in_a_fix_is_written_as_an_argument():
+    prepared = simple()
+    tasks = next(name for name in prepared.places if name.endswith(".jsonl"))
+    found = ConfigError([Mistake(tasks, "rows have no 'answer'", fix="set data.answer_key: solution; or give one")])
+    assert str(prepared.explain(found)) == (
+        'tasks: rows have no \'answer\'\n    write data={"answer_key": "solution"}; or give one'
+    )
+
+
 def test_endless_tasks_are_refused(monkeypatch):
     monkeypatch.setattr("treadle.api.tasks.MAX_ROWS", 100)
     assert "has more than 100 rows: it may have no end" in mistakes(tasks=iter(lambda: {"prompt": "a"}, None))

@@ -29,7 +29,7 @@ from treadle.config.stages import first_stage, has_stages, own_names, second_sta
 from treadle.errors import ConfigError, Mistake, nearest
 from treadle.journal.run_directory import DIRECTORY_MODE
 from treadle.journal.schema import FILE_NAME
-from treadle.reward.function import ARGUMENTS, GROUP_ARGUMENTS
+from treadle.reward.arguments import ARGUMENTS, GROUP_ARGUMENTS
 
 INPUTS = "inputs"
 """Folder of a run directory with the tasks and functions of a call."""
@@ -136,6 +136,7 @@ class PreparedRun:
                     word = f"{argument}, row {place}" if place.isdecimal() else argument
                     text = text.replace(f"{file}:{place}", word)
                 text = text.replace(file, argument)
+            text = re.sub(r"\bset (\w+)\.([\w.]+): (\w+)", r'write \1={"\2": "\3"}', text)
             return text.replace("--fresh", "fresh=True").replace("--allow-changes", "allow_changes=True")
 
         fix = None if mistake.fix is None else in_words(mistake.fix)

@@ -31,8 +31,9 @@ from treadle.engine.protocol import TokenGenerator
 from treadle.engine.router import Router
 from treadle.errors import ConfigError, EngineFailure, Mistake, PromptFailure, RunError
 from treadle.model.tokenizer import load_tokenizer
+from treadle.reward.arguments import collect_arguments, collect_group_arguments
 from treadle.reward.context import RewardContext
-from treadle.reward.function import RewardFunction, collect_arguments, collect_group_arguments, load_function
+from treadle.reward.function import RewardFunction, load_function
 from treadle.reward.prompt import RewardPrompt, SpecialTokenEscaper, to_messages
 from treadle.reward.rate_limit import RateLimit
 from treadle.reward.result import (
