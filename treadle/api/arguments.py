@@ -18,7 +18,13 @@ from dataclasses import KW_ONLY, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from treadle.api.hints import explain_trl_argument, name_left_out, refuse_model_object, refuse_trl_reward
+from treadle.api.hints import (
+    explain_trl_argument,
+    name_left_out,
+    refuse_model_object,
+    refuse_trl_reward,
+    suggest_key,
+)
 from treadle.api.tasks import Tasks, read_tasks
 from treadle.config import Config, SFTRunConfig, TrainConfig, to_yaml
 from treadle.config.load import build, read_config
@@ -82,7 +88,7 @@ class PreparedRun:
     inputs: Mapping[str, bytes]
     """Contents of files in `inputs/`, by name."""
     places: Mapping[str, str]
-    """For messages: files that were arguments, and what they were called there."""
+    """For messages: files and keys that were arguments, and what they were called there."""
     search_path: Path | None = None
     """The script's directory, where functions of the call are imported from there."""
 
@@ -201,7 +207,8 @@ class _ArgumentReader:
     def _read_keys(self) -> Iterator[tuple[KeyPath, Any]]:
         """Dotted keys and whole sections; anything else is no argument."""
         kinds = {"train": TrainConfig, "sft": SFTRunConfig}
-        sections = {*fields_of(kinds.get(self.given.call, Config))}
+        root: type[Config] = kinds.get(self.given.call, Config)
+        sections = {*fields_of(root)}
         for name, value in self.given.keys.items():
             path = tuple(name.split("."))
             if len(path) == 1 and name not in sections:
@@ -209,12 +216,13 @@ class _ArgumentReader:
                 fix = (
                     explain_trl_argument(name, value)
                     or nearest(name, known)
-                    or f"it takes {', '.join(known)}, and dotted keys: **{{'rollout.n': 8}}"
+                    or suggest_key(name, value, root)
+                    or f"it takes {', '.join(known)}, and sections of the config: rollout={{'n': 8}}"
                 )
                 problem = f"treadle.{self.given.call} has no argument of this name"
                 self.mistakes.append(Mistake(name, problem, value, fix=fix))
             elif len(path) == 1 and not isinstance(value, Mapping):
-                fix = f"write {name}={{'key': value}}, or **{{'{name}.key': value}}"
+                fix = f"write {name}={{'key': value}}"
                 self.mistakes.append(Mistake(name, f"is a section, got {type(value).__name__}", value, fix=fix))
             else:
                 yield from _leaves(path, value)
@@ -237,6 +245,7 @@ class _ArgumentReader:
             tools: Sequence[Any] = given.tools if many else [given.tools]  # type: ignore[assignment]
             paths = [self._code(item, f"tools[{at}]", "tool") for at, item in enumerate(tools)]
             self._put(("rollout", "multi_turn", "tools"), paths, "tools")
+            self.places["rollout.multi_turn.tools"] = "tools"
         self._read_agent()
         if given.steps is not None:
             self._put(("trainer", "total_training_steps"), given.steps, "steps")
