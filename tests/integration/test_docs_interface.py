@@ -64,7 +64,7 @@ def test_the_first_lines_of_the_readme_run_with_the_model_they_name(tmp_path_fac
         ("HuggingFaceTB/SmolLM2-135M-Instruct", str(smollm2_directory(tmp_path_factory))),
         ("range(20) for b in range(20)", "(3,) for b in (4, 5)"),
         ("steps=50", "steps=1"),
-        ('**{"rollout.n": 8}', 'rollout={"n": 2, "response_length": 16}'),
+        ('rollout={"n": 8}', 'rollout={"n": 2, "response_length": 16}'),
     )
     assert run.steps == 1
     samples = run.trajectories(step=1)

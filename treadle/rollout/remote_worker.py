@@ -95,7 +95,7 @@ def _calls_user_code(rollout: RolloutConfig) -> bool:
     blocking = any(isinstance(tool, FunctionTool) and tool.mode is ToolMode.THREAD for tool in load_tools(tools))
     if blocking or runs_here(turns) or agent.allow_imports_from_data:
         return True
-    return _has_user_loop(rollout) or any(map(_is_users, (*tools, turns.format)))
+    return _has_user_loop(rollout) or any(map(_is_users, (*tools.values(), turns.format)))
 
 
 def _has_user_loop(rollout: RolloutConfig) -> bool:
