@@ -11,6 +11,7 @@ import torch
 
 import treadle
 from tests.smollm2 import smollm2_directory
+from treadle import errors
 from treadle.api import calls, research, results
 
 ROOT = Path(__file__).parents[2]
@@ -73,7 +74,7 @@ def test_the_first_lines_of_the_readme_run_with_the_model_they_name(tmp_path_fac
     assert all(sum(sample.rows[0].mask) > 0 for sample in samples)
 
 
-@pytest.mark.parametrize("module", [calls, results, research], ids=lambda module: module.__name__)
+@pytest.mark.parametrize("module", [calls, results, research, errors], ids=lambda module: module.__name__)
 def test_examples_of_docstrings_run(module):
     done = doctest.testmod(module, extraglobs={"torch": torch})
     assert done.attempted > 0

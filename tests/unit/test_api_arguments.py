@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from treadle.api.arguments import CallArguments, PreparedRun, prepare
+from treadle.api.arguments import CallArguments, prepare
+from treadle.api.prepared_run import PreparedRun
 from treadle.config import TrainConfig, load
 from treadle.config.plugin import load_object
 from treadle.errors import ConfigError, Mistake
