@@ -1,11 +1,12 @@
 """A GRPO step on a CPU, tasks to new weights, against TRL on the same work in the same run: seconds, and the loss.
 
-    python bench/cpu_step.py --tokenizer DIR --peer PYTHON bench_trl.py
+    python bench/cpu_step.py --tokenizer DIR --peer PYTHON
 
-The work is `bench_trl.py`'s: a random Llama of 6.4 million parameters, 16 prompts × 8 samples × 32 tokens, a reward by
-length parity, one optimizer step. DIR is the tokenizer that script loads. The model is made from the same seed, and
-`bench/trl_loss.py` computes TRL's loss on the very tokens that were sampled here. Without a peer only our own figures
-are printed. Medians over the steps after the first; CPU seconds do not depend on who else uses the machine.
+The work: a random Llama of 6.4 million parameters, 16 prompts × 8 samples × 32 tokens, a reward by length parity, one
+optimizer step. DIR is a tokenizer with a chat template, PYTHON one that has trl: `bench/trl_cpu_step.py` does the same
+work with the same model files, and `bench/trl_loss.py` computes TRL's loss on the very tokens that were sampled here.
+Without a peer only our own figures are printed. Medians over the steps after the first; CPU seconds depend little on
+what else the machine does.
 """
 
 import argparse
@@ -51,17 +52,17 @@ logging: {{run_dir: {run_dir}}}
 
 
 def rows() -> list[dict[str, str]]:
-    """The peer's prompts."""
+    """The prompts, as `trl_cpu_step.py` has them."""
     return [{"uid": f"{at:05d}", "prompt": QUESTION.format(at), "answer": ""} for at in range(1024)]
 
 
 def by_parity(response: str) -> float:
-    """The peer's reward."""
+    """The reward, as `trl_cpu_step.py` has it."""
     return float(len(response) % 2)
 
 
 def save_model(tokenizer: str, directory: Path) -> None:
-    """The peer's model, made as it makes it, with its tokenizer beside it."""
+    """The model that both load, with its tokenizer beside it."""
     from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(0)
@@ -174,20 +175,25 @@ def bench_treadle(timed: Sequence[Mapping[str, float]]) -> dict[str, float]:
     }
 
 
-def bench_peer(python: str, script: str, options: argparse.Namespace) -> dict[str, float]:
+def bench_peer(python: str, options: argparse.Namespace) -> dict[str, float]:
     """The same of the peer; its rollout and its loss use one module, so nothing is pushed."""
-    sizes = ["--steps", options.steps, "--prompts", options.prompts, "--gens", options.samples]
-    line = run_peer([python, script, *map(str, sizes), "--max-completion", str(options.tokens)])
-    spans = {name: value["incl"] for name, value in line["spans_s_per_step"].items()}
-    print(f"{line['peer']} {line['version']}, {line['threads']} threads; steps {line['steps']}", flush=True)
+    sizes = ["--steps", options.steps, "--prompts", options.prompts, "--samples", options.samples]
+    script = str(Path(__file__).with_name("trl_cpu_step.py"))
+    words = ["--model", str(options.model), *map(str, sizes), "--tokens", str(options.tokens)]
+    line = run_peer([python, script, *words])
+    walls = [round(step["wall"], 2) for step in line["steps"]]
+    print(
+        f"{line['peer']}, {line['threads']} threads, {line['tokens']:.1f} tokens a response; steps {walls}", flush=True
+    )
+    middle = {name: statistics.median(step[name] for step in line["steps"]) for name in line["steps"][0]}
     return {
-        "step": line["s_per_step"],
-        "step, CPU seconds": line["cpu_s_per_step"],
-        "rollout": spans["_prepare_inputs"],
+        "step": middle["wall"],
+        "step, CPU seconds": middle["cpu"],
+        "rollout": middle["rollout"],
         "old logprobs": 0.0,
-        "forward and loss": spans["compute_loss"],
-        "backward": spans["backward"],
-        "optimizer": max(0.0, statistics.mean(line["steps"]) - spans["training_step"]),
+        "forward and loss": middle["loss"],
+        "backward": middle["backward"],
+        "optimizer": middle["optimizer"],
     }
 
 
@@ -305,7 +311,7 @@ def print_table(ours: Mapping[str, float], theirs: Mapping[str, float]) -> None:
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tokenizer", required=True, help="directory of the tokenizer that the peer loads")
-    parser.add_argument("--peer", nargs=2, metavar=("PYTHON", "SCRIPT"), help="TRL's Python, and bench_trl.py")
+    parser.add_argument("--peer", metavar="PYTHON", help="a Python that has trl")
     parser.add_argument("--steps", type=int, default=4, help="measured steps, after one that warms up")
     parser.add_argument("--prompts", type=int, default=16)
     parser.add_argument("--samples", type=int, default=8)
@@ -316,12 +322,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
         options.model = folder / "model"
         save_model(options.tokenizer, options.model)
         timed = time_steps(options, folder)
-        theirs = bench_peer(*options.peer, options) if options.peer else {}
+        theirs = bench_peer(options.peer, options) if options.peer else {}
         if options.peer:  # once more, so that neither had the quieter half of the machine's time
             timed += time_steps(options, folder / "again")
         print_table(bench_treadle(timed), theirs)
         if options.peer:
-            compare_losses(options.peer[0], options, folder)
+            compare_losses(options.peer, options, folder)
 
 
 if __name__ == "__main__":

@@ -22,7 +22,7 @@ from trl import GRPOConfig, GRPOTrainer
 
 
 def make_trainer(work, folder):
-    """A trainer as `bench_trl.py` has it."""
+    """A trainer as `trl_cpu_step.py` has it."""
     tokenizer = AutoTokenizer.from_pretrained(work["model"])
     model = AutoModelForCausalLM.from_pretrained(work["model"], dtype=torch.float32)
     config = GRPOConfig(

@@ -59,7 +59,15 @@ class Mistake:
 
 
 class ConfigError(TreadleError, ValueError):
-    """A config that cannot be used. Carries every mistake, not the first."""
+    """A config that cannot be used. Carries every mistake, not the first.
+
+    >>> import treadle
+    >>> try:
+    ...     treadle.train("calculator", step=5, rollout={"n": 0})
+    ... except treadle.ConfigError as error:
+    ...     print(error.mistakes[0].key, "|", error.mistakes[0].fix)
+    step | did you mean 'steps'?
+    """
 
     def __init__(self, mistakes: Iterable[Mistake]) -> None:
         self.mistakes = tuple(mistakes)

@@ -50,6 +50,8 @@ class Task:
     environment_kwargs: Mapping[str, Any] = field(default_factory=dict)
     extra: Mapping[str, Any] = field(default_factory=dict)
     """Every other field of the row, for reward functions and loops."""
+    renamed: Mapping[str, str] = field(default_factory=dict)
+    """Fields of the row that `data` names otherwise, such as {"solution": "answer"}."""
 
 
 class StopReason(StrEnum):

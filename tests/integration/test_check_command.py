@@ -1,6 +1,7 @@
 """`treadle check`: what can be known without a run is known before it, all in one report."""
 
 import json
+import re
 import shutil
 import socket
 from pathlib import Path
@@ -221,6 +222,74 @@ def test_a_reward_that_reads_sampled_tokens_may_fail_on_the_stand_in(here):
     report = run_preflight(loads(CONFIG, "test", words), {}, thorough=False)
     assert not report.mistakes
     assert any("IndexError" in text and "it takes trajectory" in text for text in report.warnings)
+
+
+def write_rows(*rows: object) -> None:
+    Path("tasks.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+@pytest.mark.parametrize("path", ["math", "number_match", "exact_match", "by_source", "scores:right"])
+def test_rows_without_a_ground_truth_are_refused_with_the_column_that_may_hold_it(here, path):
+    write_rows(*[{"prompt": "1+1=", "solution": "2"}] * 3)
+    words = [f"reward.functions.right.path={path}"]
+    (found,) = run_preflight(loads(CONFIG, "test", words), {}, thorough=False).mistakes
+    assert found.key == "tasks.jsonl"
+    assert found.problem.startswith("rows have no 'answer'; they have prompt, solution; reward function 'right' takes")
+    assert found.fix is not None and found.fix.startswith("set data.answer_key: solution")
+    assert ("such as answer=None" in found.fix) == (":" in path), "a function of one's own may do without"
+    if path != "by_source":
+        named = run_preflight(loads(CONFIG, "test", [*words, "data.answer_key=solution"]), {}, thorough=False)
+        assert not named.mistakes
+
+
+def test_some_rows_without_a_ground_truth_are_counted(here):
+    write_rows({"prompt": "1+1=", "answer": "2"}, {"prompt": "2+2="}, {"prompt": "3+3=", "answer": None})
+    (found,) = run_preflight(loads(CONFIG, "test"), {}, thorough=False).mistakes
+    assert re.match(
+        r"2 of 3 rows have no 'answer', such as tasks\.jsonl:[23]; it has prompt; reward function", found.problem
+    )
+    assert found.fix is not None and found.fix.startswith("give every row one")
+
+
+def test_a_function_that_may_do_without_the_ground_truth_is_not_given_none_as_one(here, run):
+    write_rows({"prompt": "1+1="})
+    (here / "polite.py").write_text("def right(response, answer=None):\n    return float('None' in response)\n")
+    status, out, err = run("check", "my.yaml", "reward.functions.right.path=polite:right")
+    assert status == 0, err
+    assert "its ground truth" not in out and "with an empty answer: 0 (right 0)" in out
+    assert "not checked: the score of the ground truth, because tasks.jsonl:1 has none" in out
+
+
+def test_columns_that_a_function_takes_are_in_every_row_or_named(here):
+    (here / "columns.py").write_text(
+        "def right(response, solution, level=0):\n    return float(response == solution)\n"
+    )
+    words = ["reward.functions.right.path=columns:right"]
+    write_rows({"prompt": "1+1=", "solution": "2", "level": 3}, {"prompt": "2+2=", "solution": "4"})
+    report = run_preflight(loads(CONFIG, "test", words), {}, thorough=False)
+    assert not report.mistakes and ("rewards", "right takes columns of the row: solution, level") in report.facts
+    write_rows({"prompt": "1+1=", "solutions": "2"}, {"prompt": "2+2=", "solutions": "4"})
+    (found,) = run_preflight(loads(CONFIG, "test", words), {}, thorough=False).mistakes
+    assert found.problem == "rows have no 'solution'; they have prompt, solutions; reward function 'right' takes it"
+    assert found.fix == "did you mean 'solutions'?"
+
+
+@pytest.mark.parametrize(
+    ("body", "warned"),
+    [
+        ("return 0.5", True),
+        ("return float(answer == 'never')", True),
+        ("return float('\\\\boxed{%s}' % answer in response)", False),
+        ("return float(response.startswith('<answer>'))", False),
+    ],
+)
+def test_a_right_answer_that_scores_as_an_empty_one_is_worth_a_warning(here, body, warned):
+    (here / f"alike_{abs(hash(body))}.py").write_text(f"def right(response, answer):\n    {body}\n")
+    words = [f"reward.functions.right.path=alike_{abs(hash(body))}:right"]
+    report = run_preflight(loads(CONFIG, "test", words), {}, thorough=False)
+    assert not report.mistakes
+    alike = [text for text in report.warnings if "the ground truth and an empty answer score alike" in text]
+    assert len(alike) == warned
 
 
 @pytest.mark.parametrize("command", ["train", "rollout"])

@@ -11,6 +11,7 @@ import torch
 
 import treadle
 from tests.smollm2 import smollm2_directory
+from treadle import errors
 from treadle.api import calls, research, results
 
 ROOT = Path(__file__).parents[2]
@@ -64,7 +65,7 @@ def test_the_first_lines_of_the_readme_run_with_the_model_they_name(tmp_path_fac
         ("HuggingFaceTB/SmolLM2-135M-Instruct", str(smollm2_directory(tmp_path_factory))),
         ("range(20) for b in range(20)", "(3,) for b in (4, 5)"),
         ("steps=50", "steps=1"),
-        ('**{"rollout.n": 8}', 'rollout={"n": 2, "response_length": 16}'),
+        ('rollout={"n": 8}', 'rollout={"n": 2, "response_length": 16}'),
     )
     assert run.steps == 1
     samples = run.trajectories(step=1)
@@ -73,7 +74,7 @@ def test_the_first_lines_of_the_readme_run_with_the_model_they_name(tmp_path_fac
     assert all(sum(sample.rows[0].mask) > 0 for sample in samples)
 
 
-@pytest.mark.parametrize("module", [calls, results, research], ids=lambda module: module.__name__)
+@pytest.mark.parametrize("module", [calls, results, research, errors], ids=lambda module: module.__name__)
 def test_examples_of_docstrings_run(module):
     done = doctest.testmod(module, extraglobs={"torch": torch})
     assert done.attempted > 0

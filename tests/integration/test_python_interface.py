@@ -216,7 +216,7 @@ def test_a_rollout_evaluates_by_data_source():
 def test_a_config_that_is_refused_late_leaves_no_directory():
     with pytest.raises(ConfigError, match=r"tasks, row 1: no field 'prompt'; the row has uid, question"):
         treadle.rollout(model="treadle/tiny-calculator", tasks=[{"question": "1+1="}], run_dir="runs/it", **SMALL)
-    with pytest.raises(ConfigError, match="needs a parameter 'respons' that nothing fills"):
+    with pytest.raises(ConfigError, match="rows have no 'respons'"):
         treadle.rollout(
             model="treadle/tiny-calculator", tasks=ROWS, reward=lambda respons: 1.0, run_dir="runs/it", **SMALL
         )

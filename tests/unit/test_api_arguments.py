@@ -9,11 +9,13 @@ from typing import Any
 import pytest
 import torch
 
-from treadle.api.arguments import CallArguments, PreparedRun, prepare
+from treadle.api.arguments import CallArguments, prepare
+from treadle.api.prepared_run import PreparedRun
 from treadle.config import TrainConfig, load
 from treadle.config.plugin import load_object
 from treadle.errors import ConfigError, Mistake
 from treadle.rollout import AgentLoopBase, Environment
+from treadle.rollout.tools.function import load_tools
 from treadle.types import Task
 
 MODEL = "treadle/tiny-calculator"
@@ -43,7 +45,7 @@ def calculate(expression: str) -> str:
     return expression
 
 
-def trl_reward(completions, **kwargs):
+def trl_reward(completions, prompts, solution, **kwargs):
     return [0.0 for _ in completions]
 
 
@@ -168,13 +170,21 @@ def test_data_sets_and_data_frames_themselves_give_their_rows():
         ({"tools": [3]}, "tools[0]: must be a function"),
         ({"agent": calculate}, "agent: the function 'calculate' cannot be called with base_url, api_key and task"),
         ({"step": 5}, "step: treadle.train has no argument of this name\n    did you mean 'steps'?"),
-        ({"num_generations": 8}, "TRL's num_generations is the key rollout.n here: write **{'rollout.n': 8}"),
-        ({"learning_rate": 1e-5}, "write **{'actor.optim.lr': 1e-05}"),
+        ({"num_generations": 8}, "TRL's num_generations is the key rollout.n here: write rollout={'n': 8}"),
+        ({"learning_rate": 1e-5}, "write actor={'optim.lr': 1e-05}"),
+        ({"n": 8}, "n is the key rollout.n: write rollout={'n': 8}"),
+        ({"rollout_n": 8}, "rollout_n is the key rollout.n: write rollout={'n': 8}"),
+        ({"lr": 1e-5}, "write actor={'optim.lr': 1e-05}; there is critic.optim.lr too"),
+        (
+            {"epochs": 1},
+            "is it actor.ppo_epochs or critic.ppo_epochs or trainer.total_epochs? A key is written actor={",
+        ),
+        ({"nonsense": 1}, "it takes model, tasks, reward, tools"),
         ({"use_vllm": True}, "TRL's use_vllm is the key rollout.name here"),
         ({"train_dataset": ROWS}, "TRL's train_dataset is tasks=… here"),
         ({"reward_funcs": [len]}, "TRL's reward_funcs is reward=… here"),
         ({"reward": trl_reward}, "reward: 'trl_reward' takes completions, as TRL's rewards do"),
-        ({"reward": {"one": trl_reward, "two": "math"}}, "write `def trl_reward(response, answer)`"),
+        ({"reward": {"one": trl_reward, "two": "math"}}, "write `def trl_reward(response, solution, **kwargs)`"),
         ({"model": torch.nn.Linear(1, 1)}, "model: must be a directory or a name, got a Linear in memory"),
         (
             {"model": None},
@@ -216,6 +226,23 @@ def test_a_function_that_is_at_fault_is_called_what_the_call_calls_it():
     problem = f"{file + ':reward'!r} needs a parameter 'completion'; see {tasks}:3"
     told = str(prepared.explain(ConfigError([Mistake("reward.functions.reward.path", problem)])))
     assert "'reward' needs a parameter 'completion'; see tasks, row 3" in told
+
+
+def test_a_key_in_a_fix_is_written_as_an_argument():
+    prepared = simple()
+    tasks = next(name for name in prepared.places if name.endswith(".jsonl"))
+    found = ConfigError([Mistake(tasks, "rows have no 'answer'", fix="set data.answer_key: solution; or give one")])
+    assert str(prepared.explain(found)) == (
+        'tasks: rows have no \'answer\'\n    write data={"answer_key": "solution"}; or give one'
+    )
+
+
+def test_a_tool_that_is_none_is_called_by_its_place_in_the_call():
+    prepared = simple(tools=[calculate, int])
+    with pytest.raises(ConfigError) as caught:
+        load_tools(dict(enumerate(prepared.config.rollout.multi_turn.tools)))
+    told = str(prepared.explain(caught.value))
+    assert told.startswith("tools[1]: builtins:int: the class int has no method") and "rollout.multi_turn" not in told
 
 
 def test_endless_tasks_are_refused(monkeypatch):

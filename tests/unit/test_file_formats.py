@@ -1,5 +1,6 @@
 """Files as people have them: JSON arrays, CSV, directories of `datasets`, and the hub's cache, with mistakes named."""
 
+import gzip
 import json
 from pathlib import Path
 
@@ -10,6 +11,7 @@ from huggingface_hub import constants
 from pyarrow import ipc, parquet
 
 from treadle.config.root import DataConfig
+from treadle.data.file_formats import read_records
 from treadle.data.tasks import load_tasks
 from treadle.errors import ConfigError
 from treadle.types import Task
@@ -38,6 +40,42 @@ def test_a_json_array_has_a_task_for_each_object(tmp_path):
     for text in (json.dumps(rows), "\ufeff \n" + json.dumps(rows, indent=2)):
         found = tasks_of(write(tmp_path / "tasks.json", text))
         assert [(task.uid, task.ground_truth) for task in found] == [("tasks.json:1", 1), ("mine", None)]
+
+
+def test_text_files_may_be_gzipped(tmp_path):
+    rows = [{"prompt": f"{a}+1=", "answer": str(a + 1)} for a in range(3)]
+    texts = {
+        "a.jsonl.gz": "".join(json.dumps(row) + "\n" for row in rows),
+        "a.json.gz": json.dumps(rows),
+        "lines.json.gz": "".join(json.dumps(row) + "\n" for row in rows),
+        "a.csv.gz": "prompt,answer\n" + "".join(f"{row['prompt']},{row['answer']}\n" for row in rows),
+        "a.tsv.gz": "prompt\tanswer\n" + "".join(f"{row['prompt']}\t{row['answer']}\n" for row in rows),
+    }
+    for name, text in texts.items():
+        (tmp_path / name).write_bytes(gzip.compress(text.encode()))
+        found = list(read_records(str(tmp_path / name), name, "data.train_files"))
+        assert [row.fields for row in found] == rows, name
+        assert found[0].uid == f"{name}:{2 if 'sv.' in name else 1}"
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "told"),
+    [
+        ("a.jsonl.gz", b'{"prompt": "a"}\n', "a.jsonl.gz: is not a whole gzip file: Not a gzipped file"),
+        (
+            "a.jsonl.gz",
+            gzip.compress(b'{"prompt": "a"}\n' * 99)[:-9],
+            "is not a whole gzip file: Compressed file ended",
+        ),
+        ("a.csv.gz", gzip.compress(b"prompt,answer\n1,2\n")[:-9], "is not a whole gzip file: Compressed file ended"),
+        ("a.parquet.gz", b"", "is not one of .jsonl, .ndjson"),
+    ],
+)
+def test_a_gzip_file_that_cannot_be_read_is_named(tmp_path, name, content, told):
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(ConfigError) as caught:
+        list(read_records(str(tmp_path / name), name, "data.train_files"))
+    assert told in str(caught.value)
 
 
 def test_a_json_file_may_have_one_object_a_line(tmp_path):

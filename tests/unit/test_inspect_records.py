@@ -184,7 +184,8 @@ def command(*words: str) -> int:
 
 def test_latest_is_the_newest_run_unless_a_directory_has_that_name(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    assert command("show", "latest") == 2 and "latest: there is no such directory" in capsys.readouterr().err
+    assert command("show", "latest") == 2 and "latest: there are no runs below runs/\n" in capsys.readouterr().err
+    assert command("metrics", "latest") == 2 and "latest: there are no runs below" in capsys.readouterr().err
     for age, name in enumerate(("new", "old")):
         with Journal.open(tmp_path / "runs" / name, max_mb=10):
             pass

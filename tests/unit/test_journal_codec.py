@@ -250,6 +250,7 @@ def test_a_task_comes_back_equal(tmp_path: Path) -> None:
         tool_kwargs,
         {"a": 1},
         {"b": 2},
+        {"solution": "answer"},
     )
     plain = Task("u", ())
     with Journal.open(tmp_path, max_mb=16) as journal:

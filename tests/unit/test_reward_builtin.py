@@ -1,6 +1,7 @@
 """The built-in functions that need no package: what counts as the answer, and what as the same."""
 
 from decimal import Decimal
+from importlib import import_module
 
 import pytest
 from hypothesis import given
@@ -107,6 +108,12 @@ def test_exact_match_compares_letter_for_letter() -> None:
 def test_exact_match_in_a_tag_takes_the_last_pair() -> None:
     assert exact_match.score("<answer>A</answer> no: <answer> B </answer>", "B", tag="answer") == 1.0
     assert exact_match.score("B", "B", tag="answer") == 0.0
+
+
+@pytest.mark.parametrize("builtin", ["exact_match", "number_match", "math"])
+def test_none_is_no_ground_truth(builtin: str) -> None:
+    with pytest.raises(ValueError, match="the task has no ground truth"):
+        import_module(f"treadle.reward.builtin.{builtin}").score("None", None)
 
 
 def test_a_task_without_ground_truth_cannot_be_matched() -> None:

@@ -332,6 +332,15 @@ def test_a_parser_of_scope_group_returns_a_score_for_each():
     assert [score.value for score in judge_group(judge, around(say("1,0.5")), "x", "y")] == [1.0, 0.5]
 
 
+def read_nothing(answer):
+    return 1.0
+
+
+def test_a_parser_that_takes_no_text_is_refused():
+    with pytest.raises(ConfigError, match=r"reward.judges.fair.parser: takes no `text`"):
+        judge_once(make_judge(parser=f"{__name__}:read_nothing"), around())
+
+
 def test_a_parser_in_this_process_that_is_too_late_gave_no_score():
     """It holds the event loop past the deadline, so that the deadline is heard after it."""
     reward = make_reward(make_judge(parser=f"{__name__}:read_late", timeout_s=0.05))

@@ -136,7 +136,7 @@ def test_who_writes_the_marks_of_a_border_does_not_get_over_it(said):
 
 @pytest.mark.parametrize(
     ("text", "why"),
-    [("{{ respons }}", "did you mean 'response'?"), ("a\n{{ response", "line 2"), ("{{ zzz }}", "there are task,")],
+    [("{{ respons }}", "did you mean 'response'?"), ("a\n{{ response", "line 2"), ("{{ zzz }}", "there are response,")],
 )
 def test_a_template_that_cannot_work_is_a_mistake_before_the_first_score(text, why):
     assert why in mistake(text)

@@ -199,6 +199,21 @@ def test_what_evaluates_model_text_is_never_run_in_this_process(path: str) -> No
         run(Scorer.create(make_config(path)))
 
 
+def needs_a_column(response: str, solution: str) -> float:
+    return float(response == solution)
+
+
+def test_a_column_that_the_row_lacks_is_a_failure_that_lists_the_columns() -> None:
+    reward = make_config(f"{__name__}:needs_a_column")
+    task = replace(make_task(), extra={"solutions": "42"})
+    failure = fail(reward, task)
+    assert failure.fault is Fault.NO_COLUMN and failure.function == "needs_a_column"
+    assert "takes 'solution', and the row has no such column; its columns: " in str(failure)
+    assert "solutions" in str(failure) and not failure.may_pass
+    (found,) = run(score(reward, replace(task, extra={"solution": "42"}), make_trajectory("42")))
+    assert found.value == 1.0
+
+
 def give(*turns: tuple[float | None, list[float | None]]) -> Trajectory:
     """A trajectory whose turns got these rewards, each with those of its tool calls."""
     spans = [

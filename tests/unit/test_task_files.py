@@ -18,7 +18,8 @@ def read(fields: dict[str, Any], **data: Any) -> Task:
 
 def test_a_text_prompt_is_one_user_message() -> None:
     task = read({"question": "2 + 2?", "answer": "#### 4"}, prompt_key="question")
-    assert task == Task("train.jsonl:17", ({"role": "user", "content": "2 + 2?"},), "#### 4")
+    messages = ({"role": "user", "content": "2 + 2?"},)
+    assert task == Task("train.jsonl:17", messages, "#### 4", renamed={"question": "prompt"})
 
 
 def test_messages_are_kept_as_they_are_but_for_nulls() -> None:

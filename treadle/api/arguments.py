@@ -9,30 +9,30 @@ config, and one with another function or other tasks is another config.
 
 import inspect
 import os
-import re
-import shlex
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import KW_ONLY, dataclass, field, replace
+from dataclasses import KW_ONLY, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from treadle.api.hints import explain_trl_argument, name_left_out, refuse_model_object, refuse_trl_reward
+from treadle.api.hints import (
+    explain_trl_argument,
+    name_left_out,
+    refuse_model_object,
+    refuse_trl_reward,
+    suggest_key,
+)
+from treadle.api.prepared_run import INPUTS, PreparedRun
 from treadle.api.tasks import Tasks, read_tasks
-from treadle.config import Config, SFTRunConfig, TrainConfig, to_yaml
+from treadle.config import Config, SFTRunConfig, TrainConfig
 from treadle.config.load import build, read_config
 from treadle.config.parse import KeyPath, Layer, dotted, put_leaf
 from treadle.config.section import Leaf, Origin, Source, fields_of
 from treadle.config.serialized import import_path, name_of, script_directory, serialize
 from treadle.config.stages import first_stage, has_stages, own_names, second_stage
 from treadle.errors import ConfigError, Mistake, nearest
-from treadle.journal.run_directory import DIRECTORY_MODE
-from treadle.journal.schema import FILE_NAME
-from treadle.reward.function import ARGUMENTS, GROUP_ARGUMENTS
-
-INPUTS = "inputs"
-"""Folder of a run directory with the tasks and functions of a call."""
+from treadle.reward.arguments import ARGUMENTS, GROUP_ARGUMENTS
 
 _RUN_DIR = ("logging", "run_dir")
 _PLAIN = bool | int | float | str | None
@@ -70,83 +70,6 @@ class CallArguments:
             return ["model", "tasks", "tools", "steps", "validation_tasks", "run_dir", "fresh", "allow_changes"]
         own = ["model", "tasks", "reward", "tools", "agent", "environment", "run_dir", "fresh"]
         return [*own, "steps", "validation_tasks", "allow_changes"] if self.call == "train" else own
-
-
-@dataclass(frozen=True, slots=True)
-class PreparedRun:
-    """A config, and the files it names that are still to be written."""
-
-    config: Config
-    call: str
-    run_dir: Path
-    inputs: Mapping[str, bytes]
-    """Contents of files in `inputs/`, by name."""
-    places: Mapping[str, str]
-    """For messages: files that were arguments, and what they were called there."""
-    search_path: Path | None = None
-    """The script's directory, where functions of the call are imported from there."""
-
-    def command(self, *words: str) -> str:
-        """The command that repeats the call, typed in the working directory."""
-        path = self.search_path
-        shown = path.relative_to(Path.cwd()) if path is not None and path.is_relative_to(Path.cwd()) else path
-        prefix = "" if shown is None else f"PYTHONPATH={shlex.quote(str(shown))} "
-        return prefix + shlex.join(["treadle", self.call, str(self.run_dir / f"{self.call}.yaml"), *words])
-
-    def to_yaml(self) -> str:
-        """What was not left at its default. Loading it gives this config, with the run directory of its own name."""
-        shown = to_yaml(self.config, given=True, secrets=False)
-        lines = [line for line in shown.splitlines() if not line.startswith("  run_dir:")]
-        if isinstance(self.config, TrainConfig) and "trainer:" not in lines:
-            lines.append("trainer: {}")
-        if isinstance(self.config, SFTRunConfig) and "sft:" not in lines:
-            lines.append("sft: {}")
-        head = [f"# again:  {self.command()}", f"# go on:  {self.command(f'logging.run_dir={self.run_dir}')}"]
-        return "\n".join([*head, *lines]) + "\n"
-
-    def write(self) -> None:
-        """Write the inputs, and the YAML where there is none yet, into the run directory."""
-        folder = self.run_dir / INPUTS
-        self.run_dir.mkdir(mode=DIRECTORY_MODE, parents=True, exist_ok=True)  # parents have the mode of the umask
-        if self.inputs:
-            folder.mkdir(mode=DIRECTORY_MODE, exist_ok=True)
-        for name, content in self.inputs.items():
-            if not (folder / name).exists():  # its name says that it holds the same
-                _write(folder / name, content)
-        if not (self.run_dir / f"{self.call}.yaml").exists():
-            self.write_yaml()
-
-    def write_yaml(self) -> None:
-        """Write the YAML, in place of that of an earlier start."""
-        _write(self.run_dir / f"{self.call}.yaml", self.to_yaml().encode())
-
-    @property
-    def has_run(self) -> bool:
-        """Whether the run directory holds a run already."""
-        return (self.run_dir / FILE_NAME).exists()
-
-    def explain(self, error: ConfigError) -> ConfigError:
-        """The same mistakes in the words of a call: arguments for files it made, keywords for options."""
-        return ConfigError([self._explain(mistake) for mistake in error.mistakes])
-
-    def _explain(self, mistake: Mistake) -> Mistake:
-        def in_words(text: str) -> str:
-            for file, argument in self.places.items():
-                for place in re.findall(rf"{re.escape(file)}:(\w+)", text):  # the line of a row, the name of a function
-                    word = f"{argument}, row {place}" if place.isdecimal() else argument
-                    text = text.replace(f"{file}:{place}", word)
-                text = text.replace(file, argument)
-            return text.replace("--fresh", "fresh=True").replace("--allow-changes", "allow_changes=True")
-
-        fix = None if mistake.fix is None else in_words(mistake.fix)
-        return replace(mistake, key=in_words(mistake.key), problem=in_words(mistake.problem), fix=fix)
-
-
-def _write(path: Path, content: bytes) -> None:
-    draft = path.with_name(f"{path.name}.tmp")
-    with os.fdopen(os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as file:
-        file.write(content)
-    draft.replace(path)
 
 
 def prepare(arguments: CallArguments) -> PreparedRun:
@@ -200,7 +123,8 @@ class _ArgumentReader:
     def _read_keys(self) -> Iterator[tuple[KeyPath, Any]]:
         """Dotted keys and whole sections; anything else is no argument."""
         kinds = {"train": TrainConfig, "sft": SFTRunConfig}
-        sections = {*fields_of(kinds.get(self.given.call, Config))}
+        root: type[Config] = kinds.get(self.given.call, Config)
+        sections = {*fields_of(root)}
         for name, value in self.given.keys.items():
             path = tuple(name.split("."))
             if len(path) == 1 and name not in sections:
@@ -208,12 +132,13 @@ class _ArgumentReader:
                 fix = (
                     explain_trl_argument(name, value)
                     or nearest(name, known)
-                    or f"it takes {', '.join(known)}, and dotted keys: **{{'rollout.n': 8}}"
+                    or suggest_key(name, value, root)
+                    or f"it takes {', '.join(known)}, and sections of the config: rollout={{'n': 8}}"
                 )
                 problem = f"treadle.{self.given.call} has no argument of this name"
                 self.mistakes.append(Mistake(name, problem, value, fix=fix))
             elif len(path) == 1 and not isinstance(value, Mapping):
-                fix = f"write {name}={{'key': value}}, or **{{'{name}.key': value}}"
+                fix = f"write {name}={{'key': value}}"
                 self.mistakes.append(Mistake(name, f"is a section, got {type(value).__name__}", value, fix=fix))
             else:
                 yield from _leaves(path, value)
@@ -236,6 +161,7 @@ class _ArgumentReader:
             tools: Sequence[Any] = given.tools if many else [given.tools]  # type: ignore[assignment]
             paths = [self._code(item, f"tools[{at}]", "tool") for at, item in enumerate(tools)]
             self._put(("rollout", "multi_turn", "tools"), paths, "tools")
+            self.places["rollout.multi_turn.tools"] = "tools"
         self._read_agent()
         if given.steps is not None:
             self._put(("trainer", "total_training_steps"), given.steps, "steps")

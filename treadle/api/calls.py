@@ -1,38 +1,19 @@
 """Calls of the Python interface: train, sft, rollout, the same as coroutines, and the YAML that a call amounts to.
 
-A blocking call runs in the thread that makes it, as a command does, Ctrl-C included; where that thread has a running
-event loop (a notebook cell), and for the coroutines, in a thread of its own. Stopping it, by Ctrl-C or by
-cancelling the awaiting task, is the same everywhere: the step under way is finished and saved.
+Owns the signatures and what they say. What the arguments mean is in `arguments`, how a call runs in `running_call`.
 """
 
-import asyncio
 import os
-import shutil
-import sys
-import threading
 from collections.abc import Callable, Mapping
-from concurrent.futures import Future
-from contextvars import copy_context
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from typing import Any
 
-from treadle.api.arguments import CallArguments, PreparedRun, Rewards, Tools, prepare
-from treadle.api.interrupts import make_interrupt
+from treadle.api.arguments import CallArguments, Rewards, Tools, prepare
 from treadle.api.results import Evaluation, Run
+from treadle.api.running_call import RolloutCall, SFTCall, TrainingCall
 from treadle.api.tasks import Tasks
-from treadle.config import SFTRunConfig, TrainConfig
-from treadle.errors import ConfigError
-from treadle.journal import set_aside
-from treadle.terminal import note
-
-if TYPE_CHECKING:
-    from treadle.cluster.signals import StopSignals
-
-T = TypeVar("T")
 
 PathLike = str | os.PathLike[str]
 Model = PathLike | Mapping[str, Any]
-
-_NOTHING_TRAINED = "interrupted before the first step: nothing was trained"
 
 
 def train(
@@ -94,7 +75,7 @@ def train(
         steps=steps,
         validation_tasks=validation_tasks,
     )
-    return _TrainingCall(prepare(given), fresh, allow_changes).run_blocking()
+    return TrainingCall(prepare(given), fresh, allow_changes).run_blocking()
 
 
 async def train_async(
@@ -112,7 +93,15 @@ async def train_async(
     allow_changes: bool = False,
     **keys: Any,
 ) -> Run:
-    """`train` as a coroutine. Cancelling the awaiting task finishes the step under way and saves."""
+    """`train` as a coroutine. Cancelling the awaiting task finishes the step under way and saves.
+
+    >>> import asyncio, treadle
+    >>> sums = [{"prompt": "1+2=", "answer": "3"}]
+    >>> run = asyncio.run(treadle.train_async("calculator", steps=1, validation_tasks=sums,
+    ...                                       data={"train_batch_size": 4}, actor={"ppo_mini_batch_size": 4}))
+    >>> run.steps
+    1
+    """
     given = CallArguments(
         "train",
         configs,
@@ -127,7 +116,7 @@ async def train_async(
         steps=steps,
         validation_tasks=validation_tasks,
     )
-    return await _TrainingCall(prepare(given), fresh, allow_changes).run()
+    return await TrainingCall(prepare(given), fresh, allow_changes).run()
 
 
 def sft(
@@ -163,7 +152,7 @@ def sft(
     >>> run.steps, sorted(run.metrics)[-1]
     (2, 'sft/tokens_per_s')
     """
-    return _SFTCall(
+    return SFTCall(
         prepare(_sft_arguments(configs, model, tasks, tools, steps, validation_tasks, run_dir, keys)),
         fresh,
         allow_changes,
@@ -182,9 +171,16 @@ async def sft_async(
     allow_changes: bool = False,
     **keys: Any,
 ) -> Run:
-    """`sft` as a coroutine. Cancelling the awaiting task finishes the step under way and saves."""
+    """`sft` as a coroutine. Cancelling the awaiting task finishes the step under way and saves.
+
+    >>> import asyncio, treadle
+    >>> rows = [{"prompt": f"{a}+1=", "response": f"#### {a + 1}"} for a in range(8)]
+    >>> run = asyncio.run(treadle.sft_async(model="treadle/tiny-calculator", tasks=rows, steps=1))
+    >>> run.steps
+    1
+    """
     given = _sft_arguments(configs, model, tasks, tools, steps, validation_tasks, run_dir, keys)
-    return await _SFTCall(prepare(given), fresh, allow_changes).run()
+    return await SFTCall(prepare(given), fresh, allow_changes).run()
 
 
 def _sft_arguments(
@@ -299,7 +295,7 @@ def rollout(
         run_dir=run_dir,
         keys=keys,
     )
-    return _RolloutCall(prepare(given), fresh).run_blocking()
+    return RolloutCall(prepare(given), fresh).run_blocking()
 
 
 async def rollout_async(
@@ -314,7 +310,15 @@ async def rollout_async(
     fresh: bool = False,
     **keys: Any,
 ) -> Evaluation:
-    """`rollout` as a coroutine. Cancelling the awaiting task ends it; trajectories that are done are kept."""
+    """`rollout` as a coroutine. Cancelling the awaiting task ends it; trajectories that are done are kept.
+
+    >>> import asyncio, treadle
+    >>> tasks = [{"prompt": "1+2=", "answer": "3"}, {"prompt": "2+2=", "answer": "4"}]
+    >>> found = asyncio.run(treadle.rollout_async(model="treadle/tiny-calculator", tasks=tasks, reward="number_match",
+    ...                                           rollout={"response_length": 16}))
+    >>> len(found.trajectories())
+    2
+    """
     given = CallArguments(
         "rollout",
         configs,
@@ -327,184 +331,4 @@ async def rollout_async(
         run_dir=run_dir,
         keys=keys,
     )
-    return await _RolloutCall(prepare(given), fresh).run()
-
-
-def _has_running_loop() -> bool:
-    try:
-        asyncio.get_running_loop()
-    except RuntimeError:
-        return False
-    return True
-
-
-class _RunningCall(Generic[T]):
-    """A prepared run, in this thread or in one of its own."""
-
-    def __init__(self, prepared: PreparedRun, fresh: bool) -> None:
-        self.prepared = prepared
-        self._fresh = fresh
-
-    def _work(self) -> T:
-        raise NotImplementedError
-
-    def _stop(self) -> None:
-        """Ask the work in the other thread to end in order."""
-        raise NotImplementedError
-
-    def run_blocking(self) -> T:
-        if not _has_running_loop():
-            return self._work_in_directory()
-        future = self._start()
-        while True:
-            try:
-                return future.result()
-            except KeyboardInterrupt:
-                if future.done():
-                    raise
-                self._stop()
-
-    async def run(self) -> T:
-        future = self._start()
-        waiting = asyncio.wrap_future(future)
-        try:
-            return await asyncio.shield(waiting)
-        except asyncio.CancelledError:
-            self._stop()
-            while not waiting.done():
-                try:
-                    await asyncio.wait([waiting])
-                except asyncio.CancelledError:
-                    continue  # it saves, and cannot do so faster
-            waiting.exception()
-            raise
-
-    def _start(self) -> "Future[T]":
-        future: Future[T] = Future()
-        context = copy_context()
-
-        def work() -> None:
-            try:
-                future.set_result(context.run(self._work_in_directory))
-            except BaseException as error:  # noqa: BLE001  whatever it is, the caller must hear it
-                future.set_exception(error)
-
-        threading.Thread(target=work, name=f"treadle-{self.prepared.call}", daemon=True).start()
-        return future
-
-    def _work_in_directory(self) -> T:
-        """Do the work; a config that is refused leaves no directory behind that was not there before."""
-        prepared = self.prepared
-        if self._fresh:
-            set_aside(prepared.run_dir)
-        is_new, goes_on = not prepared.run_dir.exists(), prepared.has_run
-        prepared.write()
-        try:
-            result = self._work()
-        except ConfigError as error:
-            if is_new and not prepared.has_run:
-                shutil.rmtree(prepared.run_dir, ignore_errors=True)
-            raise prepared.explain(error) from None
-        if goes_on:
-            prepared.write_yaml()
-        return result
-
-    @property
-    def _command(self) -> list[str]:
-        script = getattr(sys.modules.get("__main__"), "__file__", None)
-        return [f"treadle.{self.prepared.call}", *([script] if script else [])]
-
-
-class _TrainingCall(_RunningCall[Run]):
-    def __init__(self, prepared: PreparedRun, fresh: bool, allow_changes: bool) -> None:
-        super().__init__(prepared, fresh)
-        self._allow_changes = allow_changes
-        self._lock = threading.Lock()
-        self._signals: StopSignals | None = None
-        self._stopping = False
-
-    def _work(self) -> Run:
-        from treadle.cli.results import next_commands
-        from treadle.cli.train import describe_end, run_training
-
-        config, run_dir = self.prepared.config, self.prepared.run_dir
-        assert isinstance(config, TrainConfig), "a call of train has a trainer section"
-        try:
-            result = run_training(
-                config, self._command, allow_changes=self._allow_changes, on_signals=self._take_signals
-            )
-        except KeyboardInterrupt:
-            raise make_interrupt(_NOTHING_TRAINED) from None
-        if result.interrupted:
-            for text in result.notes:
-                note(f"note: {text}")
-            raise self._interruption(result.steps)
-        self._conclude(describe_end(result), next_commands(run_dir))
-        return Run(run_dir)
-
-    def _conclude(self, end: str, commands: str) -> None:
-        """The last lines of the command, beside the progress; where that is not wanted, the notes alone."""
-        if "console" in self.prepared.config.logging.logger:
-            note(f"\n{end}\n{commands}")
-        else:
-            for line in end.splitlines():
-                if line.startswith("note: "):
-                    note(line)
-
-    def _interruption(self, steps: int) -> KeyboardInterrupt:
-        run_dir = self.prepared.run_dir
-        where = self.prepared.command(f"logging.run_dir={run_dir}")
-        return make_interrupt(
-            f"stopped after step {steps} and saved in {run_dir}: the same call with "
-            f"run_dir={str(run_dir)!r}, or `{where}`, goes on from there"
-        )
-
-    def _take_signals(self, signals: "StopSignals") -> None:
-        with self._lock:
-            self._signals = signals
-            if self._stopping:
-                signals.request()
-
-    def _stop(self) -> None:
-        with self._lock:
-            self._stopping = True
-            if self._signals is not None:
-                self._signals.request()
-
-
-class _SFTCall(_TrainingCall):
-    def _work(self) -> Run:
-        from treadle.cli.results import next_sft_commands
-        from treadle.cli.sft import describe_end, run_sft
-
-        config = self.prepared.config
-        assert isinstance(config, SFTRunConfig), "a call of sft has an sft section"
-        try:
-            result = run_sft(config, self._command, allow_changes=self._allow_changes, on_signals=self._take_signals)
-        except KeyboardInterrupt:
-            raise make_interrupt(_NOTHING_TRAINED) from None
-        if result.interrupted:
-            raise self._interruption(result.steps)
-        self._conclude(describe_end(result), next_sft_commands(self.prepared.run_dir))
-        return Run(self.prepared.run_dir)
-
-
-class _RolloutCall(_RunningCall[Evaluation]):
-    def __init__(self, prepared: PreparedRun, fresh: bool) -> None:
-        super().__init__(prepared, fresh)
-        self._stopping = threading.Event()
-
-    def _work(self) -> Evaluation:
-        from treadle.cli.rollout import run_evaluation
-
-        run_dir = self.prepared.run_dir
-        result = run_evaluation(self.prepared.config, self._command, stop=self._stopping)
-        if result.interrupted:
-            raise make_interrupt(
-                f"stopped after {result.summary.num_trajectories} trajectories, which are kept in {run_dir}: the same "
-                f"call with run_dir={str(run_dir)!r} goes on from there"
-            )
-        return Evaluation(run_dir, result.summary)
-
-    def _stop(self) -> None:
-        self._stopping.set()
+    return await RolloutCall(prepare(given), fresh).run()

@@ -10,6 +10,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from treadle.config.parse import dotted
+from treadle.config.section import Section
+from treadle.config.tree import key_paths
 from treadle.errors import ConfigError, Mistake
 
 _TRL_ARGUMENTS: Mapping[str, str] = {
@@ -17,13 +20,16 @@ _TRL_ARGUMENTS: Mapping[str, str] = {
     "eval_dataset": "validation_tasks=…",
     "reward_funcs": "reward=…",
     "max_steps": "steps=…, which counts batches of samples",
-    "args": "keyword arguments: each argument of GRPOConfig is a key, such as **{'rollout.n': 8}",
+    "args": "keyword arguments: each argument of GRPOConfig is a key, such as rollout={'n': 8}",
     "peft_config": "actor={'lora': {'r': 8, 'alpha': 16}}",
     "processing_class": "model={'path': …, 'tokenizer_path': …}",
-    "per_device_train_batch_size": "**{'data.train_batch_size': …}, in tasks and not in completions",
+    "per_device_train_batch_size": "data={'train_batch_size': …}, in tasks and not in completions",
     "beta": "actor={'use_kl_loss': True, 'kl_loss_coef': …}",
 }
 """Arguments of TRL's trainer and config that are no single key with the same value."""
+
+_GIVEN_BY_TRL = frozenset({"completions", "prompts", "completion_ids", "trainer_state", "log_extra", "log_metric"})
+"""What TRL gives a reward beside the columns of the row."""
 
 _LEFT_OUT: Mapping[str, tuple[str, str]] = {
     "model.path": ("model", "model='HuggingFaceTB/SmolLM2-135M-Instruct', or a directory"),
@@ -44,22 +50,46 @@ def explain_trl_argument(name: str, value: object) -> str | None:
     if key is None:
         return None
     shown = repr(value) if name in DIRECT and isinstance(value, bool | int | float | str) else "…"
-    return f"TRL's {name} is the key {key} here: write **{{'{key}': {shown}}}"
+    return f"TRL's {name} is the key {key} here: write {_as_argument(key, shown)}"
+
+
+def suggest_key(name: str, value: object, root: type[Section]) -> str | None:
+    """The key that an argument's name is the last part of, or all of with underscores, and how it is written here."""
+    keys = [path for path in key_paths(root) if "*" not in path]
+    exact = sorted((path for path in keys if name in (path[-1], "_".join(path))), key=len)
+    shown = repr(value) if isinstance(value, bool | int | float | str) else "…"
+    if exact:
+        also = [dotted(path) for path in exact[1:] if len(path) == len(exact[0])]
+        further = f"; there is {' and '.join(also)} too" if also else ""
+        return f"{name} is the key {dotted(exact[0])}: write {_as_argument(dotted(exact[0]), shown)}{further}"
+    similar = [dotted(path) for path in keys if path[-1].endswith(f"_{name}")][:4]
+    if not similar:
+        return None
+    return f"is it {' or '.join(similar)}? A key is written {_as_argument(similar[0], shown)}"
+
+
+def _as_argument(key: str, shown: str) -> str:
+    """A key as an argument of a call: its section as a dict."""
+    section, _, rest = key.partition(".")
+    return f"{section}={{'{rest}': {shown}}}"
 
 
 def refuse_trl_reward(function: Callable[..., Any], argument: str) -> Mistake | None:
     """The mistake of a reward that wants a batch of completions, as TRL gives it; None for any other function."""
     try:
-        parameter = inspect.signature(function).parameters.get("completions")
+        parameters = inspect.signature(function).parameters
     except (TypeError, ValueError):
         return None
+    parameter = parameters.get("completions")
     if parameter is None or parameter.default is not parameter.empty:
         return None
     name = getattr(function, "__name__", "reward")
     problem = f"{name!r} takes completions, as TRL's rewards do: here a function scores one answer"
+    columns = [str(item) for item in parameters.values() if item.name not in _GIVEN_BY_TRL]
     fix = (
-        f"write `def {name}(response, answer)` that returns a number, or take responses for a list of all samples of a "
-        "task; `treadle init --from trl SCRIPT` writes functions around TRL's"
+        f"write `def {name}({', '.join(['response', *columns])})` that returns a number: columns of the row come by "
+        "name. Or take responses for a list of all samples of a task; `treadle init --from trl SCRIPT` writes "
+        "functions around TRL's"
     )
     return Mistake(argument, problem, fix=fix)
 

@@ -33,10 +33,10 @@ class Run:
     """A training run. `treadle.train` returns one; `Run(directory)` opens an earlier one.
 
     >>> import treadle
-    >>> treadle.Run("runs/nothing")
+    >>> treadle.Run("runs/nothing")  # doctest: +ELLIPSIS
     Traceback (most recent call last):
     treadle.errors.ConfigError: runs/nothing: there is no such directory
-        give the directory that the last lines of the run name (logging.run_dir)
+    ...
     """
 
     def __init__(self, run_dir: "str | os.PathLike[str]") -> None:
@@ -141,7 +141,17 @@ class Run:
 
 
 class Evaluation:
-    """What a rollout came to. `treadle.rollout` returns one; printed, it is a table by data source."""
+    """What a rollout came to. `treadle.rollout` returns one; printed, it is a table by data source.
+
+    >>> import treadle
+    >>> sums = [{"prompt": "1+2=", "answer": "3", "data_source": "small"}]
+    >>> found = treadle.rollout(model="treadle/tiny-calculator", tasks=sums, reward="number_match",
+    ...                         rollout={"n": 4, "response_length": 16}, logging={"logger": []})
+    >>> list(found.by_source), found.summary.num_trajectories
+    (['small'], 4)
+    >>> found.trajectories()[0].messages[0]["content"]
+    '1+2='
+    """
 
     def __init__(self, run_dir: Path, summary: "Summary") -> None:
         self.run_dir = run_dir

@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from treadle.cli.parser import Arguments, Commands, add_command, run_path
+from treadle.cli.parser import Arguments, Commands, add_command, run_argument
 from treadle.errors import ConfigError, Mistake
 from treadle.terminal import say, warn
 
@@ -17,7 +17,7 @@ MAX_SHOWN = 20
 
 def register_audit(commands: Commands) -> None:
     command = add_command(commands, "audit", audit, "example: treadle audit runs/treadle/calculator")
-    command.add_argument("run_dir", metavar="RUN", type=run_path, help="run directory of a training run")
+    command.add_argument("run_dir", metavar="RUN", type=run_argument, help="run directory of a training run")
 
 
 def audit(arguments: Arguments) -> int:
@@ -49,7 +49,7 @@ def audit(arguments: Arguments) -> int:
 
 def register_replay(commands: Commands) -> None:
     command = add_command(commands, "replay", replay, "example: treadle replay runs/treadle/calculator")
-    command.add_argument("run_dir", metavar="RUN", type=run_path, help="run directory of a training run")
+    command.add_argument("run_dir", metavar="RUN", type=run_argument, help="run directory of a training run")
 
 
 def replay(arguments: Arguments) -> int:
@@ -119,7 +119,9 @@ def register_annotate(commands: Commands) -> None:
       treadle annotate runs/treadle/calculator 12       step 12 alone
     """
     command = add_command(commands, "annotate", annotate, examples)
-    command.add_argument("run_dir", metavar="RUN", type=run_path, help="run directory of a training run that has ended")
+    command.add_argument(
+        "run_dir", metavar="RUN", type=run_argument, help="run directory of a training run that has ended"
+    )
     command.add_argument("step", metavar="STEP", type=int, nargs="?", help="annotate this step alone")
 
 
@@ -147,7 +149,9 @@ def annotate(arguments: Arguments) -> int:
 
 def register_timeline(commands: Commands) -> None:
     command = add_command(commands, "timeline", timeline, "example: treadle timeline runs/treadle/calculator")
-    command.add_argument("run_dir", metavar="RUN", type=run_path, help="run directory of a training run, live or over")
+    command.add_argument(
+        "run_dir", metavar="RUN", type=run_argument, help="run directory of a training run, live or over"
+    )
 
 
 def timeline(arguments: Arguments) -> int:

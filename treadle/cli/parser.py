@@ -85,9 +85,22 @@ def run_path(word: str) -> Path:
     """The run directory that a word names; `latest`, where no directory has that name, is the newest one."""
     if word != LATEST or Path(word).exists():
         return Path(word)
+    from treadle.errors import ConfigError, Mistake
     from treadle.inspect.run_records import newest_runs
 
-    return next(iter(newest_runs()), Path(word))
+    runs = newest_runs()
+    if not runs:
+        fix = "give the directory of a run, or start one: treadle train calculator"
+        raise ConfigError([Mistake(word, "there are no runs below runs/", fix=fix)])
+    return runs[0]
+
+
+def run_argument(word: str) -> Path:
+    """`run_path` as the type of an argument, which argparse asks for its own error."""
+    try:
+        return run_path(word)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
 
 
 def load_words(words: list[str], *, sft: bool = False, rollout: bool = False) -> "Config":

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from treadle.cli.parser import Arguments, Commands, add_command, run_path
+from treadle.cli.parser import Arguments, Commands, add_command, run_argument, run_path
 from treadle.errors import ConfigError, Mistake
 from treadle.terminal import cell, make_console, say, warn
 
@@ -40,7 +40,7 @@ def register_show(commands: Commands) -> None:
     """
     command = add_command(commands, "show", show, examples)
     command.add_argument(
-        "run_dir", metavar="RUN", type=run_path, help="run directory, live or over; latest: the newest below runs/"
+        "run_dir", metavar="RUN", type=run_argument, help="run directory, live or over; latest: the newest below runs/"
     )
     command.add_argument(
         "words", metavar="STEP | UID", nargs="*", default=[], help="a training step, or a task; see below"
@@ -126,7 +126,7 @@ def register_export(commands: Commands) -> None:
       treadle export runs/treadle/calculator my-adapter --format peft
     """
     command = add_command(commands, "export", export, examples)
-    command.add_argument("run_dir", metavar="RUN", type=run_path, help="run directory of a training run")
+    command.add_argument("run_dir", metavar="RUN", type=run_argument, help="run directory of a training run")
     command.add_argument("directory", metavar="DIR", type=Path, help="where the model goes; it must not exist")
     command.add_argument(
         "--checkpoint",

@@ -142,7 +142,7 @@ class JudgeConfig(Section):
         """Its parser as a reward function, which takes `text` too."""
         if self.parser is None:
             return None
-        return RewardFunctionConfig(path=self.parser, kwargs={"text": ""}, scope=self.scope)
+        return RewardFunctionConfig(path=self.parser, scope=self.scope)
 
     def limits(self) -> LimitsConfig:
         return LimitsConfig(request_timeout_s=self.timeout_s, launch_timeout_s=self.engine.launch_timeout_s)

@@ -1,4 +1,4 @@
-"""File formats of task rows: JSONL, JSON arrays, CSV, Parquet, directories of `datasets`, and the hub's local cache.
+"""File formats of task rows: JSONL, JSON, CSV (each also as .gz), Parquet, `datasets`, and the hub's local cache.
 
 Owns how rows are read from disk, and nothing of what they mean. Looks at the disk alone: nothing is downloaded, and no
 script of a data set is run. `hub:OWNER/NAME/PREFIX` names files of a repository in the local Hugging Face cache, those
@@ -8,21 +8,25 @@ its problem.
 """
 
 import csv
+import gzip
 import json
 import re
+import zlib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from io import TextIOWrapper
 from pathlib import Path
-from typing import Any
+from typing import IO, Any, cast
 
 from treadle.errors import ConfigError, Mistake, nearest
 
 HUB = "hub:"
-_OWNER_AND_NAME = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*(?<!\.jsonl)(?<!\.json)(?<!\.csv)(?<!\.parquet)")
+_OWNER_AND_NAME = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*(?<!\.jsonl)(?<!\.json)(?<!\.csv)(?<!\.parquet)(?<!\.gz)")
 """OWNER/NAME, as the hub names data sets; a path of two parts may look like it."""
-FORMATS = (".jsonl", ".ndjson", ".json", ".csv", ".tsv", ".parquet")
+TEXT_FORMATS = (".jsonl", ".ndjson", ".json", ".csv", ".tsv")
+FORMATS = (*TEXT_FORMATS, *(f"{suffix}.gz" for suffix in TEXT_FORMATS), ".parquet")
 SOURCE_FORMS = (
-    "JSONL, JSON, CSV or Parquet files, a directory of datasets.save_to_disk, hub:OWNER/NAME/PREFIX, "
+    "JSONL, JSON, CSV (also .gz) or Parquet files, a directory of datasets.save_to_disk, hub:OWNER/NAME/PREFIX, "
     "seeds:COUNT, reasoning_gym:NAME, verifiers:NAME, or package.module:function"
 )
 """What an entry of a file list may be, for the error message about one that is not."""
@@ -94,14 +98,32 @@ def _read_file(path: Path, key: str) -> Iterator[_NumberedRow]:
         ".jsonl": lambda: _read_jsonl(path),
         ".ndjson": lambda: _read_jsonl(path),
     }
-    if path.suffix not in readers:
+    if _format_of(path) not in FORMATS:
         problem = f"{str(path)!r} is not one of {', '.join(FORMATS)}"
         raise ConfigError([Mistake(key, problem, value=str(path), fix=f"give {SOURCE_FORMS}")])
-    return readers[path.suffix]()
+    rows = readers[_format_of(path).removesuffix(".gz")]()
+    return _unpacked(rows, path) if path.suffix == ".gz" else rows
+
+
+def _format_of(path: Path) -> str:
+    """The end of a file's name, with that of what is packed in it: `.jsonl.gz`."""
+    return "".join(path.suffixes[-2:]) if path.suffix == ".gz" else path.suffix
+
+
+def _open(path: Path) -> IO[bytes]:
+    return cast(IO[bytes], gzip.open(path, "rb")) if path.suffix == ".gz" else path.open("rb")
+
+
+def _unpacked(rows: Iterator[_NumberedRow], path: Path) -> Iterator[_NumberedRow]:
+    """Rows of a gzip file; a ConfigError where it is none, or ends early."""
+    try:
+        yield from rows
+    except (gzip.BadGzipFile, EOFError, zlib.error) as error:
+        raise _unreadable(path, f"is not a whole gzip file: {error}") from error
 
 
 def _read_jsonl(path: Path) -> Iterator[_NumberedRow]:
-    with path.open("rb") as lines:  # as bytes: only a line feed ends a line, whatever else the text holds
+    with _open(path) as lines:  # as bytes: only a line feed ends a line, whatever else the text holds
         for number, line in enumerate(lines, start=1):
             text = line.removeprefix(b"\xef\xbb\xbf") if number == 1 else line
             yield _parse_line(number, text.rstrip(b"\r\n"))
@@ -126,7 +148,8 @@ def _parse_line(number: int, line: bytes) -> _NumberedRow:
 
 def _read_json(path: Path) -> Iterator[_NumberedRow]:
     """An array of rows, numbered from 1; or one row a line, as many `.json` files are."""
-    content = path.read_bytes().removeprefix(b"\xef\xbb\xbf")
+    with _open(path) as file:
+        content = file.read().removeprefix(b"\xef\xbb\xbf")
     start = content.lstrip()[:1]
     if start != b"[":
         yield from _read_json_lines(path, content)
@@ -165,7 +188,7 @@ def _unreadable(path: Path, problem: str, fix: str | None = None) -> ConfigError
 
 def _read_csv(path: Path, delimiter: str) -> Iterator[_NumberedRow]:
     """Rows by the names in the first line; numbered by the line they begin in. An empty cell is no value."""
-    with path.open(encoding="utf-8-sig", newline="") as lines:
+    with TextIOWrapper(_open(path), encoding="utf-8-sig", newline="") as lines:
         reader = csv.reader(lines, delimiter=delimiter, strict=True)
         try:
             header = next(reader, None)
@@ -230,7 +253,7 @@ def _read_saved_dataset(directory: Path, source: str, key: str) -> Iterator[_Num
         named = ", ".join(f"{source.rstrip('/')}/{split}" for split in splits)
         raise ConfigError([Mistake(key, f"{source!r} holds several splits", source, fix=f"give one of {named}")])
     if not (directory / _STATE).is_file():
-        inside = sorted(path.name for path in directory.iterdir() if path.suffix in FORMATS)
+        inside = sorted(path.name for path in directory.iterdir() if _format_of(path) in FORMATS)
         fix = f"give the files in it: {', '.join(inside[:5])}" if inside else f"give {SOURCE_FORMS}"
         problem = f"{source!r} is a directory that datasets.save_to_disk did not write"
         raise ConfigError([Mistake(key, problem, source, fix=fix)])
@@ -270,7 +293,7 @@ def _find_in_hub_cache(source: str, key: str) -> list[Path]:
         problem = f"no data set {name!r} in the local Hugging Face cache; nothing is downloaded by a run"
         fix = f"hf download --repo-type dataset {name}"
         raise ConfigError([Mistake(key, problem, source, fix=fix, missing="file")])
-    files = sorted(path for path in snapshot.rglob("*") if path.suffix in FORMATS)
+    files = sorted(path for path in snapshot.rglob("*") if _format_of(path) in FORMATS)
     names = {path: path.relative_to(snapshot).as_posix() for path in files}
     chosen = [path for path in files if prefix and re.match(rf"{re.escape(prefix)}($|[-./])", names[path])]
     if not chosen:

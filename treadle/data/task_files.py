@@ -43,7 +43,14 @@ def to_task(record: TaskRow, data: DataConfig) -> Task:
         tool_kwargs=_read_tool_kwargs(record),
         environment_kwargs=_read_environment_kwargs(record),
         extra={name: value for name, value in record.fields.items() if name not in known},
+        renamed=_read_renamed(record, data),
     )
+
+
+def _read_renamed(record: TaskRow, data: DataConfig) -> Mapping[str, str]:
+    """What the row calls its prompt, answer and data source, where these are not the names."""
+    named = {"prompt": data.prompt_key, "answer": data.answer_key, "data_source": data.reward_fn_key}
+    return {name: meant for meant, name in named.items() if name != meant and name in record.fields}
 
 
 @dataclass(frozen=True, slots=True)

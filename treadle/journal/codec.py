@@ -393,6 +393,7 @@ def task_values(task: Task) -> Values:
         "tool_kwargs": task.tool_kwargs,
         "environment_kwargs": task.environment_kwargs,
         "extra": task.extra,
+        **({"renamed": task.renamed} if task.renamed else {}),
     }
     return sealed((label(task.uid), label(task.data_source), encode(fields)))
 

@@ -10,7 +10,6 @@ import asyncio
 import socket
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import replace
 from importlib.util import find_spec
 from ipaddress import ip_address
 from pathlib import Path
@@ -19,7 +18,7 @@ from urllib.parse import urlsplit
 
 from treadle.aio import run_to_end
 from treadle.cluster import missing_packages
-from treadle.config import Config, DataConfig, RewardConfig, RolloutConfig, SFTRunConfig, TrainConfig
+from treadle.config import Config, DataConfig, RolloutConfig, SFTRunConfig, TrainConfig
 from treadle.config.plugin import load_object
 from treadle.data.renderer import Renderer
 from treadle.data.rendering_parity import IGNORES_TOOLS
@@ -33,26 +32,16 @@ from treadle.model.vocabulary import require_same_vocabulary
 from treadle.observe.trackers import HOST, TRACKERS
 from treadle.preflight import memory
 from treadle.preflight.report import PreflightReport
-from treadle.reward.context import RewardContext
-from treadle.reward.result import Fault, ScoreFailure
-from treadle.reward.reward_models import prepare_models
-from treadle.reward.scorer import Scorer
-from treadle.reward.unsafe_calls import find_fenced, find_unsafe_calls
+from treadle.preflight.rewards import check_reward_models, check_rewards
 from treadle.rollout.agent_loop import LoopFactory
 from treadle.rollout.environments.schemes import ForeignEnvironments, find_environment
 from treadle.rollout.startup_checks import check_promptless
 from treadle.rollout.tools import Toolbox
 from treadle.sandbox.providers import check_provider
-from treadle.types import Outcome, Score, StopReason, Task, Trajectory
+from treadle.types import Task
 
 QUICK_PROMPTS = 200
 """Prompts that fit, one after another from the longest text on, after which the quick part renders no more."""
-
-STOOD_IN = frozenset({"trajectory", "trajectories", "messages"})
-"""What reward functions take that is not whole before a model has answered: one assistant message stands in for it."""
-
-PASSING_FAULTS = (Fault.TIMEOUT, Fault.CPU_TIME, Fault.MEMORY, Fault.CRASH)
-"""Failures of a reward function that another attempt, or a machine with less to do, may not have."""
 
 Schemas = Mapping[tuple[str, ...] | None, tuple[dict[str, Any], ...]]
 
@@ -63,7 +52,8 @@ def run_preflight(config: Config, environment: Mapping[str, str], *, thorough: b
     if isinstance(config, SFTRunConfig):
         return _check_sft(config.without_sampling(), environment, report, thorough=thorough)
     report.add(missing_packages(config))
-    tasks = _check_data(config, report)
+    sets = _check_data(config, report)
+    tasks = [task for found in sets.values() for task in found]
     with report.gather():
         _check_imports(config)
     with report.gather():
@@ -80,9 +70,9 @@ def run_preflight(config: Config, environment: Mapping[str, str], *, thorough: b
         report.skip("prompts, their lengths and the chat template", _why_unread(renderer, tasks))
     _check_model(config, report, thorough=thorough)
     _check_context(config, environment, report)
-    run_to_end(_check_rewards(config.reward, tasks[0] if tasks else None, report))
+    run_to_end(check_rewards(config, sets, report))
     if thorough:
-        run_to_end(_check_reward_models(config, renderer, environment, report))
+        run_to_end(check_reward_models(config, renderer, environment, report))
         if config.reward.functions and not tasks:
             report.skip("scores of the first task", "no task could be read")
     return report
@@ -117,9 +107,9 @@ def _why_unread(renderer: Renderer | None, tasks: Sequence[Task]) -> str:
     return "its tools could not be loaded" if tasks else "no task could be read"
 
 
-def _check_data(config: Config, report: PreflightReport) -> list[Task]:
-    """Every row of every file. Training tasks come first."""
-    data, tasks = config.data, list[Task]()
+def _check_data(config: Config, report: PreflightReport) -> dict[str, list[Task]]:
+    """Every row of every file, by the file or the key of several. Training tasks come first."""
+    data, tasks = config.data, dict[str, list[Task]]()
     wanted = [(data.train_files, data.train_max_samples, False), (data.val_files, data.val_max_samples, True)]
     for files, most, validation in wanted:
         if not files and (validation or data.val_files):
@@ -130,7 +120,8 @@ def _check_data(config: Config, report: PreflightReport) -> list[Task]:
             named = f", data sources: {', '.join(sources[:5])}{' …' if len(sources) > 5 else ''}" if sources else ""
             report.note("data", f"{len(found):,} tasks for {'validation' if validation else 'training'}{named}")
             _check_batch(config, len(found), validation, report)
-            tasks += found
+            place = f"data.{'val' if validation else 'train'}_files" if len(files) > 1 else files[0]
+            tasks[place] = tasks.get(place, []) + found
     samples = isinstance(config, TrainConfig) and not isinstance(config, SFTRunConfig)
     if samples and data.sampler is not None:
         with report.gather():
@@ -429,86 +420,3 @@ def _is_public(url: str | None) -> bool:
         return ip_address(host).is_global
     except ValueError:
         return "." in host and not host.endswith((".local", ".internal", ".localhost", ".svc"))
-
-
-async def _check_rewards(reward: RewardConfig, task: Task | None, report: PreflightReport) -> None:
-    """Functions are imported where they will run. With a task, they score its ground truth and no answer at all."""
-    if not reward.functions:
-        return
-    report.warnings += find_unsafe_calls(reward)
-    for line in find_fenced(reward):
-        report.note("reward sandbox", line)
-    workers = min(reward.num_workers, 1)
-    functions = RewardConfig(**{**reward.values(), "classifiers": {}, "judges": {}, "num_workers": workers})
-    try:
-        async with await Scorer.create(functions) as scorer:
-            if task is not None:
-                await _score_answers(scorer, task, report)
-    except (ConfigError, RunError) as error:
-        report.add(error.mistakes if isinstance(error, ConfigError) else [Mistake("reward.functions", str(error))])
-        if task is not None:
-            report.skip("scores of the first task", "a reward function could not be loaded")
-
-
-async def _check_reward_models(
-    config: Config, renderer: Renderer | None, environment: Mapping[str, str], report: PreflightReport
-) -> None:
-    """Prompts, patterns and tokenizers of judges and classifiers; their weights are not loaded."""
-    reward, judges = config.reward, dict(config.reward.judges)
-    if renderer is None and (borrowing := [name for name, judge in judges.items() if judge.path is None]):
-        report.skip(f"judges {', '.join(borrowing)}", "they use the model's tokenizer, which could not be loaded")
-        judges = {name: judge for name, judge in judges.items() if judge.path is not None}
-    if judges or reward.classifiers:
-        alone = RewardConfig(**{**reward.values(), "judges": judges})
-        context = RewardContext(config.model, renderer, api_keys=environment)
-        prepared = await prepare_models(alone, context)
-        await prepared.close()
-        report.add(prepared.mistakes)
-
-
-async def _score_answers(scorer: Scorer, task: Task, report: PreflightReport) -> None:
-    group: list[Trajectory] = []
-    for words, answer in (("its ground truth", str(task.ground_truth)), ("an empty answer", "")):
-        try:
-            trajectory = _answered(task, answer)
-            score = await scorer.score(task, trajectory)
-            group.append(replace(trajectory, sample=len(group), reward=score))
-            given = f"{score.value:g} ({_parts(score)})" if score is not None else "no score"
-            report.note("rewards", f"{task.uid} with {words}: {given}")
-        except Failure as failure:
-            _report_unscored(scorer, f"{task.uid} with {words} cannot be scored", failure, report)
-    if scorer.scores_groups and group:
-        await _check_group_rewards(scorer, task, group, report)
-
-
-async def _check_group_rewards(scorer: Scorer, task: Task, group: list[Trajectory], report: PreflightReport) -> None:
-    """What has scope group, on the same answers as if they were the samples of the task."""
-    try:
-        given = "; ".join(f"{score.value:g} ({_parts(score)})" for score in await scorer.score_group(task, group))
-        report.note("rewards", f"{task.uid} with these {len(group)} answers as a group: {given}")
-    except Failure as failure:
-        _report_unscored(scorer, f"{task.uid} cannot be scored as a group", failure, report)
-
-
-def _report_unscored(scorer: Scorer, what: str, failure: Failure, report: PreflightReport) -> None:
-    """A mistake where the run would fail the same way; a warning where a trajectory with tokens may fare better."""
-    function = failure.function if isinstance(failure, ScoreFailure) else ""
-    key = f"reward.functions.{function}" if function else "reward.functions"
-    passing = isinstance(failure, ScoreFailure) and failure.fault in PASSING_FAULTS
-    if stood_in := sorted(scorer.parameters & STOOD_IN):
-        why = f"it takes {', '.join(stood_in)}, which has no sampled tokens and no turns before the run"
-        report.warnings.append(f"{key}: {what}: {failure}; {why}")
-    elif passing:
-        report.warnings.append(f"{key}: {what}: {failure}")
-    else:
-        report.add([Mistake(key, f"{what}: {failure}", fix="return a number for whatever a model may answer")])
-
-
-def _parts(score: Score) -> str:
-    return ", ".join(f"{name} {value:g}" for name, value in score.parts.items())
-
-
-def _answered(task: Task, answer: str) -> Trajectory:
-    messages = (*task.messages, {"role": "assistant", "content": answer})
-    outcome = Outcome.ended(StopReason.STOP)
-    return Trajectory(task.uid, 0, (), outcome, messages=messages, data_source=task.data_source)

@@ -1,96 +1,37 @@
-"""Reward functions: loaded by name or import path, signature read once, arguments filled by parameter name.
+"""Reward functions: loaded by name or import path, signature read once, called with what their parameters name.
 
-Owns the parameter names, where each value comes from, and the rules for them. A function of scope sample sees one
-trajectory, one of scope group all those of a task that did not fail, in the order of their samples. Runs where the
-function runs: in a worker for user code, in the parent for built-ins that are pure and bounded. Knows no processes.
-Invariant: a RewardFunction that exists can be called with the values of `needs`; mistakes are found before the first
-score. Every name is filled for every trajectory; a model that said nothing gives an empty `response`.
+Owns the rules for signatures: which parameters are filled (`arguments`), which the config gives. A function of scope
+sample sees one trajectory, one of scope group all those of a task that did not fail, in the order of their samples.
+Runs where the function runs: in a worker for user code, in the parent for built-ins that are pure and bounded. Knows
+no processes.
+Invariant: a RewardFunction that exists can be called with the values of `required`. A built-in takes nothing of a row's
+columns but what has a name of its own, as the ground truth.
 """
 
 import inspect
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from importlib import import_module
 from typing import Any
 
 from treadle.errors import ConfigError, Mistake, nearest
+from treadle.reward.arguments import ALL_COLUMNS, PARAMETERS
 from treadle.reward.builtin import BUILTINS, Builtin
 from treadle.reward.result import RewardResult, read_score, read_scores
 from treadle.sandbox.protocol import BoxSettings
-from treadle.types import Task, Trajectory
-
-
-def _read_response(_: Task, trajectory: Trajectory) -> str:
-    """Text of the model's last turn; content in OpenAI's list of parts is joined."""
-    spoken: object = trajectory.response_text
-    if isinstance(spoken, str):
-        return spoken
-    parts = spoken if isinstance(spoken, list | tuple) else ()
-    return "".join(str(part.get("text", "")) for part in parts if isinstance(part, Mapping))
-
-
-def _read_extra_info(task: Task, _: Trajectory) -> Mapping[str, Any]:
-    """A row in verl's layout has a field of this name; any other row offers all its further fields."""
-    nested = task.extra.get("extra_info")
-    return nested if isinstance(nested, Mapping) else task.extra
-
-
-ARGUMENTS: Mapping[str, Callable[[Task, Trajectory], Any]] = {
-    "task": lambda task, trajectory: task,
-    "trajectory": lambda task, trajectory: trajectory,
-    "response": _read_response,
-    "ground_truth": lambda task, trajectory: task.ground_truth,
-    "answer": lambda task, trajectory: task.ground_truth,
-    "messages": lambda task, trajectory: trajectory.messages,
-    "data_source": lambda task, trajectory: task.data_source,
-    "extra": lambda task, trajectory: task.extra,
-    "solution_str": _read_response,
-    "extra_info": _read_extra_info,
-}
-"""Parameter names and what fills them. `answer` is the field of a row that the ground truth is in by default; the last
-two are verl's names for `response` and `extra`."""
-
-
-GROUP_ARGUMENTS: Mapping[str, Callable[[Task, Sequence[Trajectory]], Any]] = {
-    "task": lambda task, trajectories: task,
-    "trajectories": lambda task, trajectories: list(trajectories),
-    "responses": lambda task, trajectories: [_read_response(task, item) for item in trajectories],
-    "ground_truth": lambda task, trajectories: task.ground_truth,
-    "answer": lambda task, trajectories: task.ground_truth,
-    "messages": lambda task, trajectories: [item.messages for item in trajectories],
-    "scores": lambda task, trajectories: [0.0 if item.reward is None else item.reward.value for item in trajectories],
-    "parts": lambda task, trajectories: [{} if item.reward is None else item.reward.parts for item in trajectories],
-    "data_source": lambda task, trajectories: task.data_source,
-    "extra": lambda task, trajectories: task.extra,
-    "solution_strs": lambda task, trajectories: [_read_response(task, item) for item in trajectories],
-    "extra_info": lambda task, trajectories: _read_extra_info(task, trajectories[0]),
-}
-"""The same for functions of scope group. `scores` and `parts` are what functions and models of scope sample gave."""
-
-PARAMETERS: Mapping[str, Iterable[str]] = {"sample": tuple(ARGUMENTS), "group": tuple(GROUP_ARGUMENTS)}
-"""The names that are filled, by scope."""
-
-CollectArguments = Callable[[Iterable[str]], dict[str, Any]]
-"""The values for parameter names, of what is to be scored."""
-
-
-def collect_arguments(names: Iterable[str], task: Task, trajectory: Trajectory) -> dict[str, Any]:
-    """The values for these parameter names; those of other scopes are left out."""
-    return {name: ARGUMENTS[name](task, trajectory) for name in names if name in ARGUMENTS}
-
-
-def collect_group_arguments(names: Iterable[str], task: Task, trajectories: Sequence[Trajectory]) -> dict[str, Any]:
-    """Arguments of a function that sees all samples of a task at once."""
-    return {name: GROUP_ARGUMENTS[name](task, trajectories) for name in names if name in GROUP_ARGUMENTS}
 
 
 @dataclass(frozen=True, slots=True)
 class RewardFunction:
-    """A callable, the parameter names it takes from a trajectory, and the arguments the config gives it."""
+    """A callable, the parameter names it takes of task, trajectory and row, and the arguments the config gives it."""
 
     name: str
     call: Callable[..., Any]
     needs: tuple[str, ...]
+    """Names that are filled where there is something to fill them; `ALL_COLUMNS` for `**kwargs`."""
+    required: tuple[str, ...]
+    """Those of them without a default."""
     kwargs: Mapping[str, Any]
     builtin: Builtin | None = None
     scope: str = "sample"
@@ -107,10 +48,10 @@ class RewardFunction:
         return self.builtin is not None and self.builtin.boxed
 
     def __call__(self, values: Mapping[str, Any]) -> Any:
-        """What the function returns, or an awaitable of it. `values` may hold more than it needs, and another value
-        for an argument that the config gives."""
-        kwargs = {name: values.get(name, value) for name, value in self.kwargs.items()}
-        return self.call(**{name: values[name] for name in self.needs}, **kwargs)
+        """What the function returns, or an awaitable of it. `values` may hold more than it needs."""
+        given = {name: values[name] for name in self.needs if name in values}
+        columns = given.pop(ALL_COLUMNS, {})
+        return self.call(**{**columns, **given, **self.kwargs})
 
     def read(self, result: Any) -> RewardResult:
         """What the function returned, as a score, or as one for each sample of a group."""
@@ -132,10 +73,34 @@ def load_function(
         raise ConfigError(mistakes)
     if builtin:
         _prepare(import_module(builtin.module), path, kwargs)
-    needs = tuple(parameter for parameter in parameters if parameter in PARAMETERS[scope])
+    needs = tuple(_filled(call, parameters, kwargs, scope, columns=builtin is None))
+    required = tuple(name for name in needs if name in parameters and _has_no_default(parameters[name]))
     if builtin and builtin.boxed:
         kwargs = {**kwargs, "box": box}
-    return RewardFunction(name, call, needs, kwargs, builtin, scope)
+    return RewardFunction(name, call, needs, required, kwargs, builtin, scope)
+
+
+def _has_no_default(parameter: inspect.Parameter) -> bool:
+    return parameter.default is parameter.empty
+
+
+def _filled(
+    call: Callable[..., Any],
+    parameters: Mapping[str, inspect.Parameter],
+    kwargs: Mapping[str, Any],
+    scope: str,
+    *,
+    columns: bool,
+) -> Iterator[str]:
+    """The parameters that are filled: by name, and those of other names by the columns of the row."""
+    bound = call.keywords if isinstance(call, partial) else {}
+    for name, parameter in parameters.items():
+        if parameter.kind is parameter.VAR_KEYWORD:
+            yield from (ALL_COLUMNS,) if columns else ()
+        elif name in PARAMETERS[scope]:
+            yield name
+        elif columns and parameter.kind is not parameter.VAR_POSITIONAL and name not in {*kwargs, *bound}:
+            yield from () if _other_scope(name, scope) else (name,)
 
 
 def _load_callable(path: str) -> Callable[..., Any]:
@@ -169,9 +134,11 @@ def _check_parameters(
             continue
         if parameter.kind is parameter.POSITIONAL_ONLY:
             yield Mistake("path", f"{path!r} takes {name!r} by position only; arguments are given by name", value=path)
-        elif name not in filled and name not in kwargs and parameter.default is parameter.empty:
-            problem = f"{path!r} needs a parameter {name!r} that nothing fills"
-            yield Mistake("path", problem, path, fix=_allowed(name, scope))
+        elif (other := _other_scope(name, scope)) and name not in kwargs and parameter.default is parameter.empty:
+            problem = f"{path!r} takes {name!r}, which only functions of scope {other} see"
+            yield Mistake("path", problem, path, fix=f"set scope: {other}")
+        elif path in BUILTINS and name not in {*filled, *kwargs} and parameter.default is parameter.empty:
+            yield Mistake("path", f"{path!r} needs a parameter {name!r}", path, fix=f"set kwargs.{name}")
     for name in kwargs:
         if name in filled:
             yield Mistake(f"kwargs.{name}", f"{name!r} is filled from each trajectory and cannot be set", kwargs[name])
@@ -180,13 +147,10 @@ def _check_parameters(
             yield Mistake(f"kwargs.{name}", f"{path!r} has no parameter {name!r}", kwargs[name], fix=fix)
 
 
-def _allowed(name: str, scope: str) -> str:
-    other = next((other for other, names in PARAMETERS.items() if name in names), None)
-    if other is not None:
-        return f"set scope: {other}, whose functions see it"
-    others = [item for item in GROUP_ARGUMENTS if item not in ARGUMENTS] if scope == "sample" else []
-    group = f"; or, with scope: group, of {', '.join(others)}" if others else ""
-    return f"set kwargs.{name}, or use one of {', '.join(PARAMETERS[scope])}{group}"
+def _other_scope(name: str, scope: str) -> str | None:
+    """The scope whose functions have this name filled, where it is not this one."""
+    others = (other for other, names in PARAMETERS.items() if name in names)
+    return None if name in PARAMETERS[scope] else next(others, None)
 
 
 def _prepare(module: Any, path: str, kwargs: Mapping[str, Any]) -> None:

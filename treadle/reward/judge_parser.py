@@ -14,13 +14,8 @@ from typing import Any
 from treadle.aio import in_own_task
 from treadle.config.reward import JudgeConfig, RewardConfig
 from treadle.errors import ConfigError, Mistake
-from treadle.reward.function import (
-    CollectArguments,
-    RewardFunction,
-    collect_arguments,
-    collect_group_arguments,
-    load_function,
-)
+from treadle.reward.arguments import ALL_COLUMNS, CollectArguments, collect_arguments, collect_group_arguments
+from treadle.reward.function import RewardFunction, load_function
 from treadle.reward.rate_limit import RateLimit
 from treadle.reward.result import RewardResult, ScoreFailure, as_worker_results, blame_function, check_count
 from treadle.reward.sandbox.protocol import copy
@@ -49,18 +44,31 @@ class JudgeParser:
             else:
                 fenced = fenced_by_default(alone, function) is not None
                 runs = await RewardWorkerPool.create(alone, (name,), RateLimit(None), fenced)
+            parser = cls(name, judge.scope, runs)
+            if not {"text", ALL_COLUMNS} & set(parser.needs):
+                await parser.close()
+                raise ConfigError([Mistake("path", "takes no `text`, the answer that it is to read")])
         except ConfigError as error:
             mistakes = [Mistake("parser", item.problem, function.path, fix=item.fix) for item in error.mistakes]
             raise ConfigError(mistakes) from error
-        return cls(name, judge.scope, runs)
+        return parser
+
+    @property
+    def needs(self) -> tuple[str, ...]:
+        """The names of what it takes."""
+        return self._runs.needs[self._name].filled if isinstance(self._runs, RewardWorkerPool) else self._runs.needs
 
     async def read(self, text: str, task: Task, about: tuple[Trajectory, ...]) -> tuple[Score, ...]:
         """The score of each trajectory; a ScoreFailure of kind NO_RESULT where it found none."""
 
         def collect(names: Iterable[str]) -> dict[str, Any]:
-            if self._scope == "group":
-                return {**collect_group_arguments(names, task, about), "text": text}
-            return {**collect_arguments(names, task, about[0]), "text": text}
+            is_group = self._scope == "group"
+            found = (
+                collect_group_arguments(names, task, about) if is_group else collect_arguments(names, task, about[0])
+            )
+            if ALL_COLUMNS in found:
+                found[ALL_COLUMNS] = {**found[ALL_COLUMNS], "text": text}
+            return {**found, "text": text}
 
         try:
             return check_count(await self._run(collect), len(about))

@@ -20,7 +20,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from treadle.data.encoder import special_tokens
 from treadle.errors import ConfigError, Mistake, nearest
 from treadle.model.tokenizer import ChatTokenizer
-from treadle.reward.function import ARGUMENTS, GROUP_ARGUMENTS
+from treadle.reward.arguments import ARGUMENTS, GROUP_ARGUMENTS
 from treadle.reward.result import Fault, ScoreFailure, describe
 from treadle.types import Message, Task, Trajectory
 

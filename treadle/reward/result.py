@@ -37,6 +37,8 @@ class Fault(StrEnum):
     OUT_OF_BOUNDS = "out_of_bounds"
     TOO_LARGE = "too_large"
     CLOSED = "closed"
+    NO_COLUMN = "no_column"
+    """The row does not have a column that the function takes."""
     PROMPT = "prompt"
     """The trajectory could not be rendered for the model, or is too long."""
     ENGINE = "engine"

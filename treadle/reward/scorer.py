@@ -18,15 +18,16 @@ from typing import Any
 from treadle.aio import in_own_task
 from treadle.config.reward import RewardConfig, RewardFunctionConfig
 from treadle.errors import ConfigError, Mistake, MisuseError
-from treadle.reward.builtin import BUILTINS
-from treadle.reward.context import NO_CONTEXT, RewardContext
-from treadle.reward.function import (
+from treadle.reward.arguments import (
     CollectArguments,
-    RewardFunction,
     collect_arguments,
     collect_group_arguments,
-    load_function,
+    is_filled,
+    read_columns,
 )
+from treadle.reward.builtin import BUILTINS
+from treadle.reward.context import NO_CONTEXT, RewardContext
+from treadle.reward.function import RewardFunction, load_function
 from treadle.reward.grading import Gradings
 from treadle.reward.rate_limit import RateLimit
 from treadle.reward.result import (
@@ -43,7 +44,7 @@ from treadle.reward.result import (
 )
 from treadle.reward.reward_models import RewardModels, prepare_models
 from treadle.reward.sandbox.process import locate
-from treadle.reward.sandbox.protocol import copy
+from treadle.reward.sandbox.protocol import FunctionNeeds, copy
 from treadle.reward.unsafe_calls import fenced_by_default
 from treadle.reward.worker_pool import RewardWorkerPool
 from treadle.sandbox.confine import hide_where_needed
@@ -66,9 +67,14 @@ class Scorer:
     ) -> None:
         self._reward, self._inline, self._pools, self._rate, self._models = reward, inline, pools, rate, models
         self._gradings = gradings
+        here = {name: FunctionNeeds(item.needs, item.required) for name, item in inline.items()}
+        self.needs = here | {name: needs for pool in pools for name, needs in pool.needs.items()}
+        """What each function takes of a task, its row and its trajectories."""
         self._weights = reward.weights() | reward.session_weights()
         self._of_samples = tuple(name for name, item in reward.functions.items() if item.effective_scope() == "sample")
         self._of_groups = tuple(name for name in reward.functions if name not in self._of_samples)
+        self.runs_programs = any(item.boxed for item in inline.values())
+        """Whether a function runs answers as programs."""
         self.scores_groups = reward.scores_groups()
         """Whether a sample has its whole score from `score_group` alone."""
         self._closed = False
@@ -98,12 +104,6 @@ class Scorer:
             raise
         return cls(reward, inline, pools, rate, gradings, models)
 
-    @property
-    def parameters(self) -> frozenset[str]:
-        """Names of what the functions take of a task and its trajectories."""
-        here = (name for function in self._inline.values() for name in function.needs)
-        return frozenset(here) | {name for pool in self._pools for name in pool.needs}
-
     async def score(self, task: Task, trajectory: Trajectory) -> Score | None:
         """The score of a finished trajectory; None where nothing is configured to give one, and its session gave none.
 
@@ -111,6 +111,7 @@ class Scorer:
         with why.
         """
         self._refuse_closed()
+        self._require_columns(self._of_samples, task)
         answers = await self._run_functions(
             self._of_samples, partial(collect_arguments, task=task, trajectory=trajectory)
         )
@@ -129,6 +130,7 @@ class Scorer:
         Raises RewardFailure where what has scope group fails, for all of them.
         """
         self._refuse_closed()
+        self._require_columns(self._of_groups, task)
         subject = partial(collect_group_arguments, task=task, trajectories=trajectories)
         answers = await self._run_functions(self._of_groups, subject, count=len(trajectories))
         columns: dict[str, tuple[Score, ...]] = {}
@@ -146,6 +148,15 @@ class Scorer:
     def _refuse_closed(self) -> None:
         if self._closed:
             raise MisuseError("this scorer is closed; build another with Scorer.create")
+
+    def _require_columns(self, names: Sequence[str], task: Task) -> None:
+        """A failure of the first function that takes a column which the row does not have."""
+        for name, needs in self.needs.items():
+            missing = [item for item in needs.required if name in names and not is_filled(item, task)]
+            if missing:
+                columns = ", ".join(read_columns(task)) or "none"
+                problem = f"takes {missing[0]!r}, and the row has no such column; its columns: {columns}"
+                raise ScoreFailure(Fault.NO_COLUMN, problem, name)
 
     async def _run_functions(
         self, names: Sequence[str], collect: CollectArguments, count: int | None = None

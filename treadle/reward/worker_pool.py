@@ -10,18 +10,18 @@ Invariant: at most `num_workers` processes run scores; a failure or cancellation
 """
 
 import asyncio
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
 from treadle.config.reward import RewardConfig
 from treadle.context_vars import capture
 from treadle.errors import ConfigError, DeadlineError, RunError
 from treadle.process.supervisor import RestartPolicy, Supervisor
-from treadle.reward.function import CollectArguments
+from treadle.reward.arguments import CollectArguments
 from treadle.reward.rate_limit import RateLimit
 from treadle.reward.result import Fault, RewardResult, ScoreFailure, blame_function
 from treadle.reward.sandbox.process import END_TIMEOUT_S, WorkerProcess
-from treadle.reward.sandbox.protocol import pack
+from treadle.reward.sandbox.protocol import FunctionNeeds, pack
 
 RESTART = RestartPolicy(attempts=1)
 """A start that fails fails its score, which is tried again as scores are (`reward.retries`)."""
@@ -32,7 +32,7 @@ class RewardWorkerPool:
 
     def __init__(self, reward: RewardConfig, names: tuple[str, ...], rate: RateLimit, sandbox: bool) -> None:
         self.names = names
-        self.needs: tuple[str, ...] = ()
+        self.needs: Mapping[str, FunctionNeeds] = {}
         self.missing: tuple[str, ...] = ()
         """Restrictions that the sandbox lacks on this machine, in words."""
         self._reward, self._rate, self._sandbox = reward, rate, sandbox
@@ -85,7 +85,8 @@ class RewardWorkerPool:
 
     def _pack_arguments(self, collect: CollectArguments) -> bytes:
         with blame_function(", ".join(self.names)):
-            return pack((collect(self.needs), capture()))
+            needed = {name for needs in self.needs.values() for name in needs.filled}
+            return pack((collect(sorted(needed)), capture()))
 
     async def _current(self, supervisor: Supervisor[WorkerProcess]) -> WorkerProcess:
         """A place's worker, started if it has to be: that its functions now cannot be loaded is no mistake of the

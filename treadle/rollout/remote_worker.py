@@ -91,11 +91,11 @@ def num_processes(rollout: RolloutConfig) -> int:
 def _calls_user_code(rollout: RolloutConfig) -> bool:
     """Whether loops, tools, the environment or the parser come from outside; a plain tool of ours may block as well."""
     agent, turns = rollout.agent, rollout.multi_turn
-    tools = [path for path in turns.tools if path not in BOX_TOOLS]
+    tools = {at: path for at, path in enumerate(turns.tools) if path not in BOX_TOOLS}
     blocking = any(isinstance(tool, FunctionTool) and tool.mode is ToolMode.THREAD for tool in load_tools(tools))
     if blocking or runs_here(turns) or agent.allow_imports_from_data:
         return True
-    return _has_user_loop(rollout) or any(map(_is_users, (*tools, turns.format)))
+    return _has_user_loop(rollout) or any(map(_is_users, (*tools.values(), turns.format)))
 
 
 def _has_user_loop(rollout: RolloutConfig) -> bool:

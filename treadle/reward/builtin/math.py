@@ -72,6 +72,8 @@ def prepare() -> None:
 
 
 def score(response: str, ground_truth: Any) -> float:
+    if ground_truth is None:
+        raise ValueError("the task has no ground truth")
     truth = _parse_truth(str(ground_truth))
     before = _operators_allowed.set(bool(_OPERATOR.search(str(ground_truth))))
     try:

@@ -37,6 +37,8 @@ def prepare(strict: bool = False, tolerance: float = 0.0) -> None:
 
 
 def score(response: str, ground_truth: Any, strict: bool = False, tolerance: float = 0.0) -> float:
+    if ground_truth is None:
+        raise ValueError("the task has no ground truth")
     truth = read_answer(str(ground_truth))
     if truth is None:
         raise ValueError(f"the ground truth {str(ground_truth)[:80]!r} holds no number")

@@ -58,11 +58,19 @@ class RewardWorkerSetup:
 
 
 @dataclass(frozen=True, slots=True)
+class FunctionNeeds:
+    """The parameters of a function that are filled, and those of them without a default."""
+
+    filled: tuple[str, ...]
+    required: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class WorkerReport:
     """The first message from a worker: the arguments its functions need, or what is wrong with them, by name; and the
     fences that a sandbox does without here."""
 
-    needs: tuple[str, ...]
+    needs: Mapping[str, FunctionNeeds]
     mistakes: Mapping[str, tuple[Mistake, ...]]
     missing: tuple[str, ...]
 
@@ -71,7 +79,7 @@ def write_report(
     functions: Sequence[RewardFunction], mistakes: Mapping[str, Sequence[Mistake]], missing: Sequence[str]
 ) -> dict[str, Any]:
     """A report as JSON."""
-    needs = sorted({need for function in functions for need in function.needs})
+    needs = {function.name: [list(function.needs), list(function.required)] for function in functions}
     listed = {
         name: [[item.key, item.problem, item.fix, item.missing, str(item.value)] for item in found]
         for name, found in mistakes.items()
@@ -88,7 +96,11 @@ def read_report(fields: Any) -> WorkerReport:
             )
             for name, found in fields["mistakes"].items()
         }
-        return WorkerReport(tuple(fields["needs"]), mistakes, tuple(map(str, fields["missing"])))
+        needs = {
+            name: FunctionNeeds(tuple(map(str, filled)), tuple(map(str, required)))
+            for name, (filled, required) in fields["needs"].items()
+        }
+        return WorkerReport(needs, mistakes, tuple(map(str, fields["missing"])))
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise ScoreFailure(Fault.CRASH, "garbled its worker's first answer") from error
 

@@ -272,17 +272,20 @@ async def _close_all(instances: tuple[ToolInstance, ...]) -> None:
 KEY = "rollout.multi_turn.tools"
 
 
-def load_tools(paths: Iterable[str]) -> list[Tool]:
-    """The tools that import paths name; a ConfigError carries what is wrong with every path."""
+def load_tools(paths: Mapping[int, str]) -> list[Tool]:
+    """The tools that import paths name, by their place in the list; a ConfigError carries what is wrong with every
+    path."""
     tools: list[Tool] = []
     mistakes: list[Mistake] = []
-    for path in paths:
+    for at, path in paths.items():
+        key = f"{KEY}[{at}]"
         try:
-            tools += _tools_from(load_object(path, KEY), path)
+            tools += _tools_from(load_object(path, key), path)
         except ConfigError as error:
-            mistakes += [replace(mistake, problem=f"{path!r}: {mistake.problem}") for mistake in error.mistakes]
+            found = (replace(mistake, key=key) for mistake in error.mistakes)
+            mistakes += [replace(mistake, problem=f"{path!r}: {mistake.problem}") for mistake in found]
         except ValueError as error:
-            mistakes.append(Mistake(KEY, str(error), value=path))
+            mistakes.append(Mistake(key, str(error), value=path))
     if mistakes:
         raise ConfigError(mistakes)
     return tools

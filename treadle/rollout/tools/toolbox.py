@@ -219,7 +219,7 @@ class Toolbox:
         `sandbox`: the boxes of the tools that come with treadle.
         """
         boxes = [name for name in multi_turn.tools if name in BOX_TOOLS]
-        loaded = load_tools(path for path in multi_turn.tools if path not in BOX_TOOLS)
+        loaded = load_tools({at: path for at, path in enumerate(multi_turn.tools) if path not in BOX_TOOLS})
         owner: type[BoxTools] | None = None
         if boxes:
             section = sandbox or SandboxConfig()
