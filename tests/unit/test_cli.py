@@ -314,6 +314,15 @@ def test_the_page_has_the_points_of_chain_sum_that_its_card_draws():
     assert f"{int(table[-1][0]) / 60:.1f}" == f"{measured.minutes:.1f}"
 
 
+def test_the_page_of_fine_tuning_has_the_loss_that_its_card_draws():
+    page = (Path(__file__).parents[2] / "docs/sft.md").read_text(encoding="utf-8")
+    measured = read_card("calculator_sft").measured
+    assert measured is not None and f"({measured.minutes:.0f} minutes" in page
+    (_, first), *_, (steps, last) = measured.curves["validation/loss"]
+    assert f"| random weights | 0 | {first:.2f} | |" in page
+    assert f"{steps} steps | 51,200 | {last:.3f} |" in page
+
+
 def test_the_page_has_the_curve_of_the_running_sum_as_it_was_measured():
     page = (Path(__file__).parents[2] / "docs/performance.md").read_text(encoding="utf-8")
     measured = read_card("running_sum").measured
