@@ -20,6 +20,7 @@ EXECUTED = {
     "data.md": "integration/test_docs_data.py",
     "environments.md": "unit/test_docs_environments.py",
     "evaluate.md": "integration/test_docs_pages.py",
+    "index.md": "integration/test_docs_pages.py",
     "prime-rl.md": "integration/test_docs_guides.py",
     "projects.md": "integration/test_init_projects.py",
     "python.md": "integration/test_docs_interface.py",
@@ -35,7 +36,6 @@ EXECUTED = {
 PARSED_ONLY = {
     "distillation.md": "its models are not on the machine of the tests; test_distillation.py runs the same keys",
     "gateway.md": "fragments of servers and clients; test_gateway_agents.py and test_serve_command.py run such",
-    "index.md": "make demo, which CI runs itself, and commands of results.md",
     "lora.md": "commands of minutes; test_lora_runs.py runs shorter ones",
     "migrating.md": "scripts of verl; test_migrate_translate.py has such scripts",
     "models.md": "a fragment of a config",
