@@ -1,8 +1,8 @@
 """Short guides as they stand: their files are written, their Python runs, and their commands end with status 0.
 
-A block below `<!-- file: NAME -->` is a file, one below `<!-- fragment -->` is none. What a command of a page is shown to
-print is what it prints, but for numbers and for the parts that `…` leaves out. `SMALLER` replaces what the machine of the
-tests lacks, or what would take minutes.
+A block below `<!-- file: NAME -->` is a file, one below `<!-- fragment -->` is no config of its own. What a command is
+shown to print is what it prints, but for numbers and for the parts that `…` leaves out. `SMALLER` replaces what the
+machine of the tests lacks, or what would take minutes.
 """
 
 import contextlib
@@ -25,11 +25,14 @@ from tests.reward_models import save_classifier
 from treadle.cli.main import main
 
 ROOT = Path(treadle.__file__).parents[1]
-PAGES = ("index.md", "write.md", "evaluate.md", "asynchronous.md")
+PAGES = ("index.md", "write.md", "evaluate.md", "asynchronous.md", "rollout.md", "sandbox.md")
 BLOCK = re.compile(r"(?:<!-- ([^\n]*) -->\n)?^```(\w+)\n(.*?)^```", re.DOTALL | re.MULTILINE)
 INDENTED = re.compile(r"^    (treadle .*)$", re.MULTILINE)
 
-TWO_STEPS = "trainer.total_training_steps=2 data.train_batch_size=2 actor.ppo_mini_batch_size=2 rollout.n=2 data.val_max_samples=2"
+TWO_STEPS = (
+    "trainer.total_training_steps=2 data.train_batch_size=2 actor.ppo_mini_batch_size=2 rollout.n=2"
+    " data.val_max_samples=2"
+)
 
 SMALLER: Mapping[str, tuple[tuple[str, str], ...]] = {
     "index.md": (
@@ -37,10 +40,17 @@ SMALLER: Mapping[str, tuple[tuple[str, str], ...]] = {
         ("user       14*9=\nassistant  #### 103\n", "…\n"),
     ),
     "sandbox.md": (
-        ("SmolLM2-135M-Instruct", "treadle/tiny-calculator"),
+        ("HuggingFaceTB/SmolLM2-135M-Instruct", "treadle/tiny-calculator"),
         ("/opt/venv", sys.prefix),
+        (
+            "  multi_turn: {tools: [python]}\n",
+            "  prompt_length: 640\n  response_length: 256\n  multi_turn: {tools: [python]}\n",
+        ),
     ),
 }
+
+NEEDS_BUBBLEWRAP = ("egress.yaml", "program.yaml")
+"""Configs that other providers of boxes refuse."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,7 +127,7 @@ def run_command(command: str) -> str:
         done = subprocess.run([sys.executable, *words], capture_output=True, text=True, timeout=600, env=settings)
         assert done.returncode == 0, f"{command}\n{done.stdout}\n{done.stderr}"
         return done.stdout
-    if "bubblewrap" in command and shutil.which("bwrap") is None:
+    if words[-1] in NEEDS_BUBBLEWRAP and shutil.which("bwrap") is None:
         return ""
     out = io.StringIO()
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(out), pytest.raises(SystemExit) as ended:
