@@ -42,7 +42,7 @@ def test_the_page_runs_from_top_to_bottom(capsys, monkeypatch):
 def run_readme(*smaller: tuple[str, str]) -> treadle.Run:
     """The ten lines of the README, with what is too large for a test replaced."""
     (code,) = [block for block in blocks("README.md") if "treadle.train" in block]
-    assert len([line for line in code.splitlines() if line.strip()]) <= 14
+    assert len([line for line in code.splitlines() if line.strip()]) <= 15
     for word, other in (*smaller, ("run.show()", "")):
         assert word in code
         code = code.replace(word, other)
@@ -64,7 +64,7 @@ def test_the_first_lines_of_the_readme_run_with_the_model_they_name(tmp_path_fac
         ("HuggingFaceTB/SmolLM2-135M-Instruct", str(smollm2_directory(tmp_path_factory))),
         ("range(20) for b in range(20)", "(3,) for b in (4, 5)"),
         ("steps=50", "steps=1"),
-        ('**{"rollout.n": 8}', 'rollout={"n": 2, "response_length": 16}'),
+        ('rollout={"n": 8}', 'rollout={"n": 2, "response_length": 16}'),
     )
     assert run.steps == 1
     samples = run.trajectories(step=1)

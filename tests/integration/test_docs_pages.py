@@ -118,8 +118,24 @@ def test_a_page_runs_from_top_to_bottom(page: str, here: Path) -> None:
     assert ran >= 3
 
 
-def run_command(command: str) -> str:
-    """What it prints. A command of ours runs in this process, a program of the page in one of its own."""
+def test_the_loop_and_the_commands_of_the_readme_run(here: Path) -> None:
+    """Its Python call is run by test_docs_interface.py; what trains, serves or opens a browser by others."""
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    (loop,) = [found[3] for found in BLOCK.finditer(text) if "class Persistent" in found[3]]
+    Path("my_loops.py").write_text(loop, encoding="utf-8")
+    (words,) = re.findall(r"`(rollout\.agent\.default_agent_loop=my_loops:Persistent)`", text)
+    few = "data.train_max_samples=2 rollout.n=1 logging.run_dir=runs/persistent"
+    run_command(f"treadle rollout calculator {words} {few}")
+    assert {sample.num_turns for sample in treadle.Run("runs/persistent").trajectories()} - {1}, "it asked again"
+    cheap = re.compile(r"treadle (?:recipes|check|plan|simulate|config (?:explain|check|show)) ")
+    commands = [command.partition(" > ")[0] for command in INDENTED.findall(text) if cheap.match(command)]
+    assert len(commands) >= 6
+    for command in commands:
+        run_command(command, status=2 if command.startswith("treadle config check") else 0)
+
+
+def run_command(command: str, status: int = 0) -> str:
+    """What it prints; it ends with that status. A command of ours runs in this process, a program of the page in one of its own."""
     program, *words = shlex.split(command, comments=True)
     if program != "treadle":
         assert program == "python", command
@@ -132,7 +148,7 @@ def run_command(command: str) -> str:
     out = io.StringIO()
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(out), pytest.raises(SystemExit) as ended:
         main(words)
-    assert ended.value.code == 0, f"{command}\n{out.getvalue()}"
+    assert ended.value.code == status, f"{command}\n{out.getvalue()}"
     return out.getvalue()
 
 
