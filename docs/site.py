@@ -18,6 +18,68 @@ Schema = Mapping[str, Any]
 BOUNDS = {"minimum": "≥", "exclusiveMinimum": ">", "maximum": "≤", "exclusiveMaximum": "<"}
 NESTED = ("anyOf", "allOf", "oneOf")
 
+API: Mapping[str, Mapping[str, tuple[str, ...]]] = {
+    "The interface": {"treadle": tuple(treadle.__all__)},
+    "Results of a run": {
+        "treadle.api.research": ("PolicySample",),
+        "treadle.inspect.run_records": ("RunRecords", "FoundTrajectory", "RecordedTrajectory", "RolloutPurpose"),
+    },
+    "Agent loops": {
+        "treadle.rollout": ("AgentLoopBase", "Session", "SingleTurnAgentLoop", "ToolAgentLoop", "EnvironmentAgentLoop")
+    },
+    "Tools": {
+        "treadle.rollout.tools": ("tool", "Injected", "FunctionTool", "MCPTools", "Toolbox", "SessionTools"),
+    },
+    "Environments": {
+        "treadle.rollout": ("Environment", "Opening", "Action", "Step", "ShortEnvironment", "Reply"),
+    },
+    "Rollout without a trainer": {
+        "treadle.rollout": ("AgentLoopManager", "RolloutKind", "RolloutParts", "AgentLoopWorker", "Dropped"),
+    },
+    "Records": {
+        "treadle.types": (
+            *("Message", "NOTHING", "Task", "StopReason", "SamplingParams", "OnTokens", "Request", "Completion"),
+            *(
+                "RecordedCompletion",
+                "ToolCall",
+                "ToolStatus",
+                "ToolResult",
+                "Turn",
+                "Row",
+                "Status",
+                "Outcome",
+                "Score",
+            ),
+            *("Timing", "Provenance", "Trajectory", "Group", "Batch"),
+        )
+    },
+    "Boxes for code": {"treadle.sandbox.protocol": ("Sandbox", "ExecResult", "BoxSettings")},
+    "Config": {
+        "treadle.config": (
+            *("load", "loads", "to_yaml", "diff", "explain", "make_plan", "Plan", "Section", "key", "Origin", "Source"),
+            *("Machine", "ConfigWarning", "LegacyKeyWarning"),
+        )
+    },
+    "Errors": {
+        "treadle.errors": (
+            *(
+                "TreadleError",
+                "Mistake",
+                "ConfigError",
+                "MisuseError",
+                "RowFull",
+                "SandboxFailure",
+                "Boundary",
+                "Failure",
+            ),
+            *("PromptFailure", "EngineFailure", "RequestRefused", "ToolFailure", "EnvironmentFailure", "LoopFailure"),
+            *("RewardFailure", "RunError", "NotFiniteError", "BudgetSpent", "EnginesLost", "DeadlineError", "blame"),
+            "nearest",
+        )
+    },
+}
+"""What the page of the Python API shows: heading -> module to import from -> its names."""
+
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
     """Add the generated pages."""
@@ -88,7 +150,10 @@ def _cell(text: str) -> str:
 
 
 def api_page() -> Iterator[str]:
-    """The public names, from their docstrings."""
+    """The names that code of users imports, from their docstrings."""
     yield "# Python API\n"
-    for name in treadle.__all__:
-        yield f"\n::: treadle.{name}\n"
+    yield "What your code may import, and from where. Sections of configs are in [Config keys](config.md).\n"
+    for heading, modules in API.items():
+        yield f"\n## {heading}\n"
+        for module, names in modules.items():
+            yield from (f"\n::: {module}.{name}\n    options: {{heading_level: 3}}\n" for name in names)

@@ -176,7 +176,7 @@ async def slow_calculator(base_url: str, api_key: str, task: Any) -> None:
     import asyncio
     from zlib import crc32
 
-    from examples.openai_sdk_agent import agent
+    from treadle.recipes.openai_sdk_agent import agent
 
     asked = crc32(str(task.messages[-1]["content"]).encode())
     await asyncio.sleep(asked % 8 / 10)

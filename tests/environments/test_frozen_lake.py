@@ -1,4 +1,4 @@
-"""examples/frozen_lake trains as it stands, with Gymnasium in an interpreter of its own."""
+"""The recipe frozen_lake trains as it stands, with Gymnasium in an interpreter of its own."""
 
 import sys
 
@@ -17,7 +17,7 @@ def test_the_lake_is_learned(tmp_path, monkeypatch):
     words = [f"logging.run_dir={tmp_path}", f"rollout.multi_turn.environment_python={PYTHON}"]
     steps = ["trainer.total_training_steps=5", "data.val_max_samples=8"]
     with pytest.raises(SystemExit) as left:
-        main(["train", "examples/frozen_lake/train.yaml", *words, *steps])
+        main(["train", "frozen_lake", *words, *steps])
     assert left.value.code == 0
     records = RunRecords(tmp_path)
     first, last = ([one.reward for one in records.select(step) if one.reward is not None] for step in (1, 5))

@@ -1,4 +1,4 @@
-"""docs/your-model.md, docs/trl.md and docs/prime-rl.md tell the truth: their files load, their blocks and commands run.
+"""docs/your-model.md, trl.md, migrating.md and prime-rl.md tell the truth: their files load, their blocks and commands run.
 
 Models that are not on this machine are replaced by the bundled one, and nothing else is.
 """
@@ -8,15 +8,19 @@ import io
 import re
 import shlex
 import sys
+from collections.abc import Mapping
+from functools import reduce
 from pathlib import Path
 from types import ModuleType
 
 import pytest
+from pyarrow import Table, parquet
 
 import treadle
 from tests.serving import serving
 from treadle.cli.main import main
-from treadle.config import load
+from treadle.config import load, loads
+from treadle.migrate.migration import migrate
 
 DOCS = Path(treadle.__file__).parents[1] / "docs"
 BLOCK = re.compile(r"(?:<!-- (?:file: )?(\S+)[^\n]*-->\n)?```(\w+)\n(.*?)```", re.DOTALL)
@@ -121,3 +125,44 @@ def test_the_example_of_prime_rl_is_as_long_as_the_page_says_and_checks(here):
         )
     )
     assert "with its ground truth: 1 (alike 1)" in printed
+
+
+def test_the_launch_of_verl_is_as_long_as_the_page_says_and_means_the_same_here(here):
+    """Every key that the script gives has the value that `migrate` finds, in our YAML and in what the call amounts to."""
+    write_files("migrating.md")
+    text = (DOCS / "migrating.md").read_text(encoding="utf-8")
+    theirs, ours = (int(count) for count in re.findall(r"\b(\d+) lines", text)[:2])
+    assert (theirs, ours) == tuple(
+        len(Path(name).read_text(encoding="utf-8").splitlines()) for name in ("run_gsm8k.sh", "grpo.yaml")
+    )
+    (command, *_) = [text for name, language, text in blocks("migrating.md") if language == "console"]
+    assert "rollout:" in run(command.removeprefix("$ ").partition(" > ")[0])
+    found = migrate(Path("run_gsm8k.sh"))
+    assert {entry.kind for entry in found.entries} == {"mapped", "same"}
+    given = {key: entry.after for entry in found.entries for key in entry.new}
+    assert len(given) >= 18
+    (call,) = [text for name, _, text in blocks("migrating.md") if name == "python"]
+    Path("gsm8k").mkdir()
+    rows = [
+        {
+            "prompt": [{"role": "user", "content": "1+1?"}],
+            "reward_model": {"ground_truth": "2"},
+            "data_source": "openai/gsm8k",
+        }
+    ]
+    for name in ("train", "test"):
+        parquet.write_table(Table.from_pylist(rows), f"gsm8k/{name}.parquet")
+    page: dict[str, object] = {}
+    exec(compile(call.replace("run = treadle.train(", "text = treadle.to_yaml("), "docs/migrating.md", "exec"), page)
+    for config in (load("grpo.yaml"), loads(str(page["text"]))):
+        assert {key: value_of(config, key) for key in given} == given
+
+
+def value_of(config, key: str) -> object:
+    """The value of a key, as YAML has it."""
+    value = reduce(
+        lambda held, name: held[name] if isinstance(held, Mapping) else getattr(held, name), key.split("."), config
+    )
+    if isinstance(value, tuple):
+        return value[0] if len(value) == 1 else list(value)
+    return value

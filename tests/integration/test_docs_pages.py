@@ -1,47 +1,162 @@
-"""Short guides as they stand: their files are written, their Python runs, and their commands end with status 0."""
+"""Short guides as they stand: their files are written, their Python runs, and their commands end with status 0.
 
+A block below `<!-- file: NAME -->` is a file, one below `<!-- fragment -->` is no config of its own. What a command is
+shown to print is what it prints, but for numbers and for the parts that `…` leaves out. `SMALLER` replaces what the
+machine of the tests lacks, or what would take minutes.
+"""
+
+import contextlib
+import io
 import os
 import re
+import shlex
+import shutil
 import subprocess
 import sys
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
 import treadle
+from tests.reward_models import save_classifier
+from treadle.cli.main import main
 
 ROOT = Path(treadle.__file__).parents[1]
-BLOCK = re.compile(r"(?:<!-- file: (\S+) -->\n)?```(\w+)\n(.*?)```", re.DOTALL)
+PAGES = ("index.md", "write.md", "evaluate.md", "asynchronous.md", "rollout.md", "sandbox.md")
+BLOCK = re.compile(r"(?:<!-- ([^\n]*) -->\n)?^```(\w+)\n(.*?)^```", re.DOTALL | re.MULTILINE)
+INDENTED = re.compile(r"^    (treadle .*)$", re.MULTILINE)
+
+TWO_STEPS = (
+    "trainer.total_training_steps=2 data.train_batch_size=2 actor.ppo_mini_batch_size=2 rollout.n=2"
+    " data.val_max_samples=2"
+)
+
+SMALLER: Mapping[str, tuple[tuple[str, str], ...]] = {
+    "index.md": (
+        ("    treadle train calculator\n", f"    treadle train calculator {TWO_STEPS}\n"),
+        ("user       14*9=\nassistant  #### 103\n", "…\n"),
+    ),
+    "sandbox.md": (
+        ("HuggingFaceTB/SmolLM2-135M-Instruct", "treadle/tiny-calculator"),
+        ("/opt/venv", sys.prefix),
+        (
+            "  multi_turn: {tools: [python]}\n",
+            "  prompt_length: 640\n  response_length: 256\n  multi_turn: {tools: [python]}\n",
+        ),
+    ),
+}
+
+NEEDS_BUBBLEWRAP = ("egress.yaml", "program.yaml")
+"""Configs that other providers of boxes refuse."""
 
 
-@pytest.mark.parametrize("page", ["write.md", "evaluate.md", "asynchronous.md"])
-def test_a_page_runs_from_top_to_bottom(page: str, tmp_path: Path) -> None:
-    ran = 0
-    found = BLOCK.findall((ROOT / "docs" / page).read_text(encoding="utf-8"))
-    for name, _, text in found:
-        if name:
-            (tmp_path / name).write_text(text, encoding="utf-8")
-    for name, language, text in found:
-        if name:
+@dataclass(frozen=True, slots=True)
+class PageBlock:
+    """A block of a page: the comment above it, its language and its text; a command that is indented is one, too."""
+
+    note: str
+    language: str
+    text: str
+
+    @property
+    def file(self) -> str:
+        return self.note.removeprefix("file: ") if self.note.startswith("file: ") else ""
+
+    def commands(self) -> Iterator[tuple[str, str]]:
+        """Each command with what it is shown to print."""
+        parts = re.split(r"^\$ ", self.text.replace("\\\n", " "), flags=re.MULTILINE)
+        assert not parts[0], f"a console block that does not begin with a command: {self.text}"
+        yield from ((command, shown) for command, _, shown in (part.partition("\n") for part in parts[1:]))
+
+
+def read_page(page: str) -> list[PageBlock]:
+    text = (ROOT / "docs" / page).read_text(encoding="utf-8")
+    for words, others in SMALLER.get(page, ()):
+        assert words in text, f"{page} has no {words!r} any more"
+        text = text.replace(words, others)
+    fenced = [(found.start(), PageBlock(found[1] or "", found[2], found[3])) for found in BLOCK.finditer(text)]
+    indented = [(found.start(), PageBlock("", "console", f"$ {found[1]}\n")) for found in INDENTED.finditer(text)]
+    return [block for _, block in sorted([*fenced, *indented], key=lambda pair: pair[0])]
+
+
+@pytest.fixture
+def here(tmp_path, monkeypatch):
+    """An empty directory with the examples beside it; what is imported from it is forgotten afterwards."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    (tmp_path / "examples").symlink_to(ROOT / "examples")
+    yield tmp_path
+    for name, module in [*sys.modules.items()]:
+        if str(getattr(module, "__file__", None)).startswith(str(tmp_path)):
+            del sys.modules[name]
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_a_page_runs_from_top_to_bottom(page: str, here: Path) -> None:
+    blocks = read_page(page)
+    if page == "rollout.md":
+        save_classifier(here / "models/helpful")
+    for block in blocks:
+        if block.file:
+            (here / block.file).write_text(block.text, encoding="utf-8")
+    module, ran = ModuleType("page"), 0
+    for block in blocks:
+        if block.file or block.note == "fragment" or block.language in ("json", "text"):
             continue
-        if language == "python":
-            commands = [[sys.executable, "-c", text]]
-        else:
-            assert language == "console", f"a block of {page} in {language} that nothing runs"
-            words = [line.removeprefix("$ treadle ") for line in text.splitlines()]
-            commands = [[sys.executable, "-m", "treadle", *map(_unquoted, line.split())] for line in words]
-        for command in commands:
-            done = subprocess.run(
-                command, cwd=tmp_path, capture_output=True, text=True, timeout=600, env=_environment()
-            )
-            assert done.returncode == 0, f"{command}\n{done.stdout}\n{done.stderr}"
+        if block.language == "python":
+            exec(compile(block.text, page, "exec"), module.__dict__)
+            ran += 1
+            continue
+        assert block.language == "console", f"a block of {page} in {block.language} that nothing runs"
+        for command, shown in block.commands():
+            printed = run_command(command)
+            assert not shown or fits(shown, printed), f"{command}\n{printed}"
             ran += 1
     assert ran >= 3
 
 
-def _unquoted(word: str) -> str:
-    return word.strip("'")
+def test_the_loop_and_the_commands_of_the_readme_run(here: Path) -> None:
+    """Its Python call is run by test_docs_interface.py; what trains, serves or opens a browser by others."""
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    (loop,) = [found[3] for found in BLOCK.finditer(text) if "class Persistent" in found[3]]
+    Path("my_loops.py").write_text(loop, encoding="utf-8")
+    (words,) = re.findall(r"`(rollout\.agent\.default_agent_loop=my_loops:Persistent)`", text)
+    few = "data.train_max_samples=2 rollout.n=1 logging.run_dir=runs/persistent"
+    run_command(f"treadle rollout calculator {words} {few}")
+    assert {sample.num_turns for sample in treadle.Run("runs/persistent").trajectories()} - {1}, "it asked again"
+    cheap = re.compile(r"treadle (?:recipes|check|plan|simulate|config (?:explain|check|show)) ")
+    commands = [command.partition(" > ")[0] for command in INDENTED.findall(text) if cheap.match(command)]
+    assert len(commands) >= 6
+    for command in commands:
+        run_command(command, status=2 if command.startswith("treadle config check") else 0)
 
 
-def _environment() -> dict[str, str]:
-    return {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+def run_command(command: str, status: int = 0) -> str:
+    """What it prints; it ends with that status. A command of ours runs in this process, a program of the page in one of its own."""
+    program, *words = shlex.split(command, comments=True)
+    if program != "treadle":
+        assert program == "python", command
+        settings = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+        done = subprocess.run([sys.executable, *words], capture_output=True, text=True, timeout=600, env=settings)
+        assert done.returncode == 0, f"{command}\n{done.stdout}\n{done.stderr}"
+        return done.stdout
+    if words[-1] in NEEDS_BUBBLEWRAP and shutil.which("bwrap") is None:
+        return ""
+    out = io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(out), pytest.raises(SystemExit) as ended:
+        main(words)
+    assert ended.value.code == status, f"{command}\n{out.getvalue()}"
+    return out.getvalue()
+
+
+def fits(shown: str, printed: str) -> bool:
+    """Whether a page shows what was printed: numbers and bars may differ, and `…` stands for whole lines."""
+    lines = ["(?:.*\n)*?" if line == "…" else f"{re.escape(_shape(line))}\n" for line in shown.rstrip().splitlines()]
+    return re.match("".join(lines), "".join(f"{_shape(line)}\n" for line in printed.splitlines())) is not None
+
+
+def _shape(line: str) -> str:
+    return re.sub(r"[▁-█]+", "▁", re.sub(r"-?\d[\d.,]*", "0", line)).rstrip()

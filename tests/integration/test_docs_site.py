@@ -6,6 +6,11 @@ import sys
 from pathlib import Path
 
 import treadle
+import treadle.config
+import treadle.rollout
+import treadle.rollout.tools
+from docs.site import API
+from tests.unit.test_surface import ERRORS, TYPES
 from treadle.config.root import TrainConfig
 from treadle.config.tree import key_paths
 
@@ -20,7 +25,29 @@ def test_the_site_is_built_from_the_code(tmp_path: Path) -> None:
     plain = {".".join(path) for path in key_paths(TrainConfig) if "*" not in path}
     assert not {key for key in plain if key not in keys and "<" not in key}
     api = (tmp_path / "reference/api/index.html").read_text()
-    assert not [name for name in treadle.__all__ if f'id="treadle.{name}"' not in api and f">{name}<" not in api]
+    shown = [f"{module}.{name}" for modules in API.values() for module, names in modules.items() for name in names]
+    assert not [path for path in shown if f'id="{path}"' not in api]
     pages = {path.relative_to(ROOT / "docs").with_suffix("") for path in (ROOT / "docs").glob("*.md")}
     navigated = (ROOT / "mkdocs.yml").read_text()
     assert not [page for page in pages if f"{page}.md" not in navigated], "a page that no menu leads to"
+
+
+def test_the_page_of_the_interface_has_every_name_that_users_may_import() -> None:
+    """What the surface test locks, and what packages export; sections of configs have the page of keys."""
+    sections = {
+        name
+        for name in treadle.config.__all__
+        if isinstance(held := getattr(treadle.config, name), type)
+        and issubclass(held, treadle.config.Section)
+        and held is not treadle.config.Section
+    }
+    shown: dict[str, set[str]] = {}
+    for modules in API.values():
+        for module, names in modules.items():
+            shown.setdefault(module, set()).update(names)
+    assert shown["treadle"] == set(treadle.__all__)
+    assert shown["treadle.rollout"] == set(treadle.rollout.__all__)
+    assert shown["treadle.rollout.tools"] == set(treadle.rollout.tools.__all__)
+    assert shown["treadle.config"] == set(treadle.config.__all__) - sections
+    assert shown["treadle.errors"] == set(ERRORS.split())
+    assert shown["treadle.types"] == set(TYPES.split())

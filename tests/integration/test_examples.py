@@ -76,7 +76,7 @@ def test_an_openai_sdk_agent_trains_unmodified(monkeypatch, capsys, tmp_path):
     small = ["data.train_batch_size=4", "actor.ppo_mini_batch_size=4", "rollout.n=4", "trainer.total_training_steps=2"]
     quiet = ["trainer.test_freq=-1", "trainer.val_before_train=false", "data.val_files=[]"]
     with pytest.raises(SystemExit) as left:
-        main(["train", "examples/openai_sdk_agent/train.yaml", f"logging.run_dir={tmp_path}", *small, *quiet])
+        main(["train", "openai_sdk_agent", f"logging.run_dir={tmp_path}", *small, *quiet])
     printed = capsys.readouterr()
     assert left.value.code == 0 and "chat requests of 32 sessions in 32 rows" in printed.err, printed.err
     with JournalReader.open(tmp_path) as reader:

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -15,7 +16,7 @@ from tests.configs import ROLLOUT, TRAINING
 from treadle.cli.main import main
 from treadle.cli.parser import load_words
 from treadle.cli.recipes import read_card, sparkline
-from treadle.config import load, loads
+from treadle.config import SFTRunConfig, load, loads
 from treadle.config.load import recipe_names
 
 COMMAND = [sys.executable, "-c", "from treadle.cli.main import main; main()"]
@@ -285,8 +286,9 @@ def test_measured_curves_are_of_the_recipe_as_shipped(name):
     if measured is None:
         return
     config, words = load(name), measured.command.split()
-    assert words[:3] == ["treadle", "train", name]
-    assert measured.curves["validation/success"][0][0] == 0
+    assert words[:3] == ["treadle", "sft" if isinstance(config, SFTRunConfig) else "train", name]
+    (validation,) = [curve for metric, curve in measured.curves.items() if metric.startswith("validation/")]
+    assert validation[0][0] == 0
     steps = {curve[-1][0] for curve in measured.curves.values()}
     assert steps == {config.trainer.total_training_steps} or "total_training_steps" in measured.command
 
@@ -297,7 +299,28 @@ def test_a_card_says_how_long_the_measured_run_took_or_that_there_is_none(name):
     if card.measured is not None:
         assert f"{card.measured.minutes:.0f} minutes" in card.minutes
     else:
-        assert card.minutes == "not measured yet" or "docs/performance.md has the figures" in card.minutes
+        assert card.minutes == "not measured yet"
+
+
+def test_the_page_has_the_points_of_chain_sum_that_its_card_draws():
+    page = (Path(__file__).parents[2] / "docs/performance.md").read_text(encoding="utf-8")
+    measured = read_card("chain_sum").measured
+    assert measured is not None and f"    {measured.command}\n" in page
+    table = re.findall(r"^\| (\d+) \| (\d+) \| ([\d.]*) ?\| ([\d.]*) ?\|$", page, re.MULTILINE)
+    assert measured.curves == {
+        "validation/success": [(int(step), float(success)) for _, step, _, success in table if success],
+        "reward/mean": [(int(step), float(reward)) for _, step, reward, _ in table if reward],
+    }
+    assert f"{int(table[-1][0]) / 60:.1f}" == f"{measured.minutes:.1f}"
+
+
+def test_the_page_of_fine_tuning_has_the_loss_that_its_card_draws():
+    page = (Path(__file__).parents[2] / "docs/sft.md").read_text(encoding="utf-8")
+    measured = read_card("calculator_sft").measured
+    assert measured is not None and f"({measured.minutes:.0f} minutes" in page
+    (_, first), *_, (steps, last) = measured.curves["validation/loss"]
+    assert f"| random weights | 0 | {first:.2f} | |" in page
+    assert f"{steps} steps | 51,200 | {last:.3f} |" in page
 
 
 def test_the_page_has_the_curve_of_the_running_sum_as_it_was_measured():

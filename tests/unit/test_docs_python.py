@@ -35,6 +35,12 @@ def test_every_block_parses_and_its_imports_exist():
     assert problems_of("def f(:") != []
 
 
+def test_the_torch_that_pages_name_is_the_one_of_the_tests():
+    (pinned,) = re.findall(r"^torch==(\S+)$", (ROOT / "constraints.txt").read_text(encoding="utf-8"), re.MULTILINE)
+    named = [version for page in PAGES for version in re.findall(r"torch==(\S+)", page.read_text(encoding="utf-8"))]
+    assert {*named} == {pinned}
+
+
 def test_every_link_to_a_file_leads_somewhere():
     links = [
         (page, link) for page in PAGES for link in re.findall(r"\]\(([^)#:]+)\)", page.read_text(encoding="utf-8"))

@@ -1,5 +1,6 @@
 """Launch scripts are read as bash would read them, and never run."""
 
+import re
 import subprocess
 from pathlib import Path
 
@@ -7,9 +8,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import treadle
+from treadle.cli.main import build_parser
+from treadle.cli.parser import parse as parse_command
 from treadle.errors import ConfigError
+from treadle.migrate.rules.trainer import DISTILLATION
 from treadle.migrate.shell.parser import parse
-from treadle.migrate.source import Launch, read_launch
+from treadle.migrate.source import ELSEWHERE, Launch, read_launch
+from treadle.migrate.trl_arguments import OTHER_TRAINERS
 
 START = "python3 -m verl.trainer.main_ppo"
 
@@ -151,8 +157,20 @@ def test_the_program_says_which_schedule_runs(command: str, recipe: str) -> None
     assert [word.text for word in found.words] == ["a=1"]
 
 
+def test_what_is_said_in_place_of_a_program_names_commands_and_pages_that_there_are() -> None:
+    said = " ".join([*(reason for _, reason in ELSEWHERE), *OTHER_TRAINERS.values(), DISTILLATION])
+    root, commands = Path(treadle.__file__).parents[1], re.findall(r"`treadle (\w+)", said)
+    assert len(commands) >= 3
+    for command in commands:
+        with pytest.raises(SystemExit) as ended:
+            parse_command(build_parser(), [command, "--help"])
+        assert ended.value.code == 0
+    assert [page for page in re.findall(r"docs/\w+\.md", said) if not (root / page).exists()] == []
+
+
 def test_programs_without_counterpart_say_why() -> None:
-    assert "fine-tuning" in launch("torchrun -m verl.trainer.sft_trainer a=1").problem
+    assert "treadle sft" in launch("torchrun -m verl.trainer.sft_trainer a=1").problem
+    assert "treadle rollout" in launch("python -m verl.trainer.main_eval a=1").problem
     assert "treadle rollout" in launch("python -m verl.trainer.main_generation a=1").problem
     assert "trainer of its own" in launch("python -m recipe.prime.main_prime a=1").problem
 

@@ -11,7 +11,8 @@ from treadle.config import TrainConfig, loads
 from treadle.errors import ConfigError
 from treadle.migrate.laptop import laptop_config
 from treadle.migrate.python_source import Computed, PythonScript
-from treadle.migrate.trl import DIRECT, TABLES, migrate_trl
+from treadle.migrate.trl import migrate_trl
+from treadle.migrate.trl_arguments import DIRECT, TABLES
 from treadle.types import Outcome, StopReason, Task, Trajectory
 
 SCRIPT = Path(__file__).parents[1] / "golden" / "trl_grpo.py"
@@ -185,6 +186,10 @@ def test_tools_of_the_script_become_a_file(tmp_path):
     ("text", "told"),
     [
         ("import trl\n", "calls neither GRPOTrainer nor GRPOConfig"),
+        ("import trl\n\ntrl.SFTTrainer('m').train()\n", "train.py:3: calls SFTTrainer"),
+        ("SFTTrainer('m')", "fine-tune with `treadle sft`"),
+        ("OnlineDPOTrainer('m')", "algorithm.adv_estimator: dpo"),
+        ("GKDTrainer('m')", "ref.path"),
         ("GRPOConfig(\n", "is not Python"),
     ],
 )

@@ -5,6 +5,8 @@ import threading
 
 import pytest
 
+from docs.live_picture import draw
+from tests.view_runs import write_run
 from treadle.observe.step_metrics import Spans, add_up
 from treadle.observe.training_progress import TrainingView, draw_curve
 
@@ -75,6 +77,14 @@ def test_on_a_terminal_the_view_is_drawn_with_curve_success_and_seconds():
     assert "0.35 (step 0)" in shown
     assert "1,234 tokens/s" in shown
     assert "rollout 1.50  train 0.50" in shown
+
+
+def test_the_picture_of_the_view_is_drawn_from_what_a_run_recorded(tmp_path):
+    """`docs/live_picture.py` makes docs/live.svg of the README."""
+    drawn = draw(write_run(tmp_path), 2, "treadle train mine").replace("&#160;", " ")
+    for words in ("treadle train mine", "2 of 2   rollout", "0.500", "0.00 (step 0)  1.00 (step 2)", "train 1.00"):
+        assert words in drawn, words
+    assert "@font-face" not in drawn, "nothing is fetched from elsewhere"
 
 
 @pytest.mark.parametrize("terminal", [False, True])

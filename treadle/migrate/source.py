@@ -29,9 +29,9 @@ MODULES: tuple[tuple[str, str], ...] = (
 """Programs of verl, and which assumptions of verl they run under."""
 
 ELSEWHERE: tuple[tuple[str, str], ...] = (
-    (r"verl\.trainer\.(\w*sft\w*)", "There is no supervised fine-tuning."),
+    (r"verl\.trainer\.(\w*sft\w*)", "For supervised fine-tuning, use `treadle sft` (docs/sft.md)."),
     (r"verl\.trainer\.main_generation\w*", "To sample without training, use `treadle rollout`."),
-    (r"verl\.trainer\.main_eval", "To sample and score, use `treadle eval`."),
+    (r"verl\.trainer\.main_eval", "To sample and score, use `treadle rollout`."),
     (r"verl\.model_merger", "Checkpoints are written in Hugging Face's layout; there is nothing to merge."),
     (r"recipe\.[\w.]+", "This recipe has a trainer of its own; its keys are read as those of verl.trainer.main_ppo."),
     (r"verl\.[\w.]+", "This program of verl's is not known here."),

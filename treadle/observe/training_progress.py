@@ -79,12 +79,12 @@ class TrainingView:
         if in_notebook():
             from treadle.observe.rich_output import NotebookDisplay
 
-            self._live = NotebookDisplay(self._draw)
+            self._live = NotebookDisplay(self.draw)
             self._live.start()
         elif self._stream.isatty():
             from rich.live import Live
 
-            self._live = Live(console=make_console(self._stream), get_renderable=self._draw, refresh_per_second=4)
+            self._live = Live(console=make_console(self._stream), get_renderable=self.draw, refresh_per_second=4)
             self._live.start()
         else:
             self._thread.start()
@@ -160,7 +160,8 @@ class TrainingView:
         self._state.losses.append((step, loss))
         self._say(f"validation after step {step}: loss {loss:.4f}")
 
-    def _draw(self) -> "RenderableType":
+    def draw(self) -> "RenderableType":
+        """The view as it stands."""
         from rich.progress_bar import ProgressBar
         from rich.table import Table
 

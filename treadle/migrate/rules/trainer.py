@@ -239,7 +239,7 @@ RECIPE_RULES: Rules = (
 
 
 QUEUE = "Samples go from rollout to trainer in memory; there is no queue to configure."
-DISTILLATION = "There is no distillation section."
+DISTILLATION = "A teacher is ref.path, and its weight algorithm.distill_coef: docs/distillation.md."
 SKIP = "Rollouts are not skipped from files: a run resumes from its journal."
 HYDRA = (
     "There is no Hydra: give several files on the command line, later ones win; logging.run_dir is the run directory."

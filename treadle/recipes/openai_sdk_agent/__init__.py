@@ -1,0 +1,1 @@
+"""An agent with the OpenAI SDK that learns to use the calculator, unmodified, through the gateway."""
