@@ -305,13 +305,23 @@ def test_the_run_screen_follows_in_place(opened):
         "'.chart svg').dispatchEvent(new PointerEvent('pointermove', {clientX: box.right - 8, bubbles: true})) })()"
     )
     assert "step 3:" in browser.evaluate("document.querySelector('.chart h3').innerText")
+    bars = "[...document.querySelectorAll('.bars .track i')].map(bar => bar.style.width)"
+    before = browser.evaluate(bars)
     browser.requests.clear()
     with Journal.open(run_dir, max_mb=50) as journal:
+        for sample in range(6):
+            journal.add(made("bad", sample, None, outcome=Outcome.failed(ToolFailure("it broke again"))))
         trained(journal, 4, made("new", 0, 0.5))
         journal.flush_blocking()
         browser.wait("/step 4:/.test(document.querySelector('.chart h3').innerText)")
+        wait_for_pulse(browser)
     assert browser.evaluate("window.kept === document.querySelector('main h1') && scrollY === window.was")
     browser.wait("performance.getEntriesByType('resource').some(e => /timeline.*at=\\d/.test(e.name))")
+    live = browser.evaluate(bars)
+    assert not any("Content Security Policy" in line for line in browser.console)
+    browser.evaluate("location.reload()")
+    browser.wait("!window.kept && document.querySelector('.bars') && !document.querySelector('[aria-busy]')")
+    assert live == browser.evaluate(bars) != before
 
 
 def test_a_list_of_a_live_run_stays_and_offers_what_is_new(opened):

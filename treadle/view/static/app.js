@@ -58,8 +58,9 @@ function patch(old, fresh) {
   }
   if (old.isEqualNode(fresh)) return;
   const chosen = old.classList.contains("at");
-  for (const { name } of [...old.attributes]) if (!fresh.hasAttribute(name)) old.removeAttribute(name);
-  for (const { name, value } of fresh.attributes) if (old.getAttribute(name) !== value) old.setAttribute(name, value);
+  for (const { name } of [...old.attributes]) if (name !== "style" && !fresh.hasAttribute(name)) old.removeAttribute(name);
+  for (const { name, value } of fresh.attributes) if (name !== "style" && old.getAttribute(name) !== value) old.setAttribute(name, value);
+  if (old.style.cssText !== fresh.style.cssText) old.style.cssText = fresh.style.cssText; // the policy forbids the attribute
   if (chosen) old.classList.add("at");
   patchChildren(old, fresh);
 }
