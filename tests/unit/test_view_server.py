@@ -13,8 +13,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.view_runs import made, write_run
+from tests.view_runs import annotated, made, sampled, trained, write_run
 from treadle.cli.main import main
+from treadle.journal import Journal
+from treadle.view import export
 from treadle.view.run_pages import RunPages
 from treadle.view.server import FILES, HEADERS, STATIC, ViewerServer
 
@@ -179,6 +181,48 @@ def test_a_finding_about_a_group_is_exported_with_the_whole_group(tmp_path):
     finally:
         server.server_close()
     assert [(line["sample"], line["finding"]["kind"]) for line in lines] == [(0, "no_signal"), (1, "no_signal")]
+
+
+def exported(server: ViewerServer, kind: str) -> str:
+    """The page of the first finding of a kind."""
+    found = json.loads(server.viewer.answer("api/findings", {"run": "run"}).body)["findings"]
+    item = next(item for item in found if item["kind"] == kind)
+    where = {"run": "run", **{key: str(item[key]) for key in ("kind", "id", "start")}}
+    return server.viewer.answer("api/export", where).body.decode()
+
+
+def test_a_span_far_into_a_long_row_is_in_its_export(tmp_path, monkeypatch):
+    """From shortly before the span on, with what is left out on both sides; also of a row far behind the first."""
+    monkeypatch.setattr(export, "MAX_TOKENS", 1000)
+    monkeypatch.setattr(export, "MAX_ROWS", 3)
+    rows = [sampled((at, 30, 31, 9, 8)) for at in range(5)]
+    rows[4] = sampled(tuple((at * at) % 251 for at in range(1500)) + (7, 8, 9) * 600 + tuple(range(60, 90)))
+    server = ViewerServer({"run": write_run(tmp_path / "run", made("c", 0, 1.0, rows=tuple(rows)))})
+    try:
+        page = exported(server, "repetition")
+    finally:
+        server.server_close()
+    assert page.count("<mark") == 800 and "tokens of row 4" in page and "tokens of row 2" not in page
+    assert "1,303 tokens before these" in page  # 3 of the prompt and 1,500, less 200
+    assert "1,030 tokens after these, 1,000 of them to be marked" in page and "… 2 more rows" in page
+
+
+def test_a_gap_is_exported_with_both_sides_of_its_token(tmp_path):
+    item = made("c", 0, 1.0)
+    run_dir = write_run(tmp_path / "run", item)
+    with Journal.open(run_dir, max_mb=50) as journal:
+        current = replace(item, sample=1, rows=(sampled(item.rows[0].ids, version=3),))
+        trained(journal, 4, current)
+        journal.add_annotations([annotated(current, (0.0, -0.25, -2.5, -0.75, -1.0), step=4)])
+        journal.flush_blocking()
+    server = ViewerServer({"run": run_dir})
+    try:
+        page = exported(server, "gap")
+    finally:
+        server.server_close()
+    assert page.count("<mark") == 1
+    assert 'title="token 5: sampler -0.50000, trainer -2.50000, gap -2.00000"' in page
+    assert "<td>-0.50000</td><td>-2.50000</td><td>-2.00000</td>" in page
 
 
 def test_an_export_writes_out_control_characters_and_half_pairs(tmp_path):
