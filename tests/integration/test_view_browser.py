@@ -277,7 +277,9 @@ def test_a_long_step_of_a_live_run_can_be_read(opened):
             browser.evaluate("scrollTo(0, document.body.scrollHeight)")
             browser.wait(f"document.querySelectorAll('tbody tr').length === {rows}")
         browser.evaluate("scrollTo(0, document.body.scrollHeight)")
-        browser.evaluate("getSelection().selectAllChildren(document.querySelector('tbody tr:last-child .soft'))")
+        browser.evaluate(
+            "getSelection().selectAllChildren(document.querySelector('tbody:last-child tr:last-child .soft'))"
+        )
         before = browser.evaluate("[scrollY, String(getSelection())]")
         assert before[0] > 1000 and before[1] == "question of g099"
         trained(journal, 5, made("other", 0, 1.0))
@@ -610,8 +612,44 @@ def test_a_hundred_thousand_tokens_and_ten_thousand_groups_are_usable(tmp_path, 
         assert browser.evaluate("document.querySelectorAll('.tok').length") == 1500
         browser.go("/run/run/tasks")
         assert browser.evaluate("document.querySelectorAll('tbody tr').length") == 40
-        browser.evaluate("scrollTo(0, document.body.scrollHeight)")
-        browser.wait("document.querySelectorAll('tbody tr').length > 40")
+        scroll_through_pages(browser, 40)
+        assert browser.evaluate("document.querySelectorAll('*').length") < 10_000  # 40 pages whole: 21,000
+        assert browser.evaluate("document.querySelectorAll('tr.gap').length") > 20
+        assert browser.evaluate("document.querySelector('table').offsetHeight") > 40 * 1000
+        browser.evaluate("scrollTo(0, 0)")
+        browser.wait("document.querySelector('tbody td')?.innerText === 'long'")
+        walk_over_pages(browser)
     finally:
         browser.open("about:blank")
         serving.close()
+
+
+def scroll_through_pages(browser: Browser, pages: int) -> None:
+    """To the end of a list, until it has that many pages; what is left far behind is dropped."""
+    browser.evaluate(
+        "(async () => { const list = document.querySelector('main table');"
+        " const more = document.querySelector('[data-more]');"
+        f" while (list.tBodies.length < {pages}) {{ scrollTo(0, document.body.scrollHeight); await more.load();"
+        " await new Promise((shown) => requestAnimationFrame(() => setTimeout(shown))); } })()"
+    )
+
+
+def walk_over_pages(browser: Browser) -> None:
+    """`j` over the end of a page: a step changes two lines and searches no list, however long; `k` goes back."""
+    browser.evaluate(
+        "(() => { window.searches = 0; window.changed = []; const search = document.querySelectorAll.bind(document);"
+        " document.querySelectorAll = (what) => { window.searches += 1; return search(what); };"
+        " new MutationObserver((found) => window.changed.push(...found.map((one) => one.target.tagName)))"
+        ".observe(document.querySelector('main'), {attributes: true, subtree: true, attributeFilter: ['class']}) })()"
+    )
+    browser.press(*"j" * 45)
+    browser.wait("document.querySelector('tr.at td').innerText === 'task-00043'")
+    assert browser.evaluate("window.searches") == 0
+    assert browser.evaluate("window.changed.length") <= 2 * 45 and browser.evaluate(
+        "window.changed.every(n => n === 'TR')"
+    )
+    browser.press(*"k" * 10)
+    browser.wait("document.querySelector('tr.at td').innerText === 'task-00033'")
+    browser.evaluate("scrollTo(0, document.body.scrollHeight)")
+    browser.wait("document.querySelectorAll('tr.gap').length > 20")
+    assert browser.evaluate("document.querySelector('tr.at td').innerText") == "task-00033"  # its page stays

@@ -644,35 +644,67 @@ function groupRow(name, group, step) {
   ]);
 }
 
-// A list that asks for its next page when its end comes into sight.
-function endless(body, load, next) {
+// A long list: the next page is asked for when its end comes near, and each page is a body of the table of its own. A
+// page far from sight becomes a gap of its height, and is asked for again when it comes near: nodes stay few.
+const NEAR = "3000px";
+let lists = 0;
+
+function endless(shown, load, first, next) {
   const more = h("p", { class: "more", role: "status" });
-  let busy = false;
-  const step = async () => {
-    if (busy || next === null) return;
-    busy = true;
+  const near = new IntersectionObserver(followPages, { rootMargin: `${NEAR} 0px` });
+  const append = async () => {
+    const after = next;
     more.textContent = "…";
     try {
-      const [rows, following] = await load(next);
-      body.append(...rows);
+      const [rows, following] = await load(after);
+      const page = h("tbody", {}, rows);
+      more.previousElementSibling.append(page);
+      watchPage(page, near, load, after);
       next = following;
       more.textContent = next === null ? "" : "…";
     } catch (error) {
       more.textContent = error.message;
       next = null;
     }
-    busy = false;
   };
-  const seen = new IntersectionObserver(
-    (entries) => {
-      if (entries.some((entry) => entry.isIntersecting)) step();
-    },
-    { rootMargin: "600px" },
-  );
-  if (next !== null) seen.observe(more);
+  let busy = null;
+  more.load = () => (busy ??= (next === null ? Promise.resolve() : append()).finally(() => (busy = null)));
+  const end = new IntersectionObserver(([entry]) => entry.isIntersecting && more.load(), { rootMargin: "600px" });
+  if (next !== null) end.observe(more);
+  watchPage(shown.tBodies[0], near, load, first);
   more.dataset.more = "1";
-  more.load = step;
+  more.drawn = ++lists; // never patched: it belongs to the list that it was made for
   return more;
+}
+
+function watchPage(page, near, load, after) {
+  page.reload = async () => page.replaceChildren(...(await load(after))[0]);
+  near.observe(page);
+}
+
+function followPages(entries) {
+  for (const { target: page, isIntersecting } of entries) {
+    page.isNear = isIntersecting;
+    if (isIntersecting) showPage(page).then(() => page.isNear || hidePage(page));
+    else hidePage(page);
+  }
+}
+
+const isGap = (page) => page.firstElementChild?.classList.contains("gap");
+
+// What is chosen, has the focus or is selected stays.
+function hidePage(page) {
+  const held = page.contains(document.activeElement) || page.contains(getSelection().anchorNode);
+  if (held || isGap(page) || page.querySelector(".at")) return;
+  const columns = page.parentNode.tHead.rows[0].cells.length;
+  const height = `${page.getBoundingClientRect().height}px`;
+  const cell = h("td", { colspan: columns, style: { height } });
+  page.replaceChildren(h("tr", { class: "gap", "aria-hidden": "true" }, cell));
+}
+
+async function showPage(page) {
+  if (isGap(page)) await (page.busy ??= page.reload().catch(() => null)); // stays a gap where it fails
+  page.busy = null;
 }
 
 let shownEvent = null; // of the step on the screen
@@ -685,7 +717,8 @@ async function showGroups(name, given, which) {
     shownEvent = page.event;
     return [page.groups.map((group) => groupRow(name, group, which.step)), page.next, page.total, page.around || []];
   };
-  const [rows, next, total, near] = await load(given.after || "");
+  const first = given.after || "";
+  const [rows, next, total, near] = await load(first);
   const title =
     which.step !== undefined
       ? `Step ${which.step}`
@@ -714,7 +747,7 @@ async function showGroups(name, given, which) {
         "lowest, × for one that failed.",
       ]),
     rows.length
-      ? [shown, endless(shown.tBodies[0], load, next)]
+      ? [shown, endless(shown, load, first, next)]
       : h("p", { class: "empty" }, [
           total === 0
             ? "This step trained on no recorded groups: supervised fine-tuning has rows and no trajectories."
@@ -2355,7 +2388,7 @@ async function showFind(name, given) {
     findForm(name, given, about.sources),
     note,
     rows.length
-      ? [shown, endless(shown.tBodies[0], load, next)]
+      ? [shown, endless(shown, load, null, next)]
       : h("p", { class: "empty" }, [
           gaps && !about.annotated
             ? "No trajectory has annotations: treadle annotate computes the trainer's side."
@@ -2578,17 +2611,34 @@ const KEYS = [
   ["t", "light or dark"],
   ["?", "this list"],
 ];
-const listed = () => [...document.querySelectorAll("main [data-href]")];
-const selected = () => listed().findIndex((row) => row.classList.contains("at"));
-function choose(at, scroll = true) {
-  const rows = listed();
-  if (!rows.length) return;
-  at = Math.max(0, Math.min(rows.length - 1, at));
-  rows.forEach((row, index) => row.classList.toggle("at", index === at));
-  if (scroll) rows[at].scrollIntoView({ block: "nearest", inline: "nearest" });
-  rows[at].querySelector("a")?.focus({ preventScroll: true });
-  if (at > rows.length - 5) document.querySelector("[data-more]")?.load();
+// A line of a list is chosen by its class alone: a step to the next one touches two lines, however many there are.
+const chosenLine = () => document.querySelector("main .at[data-href]");
+
+function lineBeside(line, forward) {
+  const main = document.getElementById("main");
+  const accept = (node) => (node.dataset?.href ? NodeFilter.FILTER_ACCEPT : NodeFilter.FILTER_SKIP);
+  const walker = document.createTreeWalker(main, NodeFilter.SHOW_ELEMENT, accept);
+  walker.currentNode = line ?? main;
+  return line && !forward ? walker.previousNode() : walker.nextNode();
 }
+
+async function chooseBeside(forward) {
+  const line = chosenLine(),
+    page = line?.closest("tbody");
+  const beside = forward ? page?.nextElementSibling : page?.previousElementSibling;
+  let next = lineBeside(line, forward);
+  if (beside?.reload && next?.parentNode !== page && isGap(beside)) {
+    await showPage(beside);
+    next = lineBeside(line, forward);
+  }
+  if (!next) return;
+  line?.classList.remove("at");
+  next.classList.add("at");
+  next.scrollIntoView({ block: "nearest", inline: "nearest" });
+  next.querySelector("a")?.focus({ preventScroll: true });
+  if (next.parentNode === next.closest("table")?.lastElementChild) document.querySelector("[data-more]")?.load();
+}
+
 function up() {
   const own = document.querySelector('main [data-key="u"]');
   if (own) return own.click();
@@ -2623,10 +2673,10 @@ function key(event) {
     event.preventDefault();
     return;
   }
-  const linked = [...document.querySelectorAll("main [data-key]")].find((node) => node.dataset.key === pressed);
+  const linked = document.querySelector(`main [data-key="${CSS.escape(pressed)}"]`);
   const actions = {
-    j: () => choose(selected() + 1),
-    k: () => choose(selected() - 1),
+    j: () => chooseBeside(true),
+    k: () => chooseBeside(false),
     u: up,
     m: markChosen,
     g: () => {
@@ -2642,7 +2692,7 @@ function key(event) {
         ? document.querySelector("main [name=q]")?.focus()
         : go(link(["run", name, "find"]))),
     Enter: () => {
-      const row = listed()[selected()];
+      const row = chosenLine();
       if (row && event.target.tagName !== "A" && event.target.tagName !== "BUTTON") go(row.dataset.href);
     },
     c: () => {
