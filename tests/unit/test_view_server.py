@@ -1,6 +1,8 @@
 """The viewer's server: this machine alone, by a token alone, GET alone, with a policy on every answer."""
 
+import itertools
 import json
+import math
 import re
 import subprocess
 import sys
@@ -310,17 +312,40 @@ def read_palettes() -> dict[str, dict[str, str]]:
     return {"light": light, **{f"dark {at}": {**light, **own} for at, own in enumerate(dark)}}
 
 
-def contrast(palette: dict[str, str], one: str, other: str) -> float:
-    def luminance(name: str) -> float:
-        value = palette[name]
-        while value.startswith("var("):
-            value = palette[value[6:-1]]
-        parts = [int(value[at : at + 2], 16) / 255 for at in (1, 3, 5)]
-        linear = [part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in parts]
-        return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
+def linear(palette: dict[str, str], name: str) -> list[float]:
+    """Red, green and blue as light adds up."""
+    value = palette[name]
+    while value.startswith("var("):
+        value = palette[value[6:-1]]
+    parts = [int(value[at : at + 2], 16) / 255 for at in (1, 3, 5)]
+    return [part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in parts]
 
-    low, high = sorted((luminance(one), luminance(other)))
+
+def contrast(palette: dict[str, str], one: str, other: str) -> float:
+    low, high = sorted(
+        sum(share * part for share, part in zip((0.2126, 0.7152, 0.0722), linear(palette, name), strict=True))
+        for name in (one, other)
+    )
     return (high + 0.05) / (low + 0.05)
+
+
+SEEN = {
+    "all colours": ((1, 0, 0), (0, 1, 0), (0, 0, 1)),
+    "protanopia": ((0.152, 1.053, -0.205), (0.115, 0.786, 0.099), (-0.004, -0.048, 1.052)),
+    "deuteranopia": ((0.367, 0.861, -0.228), (0.280, 0.673, 0.047), (-0.012, 0.043, 0.969)),
+    "tritanopia": ((1.256, -0.077, -0.179), (-0.078, 0.931, 0.148), (0.005, 0.691, 0.304)),
+}
+"""What an eye sees of linear red, green and blue: Machado, Oliveira and Fernandes 2009, severity 1."""
+
+
+def seen_lab(palette: dict[str, str], name: str, seen: tuple[tuple[float, ...], ...]) -> tuple[float, float, float]:
+    """CIELAB of a colour as an eye of that kind sees it; distances in it are ΔE 1976."""
+    light = linear(palette, name)
+    r, g, b = (max(0.0, sum(a * part for a, part in zip(row, light, strict=True))) for row in seen)
+    white = (0.4124 * r + 0.3576 * g + 0.1805 * b) / 0.95047, 0.2126 * r + 0.7152 * g + 0.0722 * b
+    xyz = (*white, (0.0193 * r + 0.1192 * g + 0.9505 * b) / 1.08883)
+    x, y, z = (part ** (1 / 3) if part > 0.008856 else 7.787 * part + 16 / 116 for part in xyz)
+    return 116 * y - 16, 500 * (x - y), 200 * (y - z)
 
 
 INKS = {"s4": "mid-ink", "s5": "s5-ink", "n3": "mid-ink", "n4": "dark-ink", "p3": "mid-ink", "p4": "dark-ink"}
@@ -343,3 +368,32 @@ def test_text_can_be_read_and_colours_can_be_told_apart_in_light_and_dark():
             assert contrast(palette, ink, "panel") >= 4.5 and contrast(palette, ink, "ground") >= 4.5, (name, ink)
         faint = [shade for shade in classes if contrast(palette, shade, "panel") < (1.15 if name == "light" else 1.4)]
         assert faint == [], name
+
+
+def test_versions_and_runs_are_told_apart_by_every_eye():
+    """Each two of a family, in light and dark, also by readers who do not see red, green or blue; ΔE of 10 or more."""
+    close = {}
+    for name, palette in read_palettes().items():
+        for eye, seen in SEEN.items():
+            for family in ("v", "c"):
+                labs = {at: seen_lab(palette, f"{family}{at}", seen) for at in range(1, 7)}
+                for one, other in itertools.combinations(labs, 2):
+                    if (distance := math.dist(labs[one], labs[other])) < 10:
+                        close[name, eye, f"{family}{one}", f"{family}{other}"] = round(distance, 1)
+            for at in range(1, 5):
+                assert math.dist(seen_lab(palette, f"n{at}", seen), seen_lab(palette, f"p{at}", seen)) > 25
+    assert close == {}
+    for name, palette in read_palettes().items():
+        for at in range(1, 7):
+            assert contrast(palette, f"c{at}", "ground") >= 3, (name, at)
+
+
+def test_the_static_files_are_readable():
+    """They are served as they are written: lines of 120 letters at most."""
+    long = [
+        f"{path.name}:{number}"
+        for path in STATIC.iterdir()
+        for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1)
+        if len(line) > 120
+    ]
+    assert long == []

@@ -1769,9 +1769,9 @@ function showTree(name, item) {
           ]),
         ]),
         h("div", { class: "rowbar", "aria-hidden": "true" }, [
-          h("i", { class: "v5", style: { width: `${(row.prompt / longest) * 100}%` } }),
+          h("i", { class: "prompt", style: { width: `${(row.prompt / longest) * 100}%` } }),
           h("i", { class: "b1", style: { width: `${(row.sampled / longest) * 100}%` } }),
-          h("i", { class: "v1", style: { width: `${((row.response - row.sampled) / longest) * 100}%` } }),
+          h("i", { class: "answered", style: { width: `${((row.response - row.sampled) / longest) * 100}%` } }),
         ]),
         h("div", { class: "soft" }, [
           `${plural(row.prompt, "prompt token")}, ${num(row.sampled)} sampled of `,
