@@ -251,6 +251,23 @@ def test_sampler_and_trainer_are_read_for_any_row(opened):
     assert "A validation is not trained on" in browser.text() and "treadle annotate" not in browser.text()
 
 
+def test_how_a_trajectory_is_looked_at_is_kept(opened):
+    """Row, colours and form from one tab to the next; colours and form from one sample to the next."""
+    browser, _ = opened
+    at = lambda address: browser.wait(f"document.getElementById('main').dataset.shown === '#{address}'")  # noqa: E731
+    browser.go("/run/run/t/3/tokens?row=1&by=version&as=table")
+    browser.press("1")
+    at("/run/run/t/3/transcript?row=1&by=version&as=table")
+    browser.press("4")
+    at("/run/run/t/3/tree?row=1&by=version&as=table")
+    browser.press("2")
+    at("/run/run/t/3/tokens?row=1&by=version&as=table")
+    browser.press("[")
+    at("/run/run/t/2/tokens?by=version&as=table")
+    browser.press("]")
+    at("/run/run/t/3/tokens?by=version&as=table")
+
+
 def test_a_live_run_is_followed_without_a_jump(opened):
     """The chosen row stays chosen and in place while a step comes in above it."""
     browser, run_dir = opened

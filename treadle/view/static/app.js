@@ -612,9 +612,10 @@ const names = (item, row = 0) => ({
   "data-run": item.run,
   "data-name": plain(`${item.uid}/${item.sample}`) + (row ? `, row ${row}` : ""),
 });
+// How a trajectory is looked at, kept from it to the next sample: a row of another sample is another row.
 const keepView = () => {
   const { parts, given } = place();
-  return parts[2] === "t" && given.by ? { by: given.by } : {};
+  return parts[2] === "t" ? { by: given.by, as: given.as } : {};
 };
 
 function groupRow(name, group, step) {
@@ -973,7 +974,7 @@ async function showTrajectory(name, id, tab, given) {
           "a",
           {
             "aria-current": other === tab ? "page" : null,
-            href: link(["run", name, "t", id, other]),
+            href: link(["run", name, "t", id, other], { row: row || null, by: given.by, as: given.as }),
             "data-key": String(index + 1),
           },
           [other[0].toUpperCase() + other.slice(1), h("kbd", {}, index + 1)],
