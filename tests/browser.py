@@ -117,6 +117,11 @@ class Browser:
     def text(self) -> str:
         return str(self.evaluate("document.getElementById('main').innerText"))
 
+    def accessibility(self) -> list[dict[str, Any]]:
+        """What a screen reader is told: nodes with role, name and whether they are left out."""
+        nodes: list[dict[str, Any]] = self._call("Accessibility.getFullAXTree")["nodes"]
+        return nodes
+
     def dark(self, on: bool = True) -> None:
         feature = {"name": "prefers-color-scheme", "value": "dark" if on else "light"}
         self._call("Emulation.setEmulatedMedia", features=[feature])

@@ -3,9 +3,11 @@
 import json
 import os
 import threading
+import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from urllib.parse import quote
 
 import pytest
 
@@ -13,7 +15,8 @@ from tests.browser import CHROMIUM, Browser, is_demanded
 from tests.view_runs import CONFIG, annotated, made, sampled, trained, write_run
 from treadle.errors import ToolFailure
 from treadle.journal import Journal
-from treadle.types import Outcome, Row, Score, StopReason, Task, ToolCall, ToolResult, Turn
+from treadle.journal.run_directory import CONFIG_FILE, RUN_FILE
+from treadle.types import Outcome, Row, Score, StopReason, Task, Timing, ToolCall, ToolResult, Turn
 from treadle.view.server import ViewerServer
 
 pytestmark = pytest.mark.skipif(
@@ -140,6 +143,118 @@ def test_what_a_run_recorded_of_turns_tokens_and_steps_is_drawn(opened):
     assert cells[0][1] not in ("69", "67", "78") and cells[3][1] == "69"
     browser.go(f"/run/run/t/{last}/tokens")
     assert "3 sampled tokens of this window (dotted) would be other tokens" in browser.text()
+
+
+def test_weight_updates_are_drawn_into_the_time_of_a_session(opened):
+    browser, run_dir = opened
+    timing = Timing(time.time() - 30, 60.0, 40.0, 0.25, 0.05, 0.2)
+    with Journal.open(run_dir, max_mb=50) as journal:
+        journal.add(replace(made("pushed", 0, 1.0), timing=timing))
+        journal.add_event("weights", version=4, num_bytes=1, seconds=0.1)
+        journal.add_event("weights", version=5, num_bytes=1, seconds=0.1)
+    browser.go("/run/run/find?uid=pushed")
+    last = browser.evaluate("document.querySelector('main tbody a').hash.split('/')[4]")
+    browser.go(f"/run/run/t/{last}/time")
+    assert "2 weight updates while it was open (drawn in): versions 4, 5." in browser.text()
+    drawn = browser.evaluate("[...document.querySelectorAll('.lane .update')].map(m => [m.title, m.style.left])")
+    assert len(drawn) == 8  # two in each of four lanes
+    assert [title for title, _ in drawn[:2]] == ["new weights: version 4", "new weights: version 5"]
+    assert all(40 < float(left.removesuffix("%")) < 100 for _, left in drawn)
+    browser.go("/run/run/t/2/time")
+    assert "No weights were pushed while it was open." in browser.text()
+
+
+def test_configs_of_two_runs_are_compared(browser, tmp_path):
+    runs = {name: write_run(tmp_path / name) for name in ("one", "two")}
+    path = runs["two"] / CONFIG_FILE
+    path.write_text(path.read_text().replace("n: 4", "n: 8") + "trainer:\n  mode: sync  # given\n", encoding="utf-8")
+    serving = Serving(runs)
+    rows = "[...document.querySelectorAll('tbody tr')].map(row => [...row.cells].slice(0, 3).map(c => c.innerText))"
+    try:
+        browser.open(serving.server.url)
+        browser.go("/run/one/config")
+        browser.evaluate(
+            "[...document.querySelectorAll('main a')].find(a => /compare with two/.test(a.innerText)).click()"
+        )
+        browser.wait("document.getElementById('main').dataset.shown === '#/run/one/config?other=two'")
+        assert browser.evaluate(rows) == [["rollout.n", "4", "8"], ["trainer.mode", "(not set)", "sync"]]
+        browser.go("/run/one/config?other=two&all=yes")
+        assert ["model.path", *(["treadle/tiny-calculator"] * 2)] in browser.evaluate(rows)
+    finally:
+        browser.open("about:blank")
+        serving.close()
+
+
+def test_a_key_turns_light_to_dark_and_back(opened):
+    """And it is kept for the next visit."""
+    browser, _ = opened
+    ground = "getComputedStyle(document.body).backgroundColor"
+    light = browser.evaluate(ground)
+    try:
+        browser.press("t")
+        dark = browser.evaluate(ground)
+        assert dark != light and browser.evaluate("document.documentElement.dataset.theme") == "dark"
+        browser.evaluate("location.reload()")
+        browser.wait(f"document.querySelector('main h1') && {ground} === {json.dumps(dark)}")
+        browser.press("t")
+        assert browser.evaluate(ground) == light
+    finally:
+        browser.evaluate("localStorage.clear()")
+
+
+NAMED = ("button", "link", "textbox", "searchbox", "combobox", "image", "img", "switch", "checkbox", "dialog")
+
+
+def test_a_screen_reader_has_a_name_for_everything_on_every_screen(opened):
+    browser, _ = opened
+    nameless = []
+    for address in SCREENS:
+        browser.go(address)
+        roles = 0
+        for node in browser.accessibility():
+            role = node.get("role", {}).get("value", "").lower()
+            roles += role in NAMED
+            if role in NAMED and not node.get("ignored") and not node.get("name", {}).get("value", "").strip():
+                nameless.append((address, role, node.get("backendDOMNodeId")))
+        assert roles > 5, address
+    assert nameless == []
+
+
+SHIFTED = """new Promise((done) => {
+  const sum = (list) => list.getEntries().reduce((all, e) => all + (e.startTime > window.since ? e.value : 0), 0);
+  new PerformanceObserver((list) => done(sum(list))).observe({ type: "layout-shift", buffered: true });
+  setTimeout(() => done(0), 500);
+})"""
+"""The browser's own measure of content that jumped since `window.since`."""
+
+
+def test_nothing_moves_while_a_run_is_live(opened):
+    """Over three updates of each screen; the list of steps while it is read: its newest step comes in at its top."""
+    browser, run_dir = opened
+    step, moved = 3, {}
+    with Journal.open(run_dir, max_mb=50) as journal:
+        for address in ("/run/run", "/run/run/group?uid=a&step=1", "/run/run/findings", "/run/run/steps"):
+            while address.endswith("steps") and step < 60:
+                step += 1
+                trained(journal, step, made(f"n{step}", 0, 0.5))
+            journal.flush_blocking()
+            browser.go(address)
+            wait_for_pulse(browser)
+            browser.evaluate("scrollTo(0, 300)")
+            browser.evaluate(
+                "new Promise((shown) => setTimeout(shown, 300)).then(() => window.since = performance.now())"
+            )
+            for _ in range(3):
+                step += 1
+                trained(journal, step, made(f"n{step}", 0, 0.5), made(f"n{step}", 1, 1.0))
+                journal.flush_blocking()
+                wait_for_pulse(browser)
+            moved[address] = browser.evaluate(SHIFTED)
+    assert str(step) in browser.text()
+    assert all(shift < 0.01 for shift in moved.values()), moved
+    browser.evaluate("scrollTo(0, 0); window.since = performance.now()")
+    browser.evaluate("document.querySelector('h1').style.paddingTop = '300px'")
+    assert any(browser.evaluate(SHIFTED) > 0.01 for _ in range(60))  # what jumps is measured
 
 
 def test_nothing_is_asked_of_any_other_machine(opened):
@@ -556,13 +671,19 @@ def test_hostile_text_in_every_field_stays_text(hostile, browser):
             f"step/{step}",
             f"t/{good}/transcript",
             f"t/{good}/tokens",
+            f"t/{good}/tokens?as=table",
             f"t/{good}/time",
             f"t/{good}/tree",
             f"t/{good + 1}/transcript",
             f"diff?id={good}&other={good + 1}",
+            f"diff?id={good}",
         ):
             browser.go(f"/run/run/{screen}")
             assert_harmless(browser, f"{screen}: {text}")
+        browser.press("m")
+        assert f"Marked: {step} " in browser.evaluate("document.getElementById('marked').innerText")
+        assert_harmless(browser, f"marked: {text}")
+        browser.press("m")
         browser.evaluate(f"location.hash = '/run/run/group?uid=' + encodeURIComponent({json.dumps(f'{step} {text}')})")
         browser.wait("document.querySelector('.samples') || document.querySelector('.problem')")
         assert_harmless(browser, f"group: {text}")
@@ -573,6 +694,43 @@ def test_hostile_text_in_every_field_stays_text(hostile, browser):
         assert_harmless(browser, f"hovered: {text}")
     browser.go("/run/run/t/1/transcript")
     assert HOSTILE[0] in browser.text()
+
+
+def hostile_names(folder: Path) -> dict[str, Path]:
+    """Runs whose name, directory, config and cause of failure are hostile, by name."""
+    runs = {}
+    for number, text in enumerate(HOSTILE):
+        runs[text] = write_run(folder / f"{number} {text.replace('/', '|').replace(chr(0), '')}")
+        config = f"model:\n  path: {text}  # {text}\n  {text}: {text}  # set by {text}\n"
+        (runs[text] / CONFIG_FILE).write_text(config, encoding="utf-8")
+        (runs[text] / RUN_FILE).write_text(json.dumps({"status": "failed", "cause": text}), encoding="utf-8")
+    return runs
+
+
+def test_hostile_names_directories_configs_and_causes_stay_text(browser, tmp_path):
+    runs = hostile_names(tmp_path)
+    serving = Serving(runs)
+    browser.dialogs.clear()
+    browser.requests.clear()
+    try:
+        browser.open(serving.server.url)
+        browser.wait("document.querySelectorAll('tbody tr').length === 11")
+        assert_harmless(browser, "runs")
+        assert HOSTILE[0] in browser.text()
+        for name, other in zip(runs, [*list(runs)[1:], HOSTILE[0]], strict=True):
+            there = quote(other, safe="")
+            for screen in (
+                *("", "/t/3/transcript", "/t/3/tokens?as=table", "/diff?id=3", "/config", "/config?all=yes"),
+                *(f"/config?other={there}", f"/config?other={there}&all=yes", f"/diff?id=3&other=2&other_run={there}"),
+            ):
+                browser.go(f"/run/{quote(name, safe='')}{screen}")
+                assert_harmless(browser, f"{screen}: {name}")
+            browser.press("m")
+            assert_harmless(browser, f"marked: {name}")
+        browser.evaluate("sessionStorage.clear()")
+    finally:
+        browser.open("about:blank")
+        serving.close()
 
 
 @pytest.mark.parametrize(
