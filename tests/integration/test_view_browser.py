@@ -2,6 +2,8 @@
 
 import json
 import os
+import re
+import runpy
 import threading
 import time
 from collections.abc import Iterator
@@ -828,3 +830,19 @@ def walk_over_pages(browser: Browser) -> None:
     browser.evaluate("scrollTo(0, document.body.scrollHeight)")
     browser.wait("document.querySelectorAll('tr.gap').length > 20")
     assert browser.evaluate("document.querySelector('tr.at td').innerText") == "task-00033"  # its page stays
+
+
+def test_the_pictures_of_the_docs_are_made(tmp_path):
+    """By the script of the page, here from small runs: each screen it names is there and is drawn."""
+    stale = write_run(tmp_path / "stale", made("gap", 0, 1.0))
+    with Journal.open(stale, max_mb=50) as journal:
+        journal.add_annotations([annotated(made("gap", 0, 1.0), (0.0, -0.25, -2.5, -0.75, -1.0), step=3)])
+    gamed = write_run(tmp_path / "gamed", made("c", 0, 0.5, parts={"format": 0.5, "answer": 0.0}))
+    script = runpy.run_path(str(Path(__file__).parents[2] / "docs" / "view_screenshots.py"))
+    pictures = tmp_path / "pictures"
+    pictures.mkdir()
+    script["main"]([str(write_run(tmp_path / "success")), str(gamed), str(stale), "--output", str(pictures)])
+    made_of = {path.stem.removeprefix("view-") for path in pictures.iterdir()}
+    page = (Path(__file__).parents[2] / "docs" / "view.md").read_text(encoding="utf-8")
+    assert made_of == set(re.findall(r"view-(\w+)\.png", page))
+    assert all(path.read_bytes().startswith(b"\x89PNG") for path in pictures.iterdir())

@@ -397,3 +397,10 @@ def test_the_static_files_are_readable():
         if len(line) > 120
     ]
     assert long == []
+
+
+def test_the_page_asks_about_the_curve_that_was_measured():
+    root = Path(__file__).parents[2]
+    measured = json.loads((root / "treadle/recipes/calculator/measured.json").read_text(encoding="utf-8"))
+    curve = ", ".join(f"{value:.2f}" for _, value in measured["curves"]["validation/success"])
+    assert f"Validation success goes {curve}." in (root / "docs/view.md").read_text(encoding="utf-8")
