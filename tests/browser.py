@@ -81,9 +81,13 @@ class Browser:
             self._call(f"{domain}.enable")
         self._call("Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=False)
 
+    def navigate(self, url: str) -> None:
+        """Go to an address, and wait for nothing."""
+        self._call("Page.navigate", url=url)
+
     def open(self, url: str) -> None:
         """Go to an address, and wait until the viewer has shown it."""
-        self._call("Page.navigate", url=url)
+        self.navigate(url)
         self.wait("document.readyState === 'complete' && !document.querySelector('[aria-busy]')")
 
     def go(self, fragment: str) -> None:

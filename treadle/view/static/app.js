@@ -421,14 +421,30 @@ async function showRun(name, given) {
     ],
     about.steps.length > 0 && [
       h("h2", {}, "Timeline ", h("small", {}, "what sampled, trained and waited, and when")),
-      h("img", {
-        class: "timeline",
-        alt: "Timeline of the run: open sessions, training, waits, weight updates, validations",
-        src: `api/timeline?${new URLSearchParams({ run: name, at: pulse?.[name]?.metrics ?? "" })}`,
-        onerror: (event) => event.target.replaceWith(h("p", { class: "soft" }, "There is no timeline yet.")),
-      }),
+      timelinePicture(name),
     ],
   ];
+}
+
+// The first picture of a long run is of its newest part; the next ones hold more, until all was read.
+function timelinePicture(name) {
+  const address = (part) => {
+    const given = { run: name, at: pulse?.[name]?.metrics ?? "", ...(part ? { part } : {}) };
+    return `api/timeline?${new URLSearchParams(given)}`;
+  };
+  let part = 0;
+  const goOn = async () => {
+    const { share } = await ask("timeline_read", { run: name }).catch(() => ({ share: 1 }));
+    if (share < 1 && picture.isConnected) picture.src = address(++part);
+  };
+  const picture = h("img", {
+    class: "timeline",
+    alt: "Timeline of the run: open sessions, training, waits, weight updates, validations",
+    src: address(part),
+    onload: goOn,
+    onerror: (event) => event.target.replaceWith(h("p", { class: "soft" }, "There is no timeline yet.")),
+  });
+  return picture;
 }
 
 // Fields of a notable event in words, the name before the value.
