@@ -1,11 +1,12 @@
-"""Figures of docs/view.md, "Three questions": `python docs/view_questions.py SUCCESS GAMED STALE` on the page's runs.
+"""Figures of docs/view.md, "Three questions": `python docs/view_questions.py SUCCESS GAMED STALE [--since STEP]`.
 
-Prints what the page says of each run, by the same functions that the viewer asks.
+On the page's runs; the first question is about the validations from STEP (20) on. Prints what the page says of each
+run, by the same functions that the viewer asks.
 """
 
-import sys
+import argparse
 from collections import Counter
-from itertools import compress
+from itertools import compress, groupby, pairwise
 from pathlib import Path
 
 from treadle.inspect.findings import scan_run
@@ -15,25 +16,38 @@ from treadle.journal import JournalReader
 from treadle.journal.codec import unpack_ints
 
 
-def explain_success(run_dir: Path) -> None:
-    """Why did success stop: how each wrong answer of the last validation came about."""
+def explain_success(run_dir: Path, since: int) -> None:
+    """Why did success stand, and what ended it: how each wrong answer of the validations from a step on came about."""
     records = RunRecords(run_dir)
     metrics = records.metrics()
     print("validation/success:", ", ".join(f"{value:.2f}" for _, value in metrics["validation/success"]))
-    last = records.validations()[-1]
-    found = records.select(last, validation=True)
-    wrong = [item for item in found if not item.reward]
-    causes = Counter(_cause(item) for item in wrong)
-    print(f"after step {last}: {len(wrong)} of {len(found)} wrong: {dict(causes)}")
-    quiet = [value for _, value in metrics["batch/no_signal"]][-10:]
-    print(f"groups without signal in the last ten steps: {min(quiet):.0f} to {max(quiet):.0f}")
-    guessed = [
-        item
-        for step in records.steps()
-        for item in records.find(step)
-        if item.headline.num_turns == 1 and (item.reward or 0) >= 1
+    validations = [step for step in records.validations() if step >= since]
+    before: set[str] = set()
+    for step in validations:
+        found = records.select(step, validation=True)
+        wrong = [item for item in found if not item.reward]
+        names = {item.headline.uid.partition("/")[2] for item in wrong}
+        again = f", {len(names & before)} of them also last time" if before else ""
+        print(f"after step {step}: {len(wrong)} of {len(found)} wrong{again}: {dict(Counter(map(_cause, wrong)))}")
+        before = names
+    for first, last in pairwise([0, *records.validations()]):
+        if last > first:
+            _explain_training(records, range(first + 1, last + 1))
+
+
+def _explain_training(records: RunRecords, steps: range) -> None:
+    """How much was wrong in training, and how many groups taught anything."""
+    groups = [
+        [item.reward or 0.0 for item in found]
+        for step in steps
+        for _, found in groupby(records.find(step), key=lambda item: item.headline.uid)
     ]
-    print(f"training samples that were right in one turn: {len(guessed)}")
+    rewards = [reward for group in groups for reward in group]
+    wrong, taught = sum(not reward for reward in rewards), sum(min(group) < max(group) for group in groups)
+    print(
+        f"steps {steps[0]} to {steps[-1]}: {wrong:,} of {len(rewards):,} samples wrong, "
+        f"{taught} of {len(groups)} groups with signal"
+    )
 
 
 def _cause(item: RecordedTrajectory) -> str:
@@ -69,9 +83,29 @@ def explain_gaps(run_dir: Path) -> None:
         print(f"staleness {age}: {len(gaps)} rows, gap {sum(gaps) / len(gaps):.2g} on average, {max(gaps):.2g} at most")
 
 
+def explain_guesses(run_dir: Path) -> None:
+    """Samples that were right without the tool."""
+    records = RunRecords(run_dir)
+    found = [item for step in records.steps() for item in records.find(step)]
+    guessed = [item for item in found if item.headline.num_turns == 1 and (item.reward or 0) >= 1]
+    print(f"training samples that were right in one turn: {len(guessed)}")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    for name in ("success", "gamed", "stale"):
+        parser.add_argument(name, type=Path)
+    parser.add_argument("--since", type=int, default=20, metavar="STEP")
+    given = parser.parse_args()
+    print(f"{given.success}")
+    explain_success(given.success, given.since)
+    explain_guesses(given.success)
+    explain_gaps(given.success)
+    print(f"\n{given.gamed}")
+    explain_gaming(given.gamed)
+    print(f"\n{given.stale}")
+    explain_gaps(given.stale)
+
+
 if __name__ == "__main__":
-    for explain, word in zip((explain_success, explain_gaming, explain_gaps), sys.argv[1:4], strict=True):
-        print(f"\n{word}")
-        explain(Path(word))
-    print(f"\n{sys.argv[1]}")
-    explain_gaps(Path(sys.argv[1]))
+    main()

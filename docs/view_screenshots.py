@@ -1,11 +1,12 @@
-"""Makes the pictures of docs/view.md: `python docs/view_screenshots.py SUCCESS GAMED STALE`. Needs chromium.
+"""Makes the pictures of docs/view.md: `python docs/view_screenshots.py SUCCESS GAMED STALE [--output DIR]`.
 
-The runs are those of the page's three questions.
+The runs are those of the page's three questions. Needs chromium.
 """
 
+import argparse
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from urllib.parse import urlencode
 
@@ -24,7 +25,7 @@ SIZE = (1280, 800)
 
 
 def success_screens(pages: RunPages) -> Iterator[tuple[str, str, bool]]:
-    """Name, address and whether dark: what the page shows of the run that reaches 0.95."""
+    """Name, address and whether dark: what the page shows of the run that stood at 0.95."""
     first, last = pages.overview()["steps"]
     step = (first + last) // 3
     groups = pages.groups(step=step)["groups"]
@@ -32,10 +33,8 @@ def success_screens(pages: RunPages) -> Iterator[tuple[str, str, bool]]:
     scored = sorted(told["samples"], key=lambda item: item["reward"] or 0.0)
     low, high = scored[0]["id"], scored[-1]["id"]
     yield "run", "/run/success", False
-    yield "step", f"/run/success/step/{step}", False
     yield "group", f"/run/success/group?{urlencode({'uid': told['uid'], 'step': step})}", False
     yield "transcript", f"/run/success/t/{high}/transcript", True
-    yield "time", f"/run/success/t/{high}/time", False
     yield "diff", f"/run/success/diff?id={low}&other={high}", False
     yield "find", "/run/success/find?q=%22%23%23%23%23%22&validation=yes&max_reward=0", False
 
@@ -53,9 +52,14 @@ def stale_screens(pages: RunPages) -> Iterator[tuple[str, str, bool]]:
     yield "table", f"/run/stale/t/{item['id']}/tokens?{urlencode({**given, 'as': 'table'})}", False
 
 
-def main() -> None:
+def main(words: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     names = ("success", "gamed", "stale")
-    runs = {name: Path(word) for name, word in zip(names, sys.argv[1:4], strict=True)}
+    for name in names:
+        parser.add_argument(name, type=Path)
+    parser.add_argument("--output", type=Path, default=DOCS, metavar="DIR")
+    given = parser.parse_args(words)
+    runs = {name: getattr(given, name) for name in names}
     server = ViewerServer(runs)
     thread = threading.Thread(target=server.serve_forever)
     thread.start()
@@ -72,7 +76,7 @@ def main() -> None:
                 browser.go(address)
                 browser.wait("!/reading on|Reading/.test(document.getElementById('main').innerText)")
                 browser.wait("[...document.images].every(image => image.complete)")
-                browser.screenshot(DOCS / f"view-{name}.png")
+                browser.screenshot(given.output / f"view-{name}.png")
     finally:
         server.shutdown()
         server.server_close()

@@ -81,9 +81,13 @@ class Browser:
             self._call(f"{domain}.enable")
         self._call("Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=False)
 
+    def navigate(self, url: str) -> None:
+        """Go to an address, and wait for nothing."""
+        self._call("Page.navigate", url=url)
+
     def open(self, url: str) -> None:
         """Go to an address, and wait until the viewer has shown it."""
-        self._call("Page.navigate", url=url)
+        self.navigate(url)
         self.wait("document.readyState === 'complete' && !document.querySelector('[aria-busy]')")
 
     def go(self, fragment: str) -> None:
@@ -116,6 +120,11 @@ class Browser:
 
     def text(self) -> str:
         return str(self.evaluate("document.getElementById('main').innerText"))
+
+    def accessibility(self) -> list[dict[str, Any]]:
+        """What a screen reader is told: nodes with role, name and whether they are left out."""
+        nodes: list[dict[str, Any]] = self._call("Accessibility.getFullAXTree")["nodes"]
+        return nodes
 
     def dark(self, on: bool = True) -> None:
         feature = {"name": "prefers-color-scheme", "value": "dark" if on else "light"}

@@ -2,18 +2,22 @@
 
 import contextlib
 import io
+import json
 import re
 import shlex
 import shutil
 import sqlite3
 import subprocess
 import sys
+from array import array
 from pathlib import Path
 
 import pytest
 
 import treadle
 from treadle.cli.main import main
+from treadle.inspect import annotate
+from treadle.journal.codec import seal
 from treadle.journal.run_directory import RunLock
 from treadle.view.run_pages import RunPages
 from treadle.view.trajectory_pages import TrajectoryPages
@@ -124,6 +128,34 @@ def test_a_replay_computes_the_trainers_side_of_every_token_exactly(trained, tmp
         assert len(pairs) == sample["tokens"]
         assert all(abs(sampler - trainer) < 1e-3 for sampler, trainer in pairs)
     assert run(f"treadle annotate {copy} 99")[1].count("has no training step 99") == 1
+
+
+def test_a_replay_that_differs_says_by_how_much(trained, tmp_path, monkeypatch):
+    """As on a GPU: other logprobs than were recorded, and other weights; here by a journal that was changed."""
+    copy = tmp_path / "run"
+    shutil.copytree(trained[0] / "runs/treadle/calculator", copy)
+    with contextlib.closing(sqlite3.connect(copy / "journal.sqlite")) as journal, journal:
+        id, blob = journal.execute(
+            "SELECT id, trainer FROM annotations WHERE step = 2 AND trainer IS NOT NULL ORDER BY id LIMIT 1"
+        ).fetchone()
+        trainer = array("f", blob)
+        trainer[-1] += 0.25
+        journal.execute("UPDATE annotations SET trainer = ? WHERE id = ?", (trainer.tobytes(), id))
+        weights = journal.execute("SELECT id, start, time, kind, fields FROM events WHERE kind = 'weights'").fetchall()
+        for id, *values, fields in weights:
+            if json.loads(fields)["version"] == 2:
+                values.append(json.dumps({**json.loads(fields), "checksum": "other"}))
+                journal.execute("UPDATE events SET fields = ?, digest = ? WHERE id = ?", (values[-1], seal(values), id))
+    status, printed = run(f"treadle annotate {copy} 2")
+    assert status == 1
+    told = r"step 2: OTHER weights: other then, \w+ now; 32 rows annotated, logprobs differ by 0.25 at most"
+    assert re.search(told, printed)
+    assert "1 step gave other weights than the run: annotations are near, and not exact" in printed
+    sizes = iter((4_000_000, 9_000_000))
+    monkeypatch.setattr(annotate, "journal_bytes", lambda run_dir: next(sizes))
+    printed = run(f"treadle annotate {copy} 2")[1]
+    assert "differ by 0 at most" in printed  # what was recorded is replaced
+    assert "the journal is 5.0 MB larger; only a run that goes on keeps to logging.journal_max_mb" in printed
 
 
 def test_a_step_is_annotated_from_the_checkpoint_before_it(trained, tmp_path):

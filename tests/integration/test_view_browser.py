@@ -2,10 +2,14 @@
 
 import json
 import os
+import re
+import runpy
 import threading
+import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from urllib.parse import quote
 
 import pytest
 
@@ -13,7 +17,8 @@ from tests.browser import CHROMIUM, Browser, is_demanded
 from tests.view_runs import CONFIG, annotated, made, sampled, trained, write_run
 from treadle.errors import ToolFailure
 from treadle.journal import Journal
-from treadle.types import Outcome, Row, Score, StopReason, Task, ToolCall, ToolResult, Turn
+from treadle.journal.run_directory import CONFIG_FILE, RUN_FILE
+from treadle.types import Outcome, Row, Score, StopReason, Task, Timing, ToolCall, ToolResult, Turn
 from treadle.view.server import ViewerServer
 
 pytestmark = pytest.mark.skipif(
@@ -142,6 +147,118 @@ def test_what_a_run_recorded_of_turns_tokens_and_steps_is_drawn(opened):
     assert "3 sampled tokens of this window (dotted) would be other tokens" in browser.text()
 
 
+def test_weight_updates_are_drawn_into_the_time_of_a_session(opened):
+    browser, run_dir = opened
+    timing = Timing(time.time() - 30, 60.0, 40.0, 0.25, 0.05, 0.2)
+    with Journal.open(run_dir, max_mb=50) as journal:
+        journal.add(replace(made("pushed", 0, 1.0), timing=timing))
+        journal.add_event("weights", version=4, num_bytes=1, seconds=0.1)
+        journal.add_event("weights", version=5, num_bytes=1, seconds=0.1)
+    browser.go("/run/run/find?uid=pushed")
+    last = browser.evaluate("document.querySelector('main tbody a').hash.split('/')[4]")
+    browser.go(f"/run/run/t/{last}/time")
+    assert "2 weight updates while it was open (drawn in): versions 4, 5." in browser.text()
+    drawn = browser.evaluate("[...document.querySelectorAll('.lane .update')].map(m => [m.title, m.style.left])")
+    assert len(drawn) == 8  # two in each of four lanes
+    assert [title for title, _ in drawn[:2]] == ["new weights: version 4", "new weights: version 5"]
+    assert all(40 < float(left.removesuffix("%")) < 100 for _, left in drawn)
+    browser.go("/run/run/t/2/time")
+    assert "No weights were pushed while it was open." in browser.text()
+
+
+def test_configs_of_two_runs_are_compared(browser, tmp_path):
+    runs = {name: write_run(tmp_path / name) for name in ("one", "two")}
+    path = runs["two"] / CONFIG_FILE
+    path.write_text(path.read_text().replace("n: 4", "n: 8") + "trainer:\n  mode: sync  # given\n", encoding="utf-8")
+    serving = Serving(runs)
+    rows = "[...document.querySelectorAll('tbody tr')].map(row => [...row.cells].slice(0, 3).map(c => c.innerText))"
+    try:
+        browser.open(serving.server.url)
+        browser.go("/run/one/config")
+        browser.evaluate(
+            "[...document.querySelectorAll('main a')].find(a => /compare with two/.test(a.innerText)).click()"
+        )
+        browser.wait("document.getElementById('main').dataset.shown === '#/run/one/config?other=two'")
+        assert browser.evaluate(rows) == [["rollout.n", "4", "8"], ["trainer.mode", "(not set)", "sync"]]
+        browser.go("/run/one/config?other=two&all=yes")
+        assert ["model.path", *(["treadle/tiny-calculator"] * 2)] in browser.evaluate(rows)
+    finally:
+        browser.open("about:blank")
+        serving.close()
+
+
+def test_a_key_turns_light_to_dark_and_back(opened):
+    """And it is kept for the next visit."""
+    browser, _ = opened
+    ground = "getComputedStyle(document.body).backgroundColor"
+    light = browser.evaluate(ground)
+    try:
+        browser.press("t")
+        dark = browser.evaluate(ground)
+        assert dark != light and browser.evaluate("document.documentElement.dataset.theme") == "dark"
+        browser.evaluate("location.reload()")
+        browser.wait(f"document.querySelector('main h1') && {ground} === {json.dumps(dark)}")
+        browser.press("t")
+        assert browser.evaluate(ground) == light
+    finally:
+        browser.evaluate("localStorage.clear()")
+
+
+NAMED = ("button", "link", "textbox", "searchbox", "combobox", "image", "img", "switch", "checkbox", "dialog")
+
+
+def test_a_screen_reader_has_a_name_for_everything_on_every_screen(opened):
+    browser, _ = opened
+    nameless = []
+    for address in SCREENS:
+        browser.go(address)
+        roles = 0
+        for node in browser.accessibility():
+            role = node.get("role", {}).get("value", "").lower()
+            roles += role in NAMED
+            if role in NAMED and not node.get("ignored") and not node.get("name", {}).get("value", "").strip():
+                nameless.append((address, role, node.get("backendDOMNodeId")))
+        assert roles > 5, address
+    assert nameless == []
+
+
+SHIFTED = """new Promise((done) => {
+  const sum = (list) => list.getEntries().reduce((all, e) => all + (e.startTime > window.since ? e.value : 0), 0);
+  new PerformanceObserver((list) => done(sum(list))).observe({ type: "layout-shift", buffered: true });
+  setTimeout(() => done(0), 500);
+})"""
+"""The browser's own measure of content that jumped since `window.since`."""
+
+
+def test_nothing_moves_while_a_run_is_live(opened):
+    """Over three updates of each screen; the list of steps while it is read: its newest step comes in at its top."""
+    browser, run_dir = opened
+    step, moved = 3, {}
+    with Journal.open(run_dir, max_mb=50) as journal:
+        for address in ("/run/run", "/run/run/group?uid=a&step=1", "/run/run/findings", "/run/run/steps"):
+            while address.endswith("steps") and step < 60:
+                step += 1
+                trained(journal, step, made(f"n{step}", 0, 0.5))
+            journal.flush_blocking()
+            browser.go(address)
+            wait_for_pulse(browser)
+            browser.evaluate("scrollTo(0, 300)")
+            browser.evaluate(
+                "new Promise((shown) => setTimeout(shown, 300)).then(() => window.since = performance.now())"
+            )
+            for _ in range(3):
+                step += 1
+                trained(journal, step, made(f"n{step}", 0, 0.5), made(f"n{step}", 1, 1.0))
+                journal.flush_blocking()
+                wait_for_pulse(browser)
+            moved[address] = browser.evaluate(SHIFTED)
+    assert str(step) in browser.text()
+    assert all(shift < 0.01 for shift in moved.values()), moved
+    browser.evaluate("scrollTo(0, 0); window.since = performance.now()")
+    browser.evaluate("document.querySelector('h1').style.paddingTop = '300px'")
+    assert any(browser.evaluate(SHIFTED) > 0.01 for _ in range(60))  # what jumps is measured
+
+
 def test_nothing_is_asked_of_any_other_machine(opened):
     browser, _ = opened
     for address in SCREENS:
@@ -251,6 +368,23 @@ def test_sampler_and_trainer_are_read_for_any_row(opened):
     assert "A validation is not trained on" in browser.text() and "treadle annotate" not in browser.text()
 
 
+def test_how_a_trajectory_is_looked_at_is_kept(opened):
+    """Row, colours and form from one tab to the next; colours and form from one sample to the next."""
+    browser, _ = opened
+    at = lambda address: browser.wait(f"document.getElementById('main').dataset.shown === '#{address}'")  # noqa: E731
+    browser.go("/run/run/t/3/tokens?row=1&by=version&as=table")
+    browser.press("1")
+    at("/run/run/t/3/transcript?row=1&by=version&as=table")
+    browser.press("4")
+    at("/run/run/t/3/tree?row=1&by=version&as=table")
+    browser.press("2")
+    at("/run/run/t/3/tokens?row=1&by=version&as=table")
+    browser.press("[")
+    at("/run/run/t/2/tokens?by=version&as=table")
+    browser.press("]")
+    at("/run/run/t/3/tokens?by=version&as=table")
+
+
 def test_a_live_run_is_followed_without_a_jump(opened):
     """The chosen row stays chosen and in place while a step comes in above it."""
     browser, run_dir = opened
@@ -277,7 +411,9 @@ def test_a_long_step_of_a_live_run_can_be_read(opened):
             browser.evaluate("scrollTo(0, document.body.scrollHeight)")
             browser.wait(f"document.querySelectorAll('tbody tr').length === {rows}")
         browser.evaluate("scrollTo(0, document.body.scrollHeight)")
-        browser.evaluate("getSelection().selectAllChildren(document.querySelector('tbody tr:last-child .soft'))")
+        browser.evaluate(
+            "getSelection().selectAllChildren(document.querySelector('tbody:last-child tr:last-child .soft'))"
+        )
         before = browser.evaluate("[scrollY, String(getSelection())]")
         assert before[0] > 1000 and before[1] == "question of g099"
         trained(journal, 5, made("other", 0, 1.0))
@@ -305,13 +441,23 @@ def test_the_run_screen_follows_in_place(opened):
         "'.chart svg').dispatchEvent(new PointerEvent('pointermove', {clientX: box.right - 8, bubbles: true})) })()"
     )
     assert "step 3:" in browser.evaluate("document.querySelector('.chart h3').innerText")
+    bars = "[...document.querySelectorAll('.bars .track i')].map(bar => bar.style.width)"
+    before = browser.evaluate(bars)
     browser.requests.clear()
     with Journal.open(run_dir, max_mb=50) as journal:
+        for sample in range(6):
+            journal.add(made("bad", sample, None, outcome=Outcome.failed(ToolFailure("it broke again"))))
         trained(journal, 4, made("new", 0, 0.5))
         journal.flush_blocking()
         browser.wait("/step 4:/.test(document.querySelector('.chart h3').innerText)")
+        wait_for_pulse(browser)
     assert browser.evaluate("window.kept === document.querySelector('main h1') && scrollY === window.was")
     browser.wait("performance.getEntriesByType('resource').some(e => /timeline.*at=\\d/.test(e.name))")
+    live = browser.evaluate(bars)
+    assert not any("Content Security Policy" in line for line in browser.console)
+    browser.evaluate("location.reload()")
+    browser.wait("!window.kept && document.querySelector('.bars') && !document.querySelector('[aria-busy]')")
+    assert live == browser.evaluate(bars) != before
 
 
 def test_a_list_of_a_live_run_stays_and_offers_what_is_new(opened):
@@ -527,13 +673,19 @@ def test_hostile_text_in_every_field_stays_text(hostile, browser):
             f"step/{step}",
             f"t/{good}/transcript",
             f"t/{good}/tokens",
+            f"t/{good}/tokens?as=table",
             f"t/{good}/time",
             f"t/{good}/tree",
             f"t/{good + 1}/transcript",
             f"diff?id={good}&other={good + 1}",
+            f"diff?id={good}",
         ):
             browser.go(f"/run/run/{screen}")
             assert_harmless(browser, f"{screen}: {text}")
+        browser.press("m")
+        assert f"Marked: {step} " in browser.evaluate("document.getElementById('marked').innerText")
+        assert_harmless(browser, f"marked: {text}")
+        browser.press("m")
         browser.evaluate(f"location.hash = '/run/run/group?uid=' + encodeURIComponent({json.dumps(f'{step} {text}')})")
         browser.wait("document.querySelector('.samples') || document.querySelector('.problem')")
         assert_harmless(browser, f"group: {text}")
@@ -544,6 +696,43 @@ def test_hostile_text_in_every_field_stays_text(hostile, browser):
         assert_harmless(browser, f"hovered: {text}")
     browser.go("/run/run/t/1/transcript")
     assert HOSTILE[0] in browser.text()
+
+
+def hostile_names(folder: Path) -> dict[str, Path]:
+    """Runs whose name, directory, config and cause of failure are hostile, by name."""
+    runs = {}
+    for number, text in enumerate(HOSTILE):
+        runs[text] = write_run(folder / f"{number} {text.replace('/', '|').replace(chr(0), '')}")
+        config = f"model:\n  path: {text}  # {text}\n  {text}: {text}  # set by {text}\n"
+        (runs[text] / CONFIG_FILE).write_text(config, encoding="utf-8")
+        (runs[text] / RUN_FILE).write_text(json.dumps({"status": "failed", "cause": text}), encoding="utf-8")
+    return runs
+
+
+def test_hostile_names_directories_configs_and_causes_stay_text(browser, tmp_path):
+    runs = hostile_names(tmp_path)
+    serving = Serving(runs)
+    browser.dialogs.clear()
+    browser.requests.clear()
+    try:
+        browser.open(serving.server.url)
+        browser.wait("document.querySelectorAll('tbody tr').length === 11")
+        assert_harmless(browser, "runs")
+        assert HOSTILE[0] in browser.text()
+        for name, other in zip(runs, [*list(runs)[1:], HOSTILE[0]], strict=True):
+            there = quote(other, safe="")
+            for screen in (
+                *("", "/t/3/transcript", "/t/3/tokens?as=table", "/diff?id=3", "/config", "/config?all=yes"),
+                *(f"/config?other={there}", f"/config?other={there}&all=yes", f"/diff?id=3&other=2&other_run={there}"),
+            ):
+                browser.go(f"/run/{quote(name, safe='')}{screen}")
+                assert_harmless(browser, f"{screen}: {name}")
+            browser.press("m")
+            assert_harmless(browser, f"marked: {name}")
+        browser.evaluate("sessionStorage.clear()")
+    finally:
+        browser.open("about:blank")
+        serving.close()
 
 
 @pytest.mark.parametrize(
@@ -600,8 +789,60 @@ def test_a_hundred_thousand_tokens_and_ten_thousand_groups_are_usable(tmp_path, 
         assert browser.evaluate("document.querySelectorAll('.tok').length") == 1500
         browser.go("/run/run/tasks")
         assert browser.evaluate("document.querySelectorAll('tbody tr').length") == 40
-        browser.evaluate("scrollTo(0, document.body.scrollHeight)")
-        browser.wait("document.querySelectorAll('tbody tr').length > 40")
+        scroll_through_pages(browser, 40)
+        assert browser.evaluate("document.querySelectorAll('*').length") < 10_000  # 40 pages whole: 21,000
+        assert browser.evaluate("document.querySelectorAll('tr.gap').length") > 20
+        assert browser.evaluate("document.querySelector('table').offsetHeight") > 40 * 1000
+        browser.evaluate("scrollTo(0, 0)")
+        browser.wait("document.querySelector('tbody td')?.innerText === 'long'")
+        walk_over_pages(browser)
     finally:
         browser.open("about:blank")
         serving.close()
+
+
+def scroll_through_pages(browser: Browser, pages: int) -> None:
+    """To the end of a list, until it has that many pages; what is left far behind is dropped."""
+    browser.evaluate(
+        "(async () => { const list = document.querySelector('main table');"
+        " const more = document.querySelector('[data-more]');"
+        f" while (list.tBodies.length < {pages}) {{ scrollTo(0, document.body.scrollHeight); await more.load();"
+        " await new Promise((shown) => requestAnimationFrame(() => setTimeout(shown))); } })()"
+    )
+
+
+def walk_over_pages(browser: Browser) -> None:
+    """`j` over the end of a page: a step changes two lines and searches no list, however long; `k` goes back."""
+    browser.evaluate(
+        "(() => { window.searches = 0; window.changed = []; const search = document.querySelectorAll.bind(document);"
+        " document.querySelectorAll = (what) => { window.searches += 1; return search(what); };"
+        " new MutationObserver((found) => window.changed.push(...found.map((one) => one.target.tagName)))"
+        ".observe(document.querySelector('main'), {attributes: true, subtree: true, attributeFilter: ['class']}) })()"
+    )
+    browser.press(*"j" * 45)
+    browser.wait("document.querySelector('tr.at td').innerText === 'task-00043'")
+    assert browser.evaluate("window.searches") == 0
+    assert browser.evaluate("window.changed.length") <= 2 * 45 and browser.evaluate(
+        "window.changed.every(n => n === 'TR')"
+    )
+    browser.press(*"k" * 10)
+    browser.wait("document.querySelector('tr.at td').innerText === 'task-00033'")
+    browser.evaluate("scrollTo(0, document.body.scrollHeight)")
+    browser.wait("document.querySelectorAll('tr.gap').length > 20")
+    assert browser.evaluate("document.querySelector('tr.at td').innerText") == "task-00033"  # its page stays
+
+
+def test_the_pictures_of_the_docs_are_made(tmp_path):
+    """By the script of the page, here from small runs: each screen it names is there and is drawn."""
+    stale = write_run(tmp_path / "stale", made("gap", 0, 1.0))
+    with Journal.open(stale, max_mb=50) as journal:
+        journal.add_annotations([annotated(made("gap", 0, 1.0), (0.0, -0.25, -2.5, -0.75, -1.0), step=3)])
+    gamed = write_run(tmp_path / "gamed", made("c", 0, 0.5, parts={"format": 0.5, "answer": 0.0}))
+    script = runpy.run_path(str(Path(__file__).parents[2] / "docs" / "view_screenshots.py"))
+    pictures = tmp_path / "pictures"
+    pictures.mkdir()
+    script["main"]([str(write_run(tmp_path / "success")), str(gamed), str(stale), "--output", str(pictures)])
+    made_of = {path.stem.removeprefix("view-") for path in pictures.iterdir()}
+    page = (Path(__file__).parents[2] / "docs" / "view.md").read_text(encoding="utf-8")
+    assert made_of == set(re.findall(r"view-(\w+)\.png", page))
+    assert all(path.read_bytes().startswith(b"\x89PNG") for path in pictures.iterdir())

@@ -1,5 +1,6 @@
 """Findings: each detector on a sample that has it, and on one that has not."""
 
+from dataclasses import replace
 from pathlib import Path
 from random import Random
 
@@ -18,7 +19,7 @@ def kinds(run_dir: Path) -> dict[str, int]:
     return dict(scan_run(run_dir).counts)
 
 
-def written(tmp_path: Path, *trajectories, truth: str | None = None) -> Path:
+def written(tmp_path: Path, *trajectories, truth: object = None) -> Path:
     run_dir = tmp_path / "run"
     with Journal.open(run_dir, max_mb=50, config_yaml="model: {path: none}\n") as journal:
         for uid in dict.fromkeys(item.uid for item in trajectories):
@@ -73,14 +74,29 @@ def test_a_long_answer_that_only_uses_few_tokens_is_no_repetition(tmp_path):
 def test_a_truth_in_the_prompt_that_the_answer_repeats(tmp_path):
     asked = {"role": "user", "content": "The answer is Lisbon, but say it yourself"}
     spoken = lambda said: ({**asked}, {"role": "assistant", "content": said})  # noqa: E731
-    from dataclasses import replace
-
     echo = replace(made("a", 0, 1.0), messages=spoken("It is Lisbon."))
     other = replace(made("a", 1, 0.0), messages=spoken("It is Porto."))
     found = scan_run(written(tmp_path, echo, other, truth="Lisbon")).findings
     assert [(item.kind, item.sample, item.message) for item in found] == [("echo", 0, 0)]
     text = asked["content"]
     assert text[found[0].start : found[0].end] == "Lisbon"
+
+
+@pytest.mark.parametrize(
+    ("truth", "asked", "found"),
+    [
+        (46368, "Is it 46368?", ["echo"]),
+        (-271.5, "Is it -271.5?", ["echo"]),
+        (46368, "Is it 46368.5 or 1,46368 or 946368?", []),
+        (4636, "Is it 4636?", []),  # so short a number stands in many a prompt
+        ([46368], "Is it [46368]?", []),
+        (True, "Is it True?", []),
+    ],
+)
+def test_a_number_in_the_prompt_that_the_answer_repeats(tmp_path, truth, asked, found):
+    messages = ({"role": "user", "content": asked}, {"role": "assistant", "content": f"It is {truth}"})
+    samples = [replace(made("a", at, float(at)), messages=messages) for at in (0, 1)]
+    assert list(kinds(written(tmp_path, *samples, truth=truth))) == found
 
 
 def test_tampering_is_told_with_its_span_where_it_was_rewarded(tmp_path):
@@ -93,7 +109,6 @@ def test_tampering_is_told_with_its_span_where_it_was_rewarded(tmp_path):
 
 def test_a_span_is_in_the_field_that_was_matched(tmp_path):
     """Calls and lists of parts as the viewer shows them; letters are code points, whatever the plane."""
-    from dataclasses import replace
 
     def spoken(uid, **fields):
         return replace(made(uid, 0, 1.0), messages=({"role": "user", "content": "x"}, {"role": "assistant", **fields}))

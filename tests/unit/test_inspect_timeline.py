@@ -9,9 +9,9 @@ import pytest
 
 from tests.schedules import Rollout, Trial, words_for
 from treadle.errors import RunError
-from treadle.inspect.timeline import read_timeline, write_timeline
+from treadle.inspect.timeline import TimelineReader, read_timeline, write_timeline
 from treadle.inspect.timeline_svg import COLUMNS, Chart, draw_svg, format_duration
-from treadle.journal import Journal
+from treadle.journal import Journal, reader
 from treadle.types import Outcome, StopReason, Timing, Trajectory
 
 SVG = "{http://www.w3.org/2000/svg}"
@@ -93,6 +93,27 @@ def test_the_picture_is_whole_and_names_its_lanes_whatever_the_run_is_called(tmp
     assert {"trains", "trainer waits", "rollout waits", "pushes weights", "validates", "saves"} < texts
     assert 'a <run> & "more": 1 step in 2 s' in texts
     assert "prefers-color-scheme:dark" in path.read_text()
+
+
+def test_a_long_run_is_drawn_from_its_newest_part_on(tmp_path, monkeypatch):
+    """Nothing that was not read is drawn as idle; the last picture is the one that is read at once."""
+    steps = [(step, [["train", 10 * step - 5, 10 * step]]) for step in range(1, 10)]
+    sessions = [(f"t{at}", 10 * at, 10 * at + 5) for at in range(9)]
+    write(tmp_path, *steps, sessions=sessions)
+    monkeypatch.setattr(reader, "_MANY", 2)
+    timeline = TimelineReader(tmp_path)
+    first = timeline.read(0.0)
+    assert timeline.share == pytest.approx(2 / 9)
+    assert first.remarks[0] == "the newest 22% of the sessions; older ones are being read"
+    assert first.seconds == pytest.approx(15)  # steps 8 and 9, and their sessions
+    assert [mark.name for mark in first.steps] == ["8", "9"]
+    write(tmp_path, sessions=[("new", 90, 95)])
+    seen = [timeline.share]
+    while timeline.share < 1:
+        last = timeline.read(0.0)
+        seen.append(timeline.share)
+    assert seen == sorted(seen) and len(seen) == 5
+    assert last == read_timeline(tmp_path)
 
 
 def test_a_run_without_steps_has_no_timeline(tmp_path):

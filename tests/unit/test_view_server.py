@@ -1,6 +1,8 @@
 """The viewer's server: this machine alone, by a token alone, GET alone, with a policy on every answer."""
 
+import itertools
 import json
+import math
 import re
 import subprocess
 import sys
@@ -13,8 +15,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.view_runs import made, write_run
+from tests.view_runs import annotated, made, sampled, trained, write_run
 from treadle.cli.main import main
+from treadle.journal import Journal
+from treadle.view import export
 from treadle.view.run_pages import RunPages
 from treadle.view.server import FILES, HEADERS, STATIC, ViewerServer
 
@@ -181,6 +185,48 @@ def test_a_finding_about_a_group_is_exported_with_the_whole_group(tmp_path):
     assert [(line["sample"], line["finding"]["kind"]) for line in lines] == [(0, "no_signal"), (1, "no_signal")]
 
 
+def exported(server: ViewerServer, kind: str) -> str:
+    """The page of the first finding of a kind."""
+    found = json.loads(server.viewer.answer("api/findings", {"run": "run"}).body)["findings"]
+    item = next(item for item in found if item["kind"] == kind)
+    where = {"run": "run", **{key: str(item[key]) for key in ("kind", "id", "start")}}
+    return server.viewer.answer("api/export", where).body.decode()
+
+
+def test_a_span_far_into_a_long_row_is_in_its_export(tmp_path, monkeypatch):
+    """From shortly before the span on, with what is left out on both sides; also of a row far behind the first."""
+    monkeypatch.setattr(export, "MAX_TOKENS", 1000)
+    monkeypatch.setattr(export, "MAX_ROWS", 3)
+    rows = [sampled((at, 30, 31, 9, 8)) for at in range(5)]
+    rows[4] = sampled(tuple((at * at) % 251 for at in range(1500)) + (7, 8, 9) * 600 + tuple(range(60, 90)))
+    server = ViewerServer({"run": write_run(tmp_path / "run", made("c", 0, 1.0, rows=tuple(rows)))})
+    try:
+        page = exported(server, "repetition")
+    finally:
+        server.server_close()
+    assert page.count("<mark") == 800 and "tokens of row 4" in page and "tokens of row 2" not in page
+    assert "1,303 tokens before these" in page  # 3 of the prompt and 1,500, less 200
+    assert "1,030 tokens after these, 1,000 of them to be marked" in page and "… 2 more rows" in page
+
+
+def test_a_gap_is_exported_with_both_sides_of_its_token(tmp_path):
+    item = made("c", 0, 1.0)
+    run_dir = write_run(tmp_path / "run", item)
+    with Journal.open(run_dir, max_mb=50) as journal:
+        current = replace(item, sample=1, rows=(sampled(item.rows[0].ids, version=3),))
+        trained(journal, 4, current)
+        journal.add_annotations([annotated(current, (0.0, -0.25, -2.5, -0.75, -1.0), step=4)])
+        journal.flush_blocking()
+    server = ViewerServer({"run": run_dir})
+    try:
+        page = exported(server, "gap")
+    finally:
+        server.server_close()
+    assert page.count("<mark") == 1
+    assert 'title="token 5: sampler -0.50000, trainer -2.50000, gap -2.00000"' in page
+    assert "<td>-0.50000</td><td>-2.50000</td><td>-2.00000</td>" in page
+
+
 def test_an_export_writes_out_control_characters_and_half_pairs(tmp_path):
     """Of every field that it shows."""
     evil = "\u202egnp.exe\x1b[2J\x9b\x00 \ud800"
@@ -266,17 +312,40 @@ def read_palettes() -> dict[str, dict[str, str]]:
     return {"light": light, **{f"dark {at}": {**light, **own} for at, own in enumerate(dark)}}
 
 
-def contrast(palette: dict[str, str], one: str, other: str) -> float:
-    def luminance(name: str) -> float:
-        value = palette[name]
-        while value.startswith("var("):
-            value = palette[value[6:-1]]
-        parts = [int(value[at : at + 2], 16) / 255 for at in (1, 3, 5)]
-        linear = [part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in parts]
-        return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
+def linear(palette: dict[str, str], name: str) -> list[float]:
+    """Red, green and blue as light adds up."""
+    value = palette[name]
+    while value.startswith("var("):
+        value = palette[value[6:-1]]
+    parts = [int(value[at : at + 2], 16) / 255 for at in (1, 3, 5)]
+    return [part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in parts]
 
-    low, high = sorted((luminance(one), luminance(other)))
+
+def contrast(palette: dict[str, str], one: str, other: str) -> float:
+    low, high = sorted(
+        sum(share * part for share, part in zip((0.2126, 0.7152, 0.0722), linear(palette, name), strict=True))
+        for name in (one, other)
+    )
     return (high + 0.05) / (low + 0.05)
+
+
+SEEN = {
+    "all colours": ((1, 0, 0), (0, 1, 0), (0, 0, 1)),
+    "protanopia": ((0.152, 1.053, -0.205), (0.115, 0.786, 0.099), (-0.004, -0.048, 1.052)),
+    "deuteranopia": ((0.367, 0.861, -0.228), (0.280, 0.673, 0.047), (-0.012, 0.043, 0.969)),
+    "tritanopia": ((1.256, -0.077, -0.179), (-0.078, 0.931, 0.148), (0.005, 0.691, 0.304)),
+}
+"""What an eye sees of linear red, green and blue: Machado, Oliveira and Fernandes 2009, severity 1."""
+
+
+def seen_lab(palette: dict[str, str], name: str, seen: tuple[tuple[float, ...], ...]) -> tuple[float, float, float]:
+    """CIELAB of a colour as an eye of that kind sees it; distances in it are ΔE 1976."""
+    light = linear(palette, name)
+    r, g, b = (max(0.0, sum(a * part for a, part in zip(row, light, strict=True))) for row in seen)
+    white = (0.4124 * r + 0.3576 * g + 0.1805 * b) / 0.95047, 0.2126 * r + 0.7152 * g + 0.0722 * b
+    xyz = (*white, (0.0193 * r + 0.1192 * g + 0.9505 * b) / 1.08883)
+    x, y, z = (part ** (1 / 3) if part > 0.008856 else 7.787 * part + 16 / 116 for part in xyz)
+    return 116 * y - 16, 500 * (x - y), 200 * (y - z)
 
 
 INKS = {"s4": "mid-ink", "s5": "s5-ink", "n3": "mid-ink", "n4": "dark-ink", "p3": "mid-ink", "p4": "dark-ink"}
@@ -299,3 +368,39 @@ def test_text_can_be_read_and_colours_can_be_told_apart_in_light_and_dark():
             assert contrast(palette, ink, "panel") >= 4.5 and contrast(palette, ink, "ground") >= 4.5, (name, ink)
         faint = [shade for shade in classes if contrast(palette, shade, "panel") < (1.15 if name == "light" else 1.4)]
         assert faint == [], name
+
+
+def test_versions_and_runs_are_told_apart_by_every_eye():
+    """Each two of a family, in light and dark, also by readers who do not see red, green or blue; ΔE of 10 or more."""
+    close = {}
+    for name, palette in read_palettes().items():
+        for eye, seen in SEEN.items():
+            for family in ("v", "c"):
+                labs = {at: seen_lab(palette, f"{family}{at}", seen) for at in range(1, 7)}
+                for one, other in itertools.combinations(labs, 2):
+                    if (distance := math.dist(labs[one], labs[other])) < 10:
+                        close[name, eye, f"{family}{one}", f"{family}{other}"] = round(distance, 1)
+            for at in range(1, 5):
+                assert math.dist(seen_lab(palette, f"n{at}", seen), seen_lab(palette, f"p{at}", seen)) > 25
+    assert close == {}
+    for name, palette in read_palettes().items():
+        for at in range(1, 7):
+            assert contrast(palette, f"c{at}", "ground") >= 3, (name, at)
+
+
+def test_the_static_files_are_readable():
+    """They are served as they are written: lines of 120 letters at most."""
+    long = [
+        f"{path.name}:{number}"
+        for path in STATIC.iterdir()
+        for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1)
+        if len(line) > 120
+    ]
+    assert long == []
+
+
+def test_the_page_asks_about_the_curve_that_was_measured():
+    root = Path(__file__).parents[2]
+    measured = json.loads((root / "treadle/recipes/calculator/measured.json").read_text(encoding="utf-8"))
+    curve = ", ".join(f"{value:.2f}" for _, value in measured["curves"]["validation/success"])
+    assert f"Validation success goes {curve}." in (root / "docs/view.md").read_text(encoding="utf-8")

@@ -132,16 +132,19 @@ def annotate(arguments: Arguments) -> int:
     """
     config = _load_training(arguments.run_dir)
 
-    from treadle.inspect.annotate import annotate_run, start_of_replay
+    from treadle.inspect.annotate import annotate_run, journal_bytes, start_of_replay
 
     start = start_of_replay(arguments.run_dir, arguments.step)
     if start is not None:
         warn(f"replaying from {start}")
-    differing = 0
+    differing, before = 0, journal_bytes(arguments.run_dir)
     for done in annotate_run(_load_step(config), arguments.run_dir, arguments.step):
         differing += not done.replayed.equal
         off = "" if done.largest_difference is None else f", logprobs differ by {done.largest_difference:.2g} at most"
         say(f"step {done.replayed.step}: {_verdict(done.replayed)}; {done.num_rows} rows annotated{off}")
+    grown = journal_bytes(arguments.run_dir) - before
+    if grown > 100_000:
+        warn(f"the journal is {grown / 1e6:.1f} MB larger; only a run that goes on keeps to logging.journal_max_mb")
     if differing:
         warn(f"{_steps(differing)} gave other weights than the run: annotations are near, and not exact; {_EXACT}")
     return 1 if differing else 0

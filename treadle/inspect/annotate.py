@@ -4,6 +4,10 @@ Trains a fresh policy on the run's journal, as `replay` does, from the newest ch
 for, and writes the annotations of each step into the journal, in the place of those it has. On a CPU the replay is
 exact; elsewhere it says how far its logprobs are from recorded ones. Refused while a run holds the directory; changes
 nothing else of a run.
+
+Rows are committed a few at a time, so the write-ahead log stays within `_BATCH_BYTES` and the row that passes it,
+however large a step is; interrupted, a step has some of its rows annotated. The journal itself grows, by 25 bytes for
+each sampled token at most, also beyond logging.journal_max_mb: only a run drops bodies.
 """
 
 import sqlite3
@@ -22,8 +26,8 @@ from treadle.journal.run_directory import RunLock
 from treadle.journal.store import insert_annotations
 from treadle.trainer.step import StepParts
 
-_MAX_BYTES = 8 << 30
-"""For the write-ahead log of this writer; bodies are dropped by runs alone."""
+_BATCH_BYTES = 8 << 20
+"""Of annotations in one transaction; as large as the write-ahead log becomes before it is folded back."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,13 +44,20 @@ def annotate_run(parts: StepParts, run_dir: Path, step: int | None = None) -> It
     """Replay a run with fresh `parts`, and annotate all of its steps that still have their tokens, or one."""
     lock = RunLock.take(run_dir, time.time())
     try:
-        connection = schema.connect_writer(run_dir / schema.FILE_NAME, max_bytes=_MAX_BYTES)
+        connection = schema.connect_writer(run_dir / schema.FILE_NAME, max_bytes=8 * _BATCH_BYTES)
         try:
             yield from _annotate(connection, replace(parts, annotations=1.0), run_dir, step)
         finally:
             connection.close()
     finally:
         lock.release()
+
+
+def journal_bytes(run_dir: Path) -> int:
+    """Bytes of a run's journal on the disk, its write-ahead log included."""
+    path = run_dir / schema.FILE_NAME
+    files = (path, path.with_name(f"{path.name}-wal"))
+    return sum(file.stat().st_size for file in files if file.is_file())
 
 
 def start_of_replay(run_dir: Path, step: int | None = None) -> Path | None:
@@ -75,14 +86,30 @@ def _annotate(
     for done in replay(parts, run_dir, checkpoint=start_of_replay(run_dir, step)):
         if step is None or done.step == step:
             difference = _compare(connection, done.annotations)
-            connection.execute("BEGIN")
-            insert_annotations(connection, [annotation_values(row) for row in done.annotations])
-            connection.execute("COMMIT")
+            for rows in _batches(done.annotations):
+                connection.execute("BEGIN")
+                insert_annotations(connection, [annotation_values(row) for row in rows])
+                connection.execute("COMMIT")
             yield AnnotatedStep(done, len(done.annotations), difference)
         if done.step == step:
             return
     if step is not None:
         raise RunError(f"{run_dir} has no training step {step} to annotate")
+
+
+def _batches(rows: Sequence[RowAnnotation]) -> Iterator[list[RowAnnotation]]:
+    """Rows in order, as many at a time as `_BATCH_BYTES` allows, one at least."""
+    batch: list[RowAnnotation] = []
+    num_bytes = 0
+    for row in rows:
+        size = sum(len(value) for value in row if isinstance(value, bytes))
+        if batch and num_bytes + size > _BATCH_BYTES:
+            yield batch
+            batch, num_bytes = [], 0
+        batch.append(row)
+        num_bytes += size
+    if batch:
+        yield batch
 
 
 def _compare(connection: sqlite3.Connection, rows: Sequence[RowAnnotation]) -> float | None:

@@ -149,13 +149,23 @@ def _last_line(text: str) -> tuple[int, int]:
 
 def _find_echo(item: RecordedTrajectory) -> Iterator[RunFinding]:
     """A truth that the prompt holds as a word of its own, and that the answer repeats."""
-    truth = item.ground_truth if isinstance(item.ground_truth, str) else ""
+    truth = _as_text(item.ground_truth)
     if len(truth) < _MIN_ECHO:
         return
-    word = re.compile(rf"(?<!\w){re.escape(truth)}(?!\w)")
+    before, after = r"(?<!\w)", r"(?!\w)"  # nor part of a longer number, such as 2,345 in 12,345 or in 2,345.6
+    before += r"(?<!\d[.,])" if truth[0].isdigit() else ""
+    after += r"(?![.,]\d)" if truth[-1].isdigit() else ""
+    word = re.compile(f"{before}{re.escape(truth)}{after}")
     given = _first_match(word, _before_the_model(item))
     if given is not None and _first_match(word, _spoken(item)) is not None:
         yield _span("echo", item, f"message {given.message} holds the ground truth, and the answer repeats it", given)
+
+
+def _as_text(truth: object) -> str:
+    """A text, or a number as it is written; other truths, such as lists, have no one way to be written."""
+    if isinstance(truth, str):
+        return truth
+    return str(truth) if isinstance(truth, int | float) and not isinstance(truth, bool) else ""
 
 
 def _find_gap(item: RecordedTrajectory, gap: TokenGap | None) -> Iterator[RunFinding]:

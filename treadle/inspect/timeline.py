@@ -1,13 +1,15 @@
 """Timeline of a training run, read from its journal: sampling, training, weight updates, and which waited for which.
 
 Owns what the spans of a run mean and how its time is divided into columns; `timeline_svg` draws. The time between
-two starts of a run is left out. Reads the journal and nothing else, once through, whatever its size.
+two starts of a run is left out. Reads the journal and nothing else, once through, whatever its
+size; a `TimelineReader` in parts, the newest first.
 """
 
 import os
+import time
 from array import array
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from math import ceil
 from pathlib import Path
@@ -117,11 +119,24 @@ class TimelineReader:
         self._sessions = _Sessions()
         self._begun: dict[int, float] = {}
         self._recorded: list[_Step] = []
-        self._event = self._session = 0
+        self._event = self._newest = 0
         """Ids that were read through."""
+        self._oldest: int | None = None
+        """The session through which older ones were read; None before the first."""
 
-    def read(self) -> Chart:
-        """The timeline up to now; RunError where the run did nothing yet."""
+    @property
+    def share(self) -> float:
+        """Of the sessions, those that were read."""
+        if self._oldest is None or self._oldest == 1:
+            return float(self._oldest == 1)
+        return (self._newest - self._oldest + 1) / max(self._newest, 1)
+
+    def read(self, budget_s: float | None = None) -> Chart:
+        """The timeline up to now; RunError where the run did nothing yet.
+
+        With a budget, of its newest part: as far back as sessions could be read in that time; the next call goes on.
+        """
+        ends = None if budget_s is None else time.monotonic() + budget_s
         with JournalReader.open(self._run_dir) as reader:
             through = self._event
             for event in reader.iter_events(RESUME, after=through):
@@ -131,10 +146,33 @@ class TimelineReader:
                 self._event = max(self._event, event.id)
                 if event.fields.get("spans"):
                     self._recorded.append(_read_step(event))
-            for session in reader.session_times(self._session):
-                self._sessions.add(session)
-                self._session = session.id
+            self._read_sessions(reader, ends)
+        if self.share < 1:
+            return self._draw_newest()
         return _make_chart(self._run_dir, self._begun, self._recorded, self._sessions)
+
+    def _read_sessions(self, reader: JournalReader, ends: float | None) -> None:
+        """Those that are new, and then older ones until the time is over: one page at least."""
+        if self._oldest is not None:
+            for session in reader.session_times(self._newest):
+                self._sessions.add(session)
+                self._newest = session.id
+        while self._oldest != 1:
+            page = reader.session_times_before(self._oldest)
+            for session in page:
+                self._sessions.add(session)
+                self._newest = max(self._newest, session.id)
+            self._oldest = page[-1].id if page else 1
+            if ends is not None and time.monotonic() > ends:
+                return
+
+    def _draw_newest(self) -> Chart:
+        """Without the steps before the oldest session that was read: nothing is drawn as idle that was not read."""
+        began = min(self._sessions.began)
+        recorded = [item for item in self._recorded if item.began >= began] or self._recorded[-1:]
+        chart = _make_chart(self._run_dir, {}, recorded, self._sessions)
+        remark = f"the newest {self.share:.0%} of the sessions; older ones are being read"
+        return replace(chart, remarks=(remark, *chart.remarks))
 
 
 def _make_chart(run_dir: Path, begun: dict[int, float], recorded: Sequence[_Step], sessions: _Sessions) -> Chart:
@@ -186,9 +224,10 @@ def _ranges(begun: dict[int, float], recorded: Sequence[_Step], sessions: _Sessi
     for item in recorded:
         began, ended = ranges[item.start]
         ranges[item.start] = min(began, item.began, begun.get(item.start, began)), max(ended, item.ended)
+    known = {*ranges, *begun}
     for start, session_began, session_ended, _ in sessions:
         began, ended = ranges.get(start, (begun.get(start, session_began), session_ended))
-        ranges[start] = began, max(ended, session_ended)
+        ranges[start] = began if start in known else min(began, session_began), max(ended, session_ended)
     return ranges
 
 

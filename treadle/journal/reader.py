@@ -95,6 +95,14 @@ class JournalReader:
                 yield SessionTime(id, uid, start, began, began + total_s)
             after = found[-1][0]
 
+    def session_times_before(self, before: int | None) -> tuple[SessionTime, ...]:
+        """A page of them, the newest first: those written before an id, or the newest of all."""
+        found = self._execute(
+            "SELECT id, uid, start, started_at, total_s FROM trajectories WHERE id < ? ORDER BY id DESC LIMIT ?",
+            (2**63 - 1 if before is None else before, _MANY),
+        )
+        return tuple(SessionTime(id, uid, start, began, began + total_s) for id, uid, start, began, total_s in found)
+
     def trajectory(self, uid: str, sample: int, attempt: int | None = None) -> TrajectoryEntry | None:
         """One trajectory: the latest of this (uid, sample), or the latest with this attempt number."""
         with self._snapshot():

@@ -8,7 +8,7 @@ five classes; what a finding is about is marked.
 import json
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from html import escape
 
 from treadle.inspect.detectors import RunFinding
@@ -20,6 +20,10 @@ from treadle.view.trajectory_pages import TrajectoryPages
 
 MAX_TOKENS = 20_000
 """Of one row, in the file."""
+BEFORE = 200
+"""Tokens before the span of a finding, in the file."""
+COMPARED = 50
+"""Tokens of a span, in the table of sampler and trainer."""
 MAX_ROWS = 16
 """Rows of a trajectory, in the file."""
 _LIMITS = (-0.05, -0.5, -1.5, -4.0)
@@ -40,7 +44,8 @@ font:13.5px/1.55 ui-monospace,monospace;unicode-bidi:plaintext}}.role{{font-weig
 .tokens span{{unicode-bidi:isolate}}.l1{{background:var(--l1)}}.l2{{background:var(--l2)}}.l3{{background:var(--l3)}}
 .l4{{background:var(--l4)}}.given{{color:var(--soft)}}.ctl{{color:#b3501e;font-size:.85em;unicode-bidi:isolate}}
 .call{{border-left:3px solid var(--line);padding-left:.75rem}}mark{{background:#ffd75e;color:#1d2127}}
-.tokens mark{{outline:2px solid #b3501e}}</style></head><body>
+.tokens mark{{outline:2px solid #b3501e}}td,th{{text-align:right;padding:.15rem .75rem .15rem 0;font-weight:400}}
+th{{color:var(--soft)}}td:nth-child(2){{text-align:left;font-family:ui-monospace,monospace}}</style></head><body>
 <h1>{title}</h1>{found}
 <p class="soft">Exported by treadle view. Tokens are coloured by the sampler's logprob: the darker, the
 less likely; grey ones were not sampled.</p>
@@ -104,12 +109,20 @@ def _section(trajectories: TrajectoryPages, item: Json, found: RunFinding | None
         yield from _fields(trajectories, item, at, span if span is not None and span.message == at else None)
     if item["task"] and item["task"].get("ground_truth") is not None:
         yield f"<div class='role'>ground truth</div><pre dir='auto'>{_truth(item)}</pre>"
-    for row in item["rows_shown"][:MAX_ROWS] if item["has_body"] else ():
-        yield f"<div class='role'>tokens of row {row['position']}</div><pre class='tokens'>"
-        yield "".join(_tokens(trajectories, item["id"], row["position"], span))
-        yield "</pre>"
-    if len(item["rows_shown"]) > MAX_ROWS:
-        yield f"<p class='soft'>… {len(item['rows_shown']) - MAX_ROWS} more rows</p>"
+    rows = _positions(item, span) if item["has_body"] else []
+    for row in rows:
+        yield f"<div class='role'>tokens of row {row}</div>"
+        yield from _row(trajectories, item["id"], row, span if span is not None and span.row == row else None)
+    if rows and item["rows"] > len(rows):
+        yield f"<p class='soft'>… {item['rows'] - len(rows):,} more rows</p>"
+
+
+def _positions(item: Json, span: RunFinding | None) -> list[int]:
+    """The first rows, and the one that has the span."""
+    first = [row["position"] for row in item["rows_shown"][:MAX_ROWS]]
+    if span is None or span.row is None or span.row in first:
+        return first
+    return [*first[: MAX_ROWS - 1], span.row]
 
 
 def _truth(item: Json) -> str:
@@ -137,20 +150,78 @@ def _fields(trajectories: TrajectoryPages, item: Json, at: int, span: RunFinding
             yield f"<pre dir='auto'{kind}>{shown}{inner}{visible(more)}</pre>"
 
 
-def _tokens(trajectories: TrajectoryPages, id: int, row: int, span: RunFinding | None) -> Iterator[str]:
-    start, total = 0, 1
-    first, last = (span.start or 0, span.end or 0) if span is not None and span.row == row else (0, 0)
-    while start < min(total, MAX_TOKENS):
-        window = trajectories.tokens(id, row, start)
+def _row(trajectories: TrajectoryPages, id: int, row: int, span: RunFinding | None) -> Iterator[str]:
+    """The tokens of a row, from shortly before a span on; what is left out is said before and behind them."""
+    first, last = (span.start or 0, span.end or 0) if span is not None else (0, 0)
+    begin = at = max(0, first - BEFORE)
+    total, marked = at + 1, list[_Marked]()
+    yield "<pre class='tokens'>" + (f"{_left_out(begin, 'before these')}\n" if begin else "")
+    while at < min(total, begin + MAX_TOKENS):
+        window = trajectories.tokens(id, row, at, begin + MAX_TOKENS - at)
         total = window["total"]
-        for at, number in enumerate(window["ids"]):
-            text = window["texts"][at] if window["texts"] else f"[{number}]"
-            shown = f"⟨{window['bytes'][at]}⟩" if text is None else text
-            token = f'<span class="{_colour(window["mask"][at], window["logprobs"][at])}">{visible(shown)}</span>'
-            yield f"<mark>{token}</mark>" if first <= start + at < last else token
-        start += len(window["ids"])
-    if total > MAX_TOKENS:
-        yield f"\n… {total - MAX_TOKENS:,} more tokens"
+        for number in range(len(window["ids"])):
+            token = f'<span class="{_colour(window["mask"][number], window["logprobs"][number])}">'
+            token += f"{visible(_text(window, number))}</span>"
+            if first <= at + number < last:
+                marked.append(_marked(window, number))
+                token = f'<mark title="{marked[-1].told()}">{token}</mark>'
+            yield token
+        at += len(window["ids"])
+    marks = f", {last - at:,} of them to be marked" if last > at else ""
+    yield (f"\n{_left_out(total - at, f'after these{marks}')}" if total > at else "") + "</pre>"
+    if any(token.trainer is not None for token in marked):
+        yield from _sides(marked)
+
+
+def _left_out(count: int, where: str) -> str:
+    """A line of its own for tokens that the file does not hold; nothing where there are none."""
+    return f"<span class='soft'>… {count:,} {'token' if count == 1 else 'tokens'} {where}</span>" if count > 0 else ""
+
+
+@dataclass(frozen=True, slots=True)
+class _Marked:
+    """A token of a span: the sampler's and the trainer's side of it."""
+
+    position: int
+    text: str
+    sampler: float | None
+    trainer: float | None
+
+    def figures(self) -> tuple[str, str, str]:
+        gap = None if self.sampler is None or self.trainer is None else self.trainer - self.sampler
+        shown = ["–" if value is None else f"{value:.5f}" for value in (self.sampler, self.trainer, gap)]
+        return shown[0], shown[1], shown[2]
+
+    def told(self) -> str:
+        sampler, trainer, gap = self.figures()
+        return f"token {self.position}: sampler {sampler}, trainer {trainer}, gap {gap}"
+
+
+def _marked(window: Json, at: int) -> _Marked:
+    """As the viewer has it: the gap is against the policy at the start of the step where that is recorded."""
+    trainer = window["old"] or window["trainer"]
+    return _Marked(
+        window["start"] + at, _text(window, at), window["logprobs"][at], None if trainer is None else trainer[at]
+    )
+
+
+def _sides(marked: Sequence[_Marked]) -> Iterator[str]:
+    """Sampler and trainer on the tokens of a span, the largest gap first."""
+    known = [token for token in marked if token.sampler is not None and token.trainer is not None]
+    known.sort(key=lambda token: -abs((token.trainer or 0.0) - (token.sampler or 0.0)))
+    yield "<table><tr><th>token</th><th>text</th><th>sampler logprob</th><th>trainer logprob</th><th>gap</th></tr>"
+    for token in known[:COMPARED]:
+        cells = "".join(f"<td>{figure}</td>" for figure in token.figures())
+        yield f"<tr><td>{token.position}</td><td>{visible(token.text)}</td>{cells}</tr>"
+    yield "</table>"
+    if len(known) > COMPARED:
+        yield f"<p class='soft'>… and {len(known) - COMPARED:,} more tokens with a smaller gap</p>"
+
+
+def _text(window: Json, at: int) -> str:
+    """A token as text; bytes of half a character, or the id where there is no tokenizer."""
+    text = window["texts"][at] if window["texts"] else f"[{window['ids'][at]}]"
+    return f"⟨{window['bytes'][at]}⟩" if text is None else str(text)
 
 
 def _colour(sampled: int, logprob: float | None) -> str:

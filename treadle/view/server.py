@@ -61,6 +61,8 @@ LARGEST = 2**63 - 1
 """What SQLite takes for a whole number."""
 SCAN_S = 0.4
 """Seconds that one answer spends on looking for findings."""
+TIMELINE_S = 0.25
+"""Seconds that one picture of the timeline spends on reading."""
 
 
 class ViewedRun:
@@ -90,14 +92,19 @@ class ViewedRun:
                 self._indexes.texts.close()
 
     def timeline(self) -> bytes:
-        """A picture of the run up to now."""
+        """A picture of the run up to now: of its newest part at first, and of more with every answer."""
         from treadle.inspect.timeline import TimelineReader
         from treadle.inspect.timeline_svg import draw_svg
 
         with self._drawing:
             if self._timeline is None:
                 self._timeline = TimelineReader(self.pages.run_dir)
-            return draw_svg(self._timeline.read()).encode()
+            return draw_svg(self._timeline.read(TIMELINE_S)).encode()
+
+    def timeline_read(self) -> Json:
+        """How much of the run the last picture was of."""
+        with self._drawing:
+            return {"share": 1.0 if self._timeline is None else self._timeline.share}
 
     def findings(self) -> Json:
         """What a scan finds in as much of the run as one answer has time for; the next one goes on."""
@@ -138,6 +145,7 @@ class Viewer:
             "config": lambda run, given: self._config(run, given.get("other")),
             "waits": lambda run, given: run.pages.waits(),
             "timeline": lambda run, given: _draw_timeline(run),
+            "timeline_read": lambda run, given: run.timeline_read(),
             "trajectory": lambda run, given: run.trajectories.trajectory(_id(given)),
             "message": lambda run, given: run.trajectories.message(
                 _id(given), _number(given, "at") or 0, given.get("field") or CONTENT
