@@ -201,11 +201,12 @@ def check_code_tests(text: str) -> None:
     assert isinstance(code_tests.read_program(text), str)
     printed = ExecResult(0, text.encode("utf-8", "replace"))
     for name in (None, "f"):
+        program = code_tests.Program("", code_tests.LANGUAGES["python"], name, 1.0, code_tests.TOLERANCE)
         for expected in (42, "42", [1, 2], {"a": [1.5, None]}, [["x"]], text[:200]):
-            assert code_tests._is_expected(printed, name, expected) in (True, False)
+            assert program._is_expected(printed, expected) in (True, False)
     for depth in (1, len(text)):
         wrapped = ExecResult(0, ("[" * depth + text).encode("utf-8", "replace"))
-        assert not code_tests._is_expected(wrapped, "f", 42)
+        assert not program._is_expected(wrapped, 42)
 
 
 def make_pages_check(at_once: int = 40) -> Callable[[str], None]:

@@ -42,7 +42,8 @@ def test_texts_are_shared_by_jobs_and_told_in_one_table() -> None:
 
 def test_a_program_that_prints_deep_lists_has_not_passed_and_the_grader_goes_on() -> None:
     printed = ExecResult(0, b"[" * 100_000)
-    assert not code_tests._is_expected(printed, "f", [42])
+    program = code_tests.Program("", code_tests.LANGUAGES["python"], "f", 1.0, code_tests.TOLERANCE)
+    assert not program._is_expected(printed, [42])
 
 
 def test_blanks_after_a_fence_are_read_once() -> None:

@@ -21,7 +21,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from tests.boxes import LOCAL, why_not
+from tests.boxes import LOCAL, image_of, why_not
 from treadle.sandbox.box import InitBox
 from treadle.sandbox.protocol import BoxSettings
 from treadle.sandbox.providers import PROVIDERS
@@ -324,7 +324,7 @@ def attempt(provider: str, kind: str, name: str, seen: SimpleNamespace) -> bool:
 
 async def _attempt(provider: str, kind: str, name: str, seen: SimpleNamespace) -> bool:
     make = PROVIDERS[provider]
-    settings = BoxSettings(provider, **SMALL)
+    settings = BoxSettings(provider, image_of(provider), **SMALL)
     box, other = make(settings), make(settings)
     await box.start()
     try:

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import shutil
 import sys
 
 import pytest
@@ -10,6 +11,7 @@ from tests.boxes import each_provider, why_not
 from treadle.config import loads
 from treadle.errors import ConfigError, RewardFailure
 from treadle.reward.builtin import by_source, code_tests
+from treadle.reward.result import ScoreFailure
 from treadle.reward.scorer import Scorer
 from treadle.sandbox import pool
 from treadle.sandbox.protocol import BoxSettings
@@ -80,16 +82,61 @@ PROGRAMS = {
 def test_a_program_is_graded_in_its_language(language: str, provider: str) -> None:
     if why_not(provider) is not None:
         pytest.skip(f"{provider}: {why_not(provider)}")
-    try:
-        code_tests.prepare(language)
-    except ValueError as error:
-        pytest.skip(str(error))
+    known = code_tests.LANGUAGES[language]
+    if shutil.which((known.compiler or known.run)[0]) is None:
+        pytest.skip(f"{language} is not installed")
     answer = f"```{language}\n{PROGRAMS[language]}\n```"
     box = BoxSettings(provider, memory_mb=2048)
     assert grade(answer, TESTS, language=language, box=box, timeout_s=20) == 1.0
     assert grade(answer, {**TESTS, "outputs": ["3", "10", "7"]}, language=language, box=box) == pytest.approx(2 / 3)
     if code_tests.LANGUAGES[language].compiler:
         assert grade("no program", TESTS, language=language, box=box) == 0.0
+
+
+def test_a_program_that_the_box_lacks_is_a_failure_and_no_zero(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(
+        code_tests.LANGUAGES, "lisp", code_tests.ProgramLanguage("main.lisp", ("of-no-box", "main.lisp"))
+    )
+    with pytest.raises(ScoreFailure, match="the box has no program of-no-box"):
+        grade("(print 3)", TESTS, language="lisp")
+
+
+@pytest.mark.parametrize(
+    ("printed", "expected", "same"),
+    [
+        ("0.30000000000000004\n", "0.3", True),
+        ("3.0 yes", "3 yes", True),
+        ("1e-9", "0.0", True),
+        ("0.31", "0.3", False),
+        ("3", "4", False),
+        ("1000000001", "1000000000", False),
+        ("-1000000001", "-1000000000", False),
+        ("nan", "0.5", False),
+        ("1.0 2.0", "1.0", False),
+    ],
+)
+def test_numbers_with_a_point_may_differ_by_the_tolerance(printed: str, expected: str, same: bool) -> None:
+    assert code_tests.is_same_text(printed, expected, 1e-6) is same
+
+
+@pytest.mark.parametrize(
+    ("found", "expected", "same"),
+    [
+        (0.1 + 0.2, 0.3, True),
+        ([1, [2.0000000001]], [1, [2]], True),
+        ({"a": 0.1 + 0.2}, {"a": 0.3}, True),
+        (True, 1, False),
+        (1, True, False),
+        (False, 0.0, False),
+        ([1], [1, 2], False),
+        ({"a": 1}, {"b": 1}, False),
+        ("0.3", 0.3, False),
+        (10**400, 1.5, False),
+        (10**20 + 1, 10**20, False),
+    ],
+)
+def test_values_that_functions_return_are_compared_by_type(found: object, expected: object, same: bool) -> None:
+    assert code_tests.is_same_value(found, expected, 1e-6) is same
 
 
 def test_an_unknown_language_is_refused() -> None:

@@ -1,7 +1,9 @@
 """Boxes of each provider: commands, files, interpreters that stay, deadlines, and failures apart from exit codes."""
 
 import asyncio
+import os
 import shutil
+import signal
 from collections.abc import Callable
 
 import pytest
@@ -278,6 +280,75 @@ def test_warm_boxes_are_taken_once(provider):
     in_box(provider, run)
 
 
+@each_provider
+def test_a_warm_box_that_ended_meanwhile_is_not_given_away(provider):
+    async def run(_: InitBox) -> None:
+        pool = BoxPool(BoxSettings(provider), warm=1)
+        waiting = await pool._warm[0]
+        assert isinstance(waiting, InitBox) and waiting.alive
+        os.kill(waiting._process.pid, signal.SIGKILL)
+        await waiting._process.wait()
+        box = await pool.take()
+        assert box is not waiting and (await box.exec(["true"])).code == 0
+        await box.stop()
+        await pool.close()
+
+    in_box(provider, run)
+
+
+class Stopped:
+    """As much of a box as a pool needs."""
+
+    alive = True
+
+    async def stop(self) -> None:
+        self.alive = False
+
+
+def test_a_warm_box_that_did_not_start_is_started_anew(monkeypatch):
+    opened: list[Stopped] = []
+
+    async def open_box(settings: BoxSettings) -> Stopped:
+        opened.append(Stopped())
+        if len(opened) == 1:
+            raise SandboxFailure("no room just now")
+        return opened[-1]
+
+    async def run() -> Stopped:
+        pool = BoxPool(BoxSettings(), warm=1)
+        box = await pool.take()
+        await pool.close()
+        return box
+
+    monkeypatch.setattr("treadle.sandbox.pool.open_box", open_box)
+    box = asyncio.run(run())
+    assert [one is box for one in opened] == [False, False, True], "failed, warm in its place, and the taker's own"
+    assert [one.alive for one in opened[1:]] == [False, True]
+
+
+def test_a_box_that_is_waited_for_is_stopped_with_the_pool(monkeypatch):
+    async def run() -> None:
+        let_start = asyncio.Event()
+        box = Stopped()
+
+        async def open_box(settings: BoxSettings) -> Stopped:
+            await let_start.wait()
+            return box
+
+        monkeypatch.setattr("treadle.sandbox.pool.open_box", open_box)
+        pool = BoxPool(BoxSettings(), warm=1)
+        pool._num_warm = 0  # nothing in place of what is taken
+        taking = asyncio.ensure_future(pool.take())
+        await asyncio.sleep(0)
+        await pool.close()
+        taking.cancel()
+        let_start.set()
+        await asyncio.wait({taking})
+        assert not box.alive
+
+    asyncio.run(run())
+
+
 @pytest.mark.skipif(shutil.which("podman") is None, reason="needs podman")
 def test_isolation_that_cannot_be_had_is_refused_with_the_reason():
     with pytest.raises(ConfigError, match=r"rollout.sandbox.provider: podman cannot be had: .*no-such-image"):
@@ -299,7 +370,13 @@ def test_containers_have_no_network_no_capabilities_and_limits(kind, monkeypatch
     joined = " ".join(command)
     for words in ("--network none", "--cap-drop ALL", "--read-only", "no-new-privileges", "--pids-limit 24"):
         assert words in joined
-    assert "--memory 110m --memory-swap 110m" in joined and "size=10m" in joined and "--pull never" in joined
+    assert (
+        "--memory 110m --memory-swap 110m" in joined
+        and "size=9m" in joined
+        and "--shm-size 1m" in joined
+        and "seccomp=" in joined
+        and "--pull never" in joined
+    )
     assert "nproc" not in joined, (
         "it counts every process of that user on the machine, and --pids-limit those of the box"
     )

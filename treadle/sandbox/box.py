@@ -109,6 +109,11 @@ class InitBox:
         """Whether control groups of ours hold it; a container engine has its own."""
         return True
 
+    @property
+    def alive(self) -> bool:
+        """Whether it takes commands: it was started, and neither stopped nor ended."""
+        return self._process is not None and self._process.returncode is None and self._over is None
+
     def descriptors(self) -> tuple[int, ...]:
         """Descriptors that the command is given, closed here once it has started."""
         return ()

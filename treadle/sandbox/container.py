@@ -7,11 +7,13 @@ pulled: a box never waits for a registry.
 import asyncio
 import itertools
 import os
+import platform
 import shutil
 from typing import ClassVar
 
 from treadle.errors import SandboxFailure
 from treadle.sandbox.box import HOME, INIT, InitBox
+from treadle.sandbox.confine import build_box_filter
 
 INIT_PLACE = "/run/treadle-init.py"
 ENGINE_VARIABLES = ("PATH", "HOME", "XDG_RUNTIME_DIR", "XDG_CONFIG_HOME", "DOCKER_HOST", "CONTAINERS_CONF")
@@ -24,6 +26,9 @@ class ContainerBox(InitBox):
 
     program: ClassVar[str]
     engine_options: ClassVar[tuple[str, ...]] = ()
+    home_options: ClassVar[str] = "mode=1777"
+    """Of the file system in memory that is the box's directory: its user may write there."""
+    remove_options: ClassVar[tuple[str, ...]] = ()
     not_protected = (
         "holes in the kernel, which the container shares",
         "what the image itself holds, secrets among it",
@@ -54,27 +59,45 @@ class ContainerBox(InitBox):
         memory = f"{settings.memory_mb + settings.disk_mb}m"
         words += ["--pids-limit", str(settings.processes + 4), "--memory", memory, "--memory-swap", memory]
         words += self.engine_options
-        words += ["--tmpfs", f"{HOME}:rw,exec,nosuid,nodev,mode=1777,size={settings.disk_mb}m", "--workdir", HOME]
+        shared = max(1, settings.disk_mb // 8)  # /dev/shm holds files as well
+        words += ["--shm-size", f"{shared}m", "--workdir", HOME]
+        words += ["--tmpfs", f"{HOME}:rw,exec,nosuid,nodev,{self.home_options},size={settings.disk_mb - shared}m"]
         words += ["--volume", f"{INIT}:{INIT_PLACE}:ro", "--entrypoint", "python3"]
         for path in settings.read_only:
             words += ["--volume", f"{path}:{path}:ro"]
         return [*words, settings.image, "-I", "-S", INIT_PLACE, *self.init_arguments()]
 
+    def init_arguments(self) -> list[str]:
+        """The engine's own seccomp profile lets user namespaces and the host of a virtual machine through."""
+        program = build_box_filter(namespaces=True)
+        if program is None:
+            raise SandboxFailure(f"no seccomp filter is written for {platform.machine()}")
+        return [*super().init_arguments(), f"seccomp={program.hex()}"]
+
     async def start(self) -> None:
         await super().start()
-        await self.exec(["mkdir", "-p", ".tmp"])
+        made = await self.exec(["mkdir", "-p", ".tmp"])
+        if made.code != 0:
+            await self.stop()
+            raise SandboxFailure(f"its directory {HOME} cannot be written in image {self.settings.image}: {made.text}")
 
     async def stop(self) -> None:
-        running = self._process is not None
+        if self._process is not None and self.name:
+            await self._remove()
         await super().stop()
-        if running and self.name:
-            # The client is gone; the engine's own process may still hold the container.
-            remover = await asyncio.create_subprocess_exec(
-                self.program, "rm", "--force", self.name,
-                stdin=asyncio.subprocess.DEVNULL, stdout=asyncio.subprocess.DEVNULL, stderr=asyncio.subprocess.DEVNULL,
-            )  # fmt: skip
+
+    async def _remove(self) -> None:
+        """Remove the container at once: its client would wait for processes that ignore it."""
+        remover = await asyncio.create_subprocess_exec(
+            self.program, "rm", "--force", *self.remove_options, self.name,
+            stdin=asyncio.subprocess.DEVNULL, stdout=asyncio.subprocess.DEVNULL, stderr=asyncio.subprocess.DEVNULL,
+        )  # fmt: skip
+        try:
             async with asyncio.timeout(REMOVE_S):
                 await remover.wait()
+        except TimeoutError:
+            remover.kill()
+            await remover.wait()
 
     def uses_groups(self) -> bool:
         return False
@@ -86,6 +109,9 @@ class PodmanBox(ContainerBox):
     provider = program = "podman"
     engine_options = ("--read-only-tmpfs=false",)
     """Else /tmp, /run and /var/tmp could be written, without a limit."""
+    home_options = "mode=01777,notmpcopyup,U"
+    """Without what an image has at that place, which belongs to another user."""
+    remove_options = ("--time", "0")
 
 
 class DockerBox(ContainerBox):

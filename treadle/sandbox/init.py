@@ -46,6 +46,8 @@ PIECE = 65536
 WATCH_MS = 100
 IDLE_WATCH_MS = 1000
 PR_SET_DUMPABLE = 4
+PR_SET_SECCOMP = 22
+PR_SET_NO_NEW_PRIVS = 38
 SIGPIPE = 13
 LIBC = ctypes.CDLL(None)
 
@@ -549,6 +551,19 @@ def lower_limits(limits: "list[tuple[int, int]]") -> None:
         resource.setrlimit(number, (value, value))
 
 
+class FilterProgram(ctypes.Structure):
+    """A seccomp program, as the kernel takes it."""
+
+    _fields_ = [("length", ctypes.c_ushort), ("lines", ctypes.c_char_p)]
+
+
+def install_filter(program: bytes) -> None:
+    """Put a seccomp program around this process and all that it starts."""
+    filter_program = ctypes.byref(FilterProgram(len(program) // 8, program))
+    if LIBC.prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0) or LIBC.prctl(PR_SET_SECCOMP, 2, filter_program, 0, 0):
+        raise OSError("seccomp")
+
+
 def become(argv: "list[bytes]", cwd: bytes, environment: "list[bytes]") -> "NoReturn":
     """Turn this process into a command."""
     os.chdir(cwd)
@@ -629,11 +644,14 @@ def disk_of(folder: str) -> int:
 def main(arguments: "list[str]", confine: "Callable[[], None] | None" = None, own_namespace: bool = True) -> None:
     """Serve on standard input and output, which no command inherits.
 
-    Arguments: the box's directory; limits of the kernel as NUMBER=VALUE; what is to be counted here, as NAME=VALUE.
+    Arguments: the box's directory; limits of the kernel as NUMBER=VALUE; what is to be counted here, as NAME=VALUE;
+    a seccomp program for this process and all commands, as seccomp=HEX.
     """
     LIBC.prctl(PR_SET_DUMPABLE, 0, 0, 0, 0)  # else a command could open our descriptors, and answer for us
     home, *words = arguments
     given = dict(word.split("=") for word in words)
+    if "seccomp" in given:
+        install_filter(bytes.fromhex(given.pop("seccomp")))
     limits = [(int(name), int(value)) for name, value in given.items() if name.isdigit()]
     counted = {name: int(value) for name, value in given.items() if not name.isdigit()}
     excess = (lambda: find_excess(counted, home)) if counted else None

@@ -1,7 +1,7 @@
 """Box pool: started boxes for sessions, so that a session does not wait for one to start.
 
 A box is used by one session and never given to another. `take` gives a warm one, or starts one; another is started in
-the background for a warm one that is taken.
+the background for a warm one that is taken. One that ended while it waited, or did not start, is left out.
 Invariant: after `close` every box that the pool started and nothing took is stopped.
 """
 
@@ -56,14 +56,26 @@ class BoxPool:
         """A started box, the caller's to stop; SandboxFailure where none can be had."""
         if self._closed:
             raise SandboxFailure("the pool of boxes is closed")
-        if not self._warm:
-            return await open_box(self.settings)
-        started = self._warm.pop(0)
-        self.fill()
+        for _ in range(len(self._warm)):
+            started = self._warm.pop(0)
+            self.fill()
+            box = await self._wait_for(started)
+            if box is not None and box.alive:
+                return box
+            if box is not None:
+                await box.stop()
+        return await open_box(self.settings)
+
+    async def _wait_for(self, started: "asyncio.Task[Sandbox]") -> Sandbox | None:
+        """A box that is being started; None where that failed: its taker starts one anew, and hears why if it must."""
         try:
             return await asyncio.shield(started)
+        except SandboxFailure:
+            return None
         except asyncio.CancelledError:
             self._warm.append(started)
+            if self._closed:
+                await self.close()
             raise
 
     async def close(self) -> None:

@@ -80,6 +80,11 @@ class Sandbox(Protocol):
         """The directory in which commands start, and the only one that they may write to."""
         ...
 
+    @property
+    def alive(self) -> bool:
+        """Whether it still takes commands, as far as is known without asking it."""
+        ...
+
     async def start(self) -> None: ...
 
     async def stop(self) -> None:

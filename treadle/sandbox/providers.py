@@ -91,7 +91,7 @@ def _load_provider(settings: BoxSettings) -> MakeBox:
     if (problem := _no_way_out(settings)) and getattr(made, "reaches_out", False) is not True:
         raise SandboxFailure(f"{path}: {problem}; a class whose boxes have one says so: reaches_out = True")
     wanted = [name for name in vars(Sandbox) if not name.startswith("_") and name != "home"]
-    if lacking := [name for name in wanted if not callable(getattr(made, name, None))]:
+    if lacking := [name for name in wanted if not hasattr(made, name)]:
         raise SandboxFailure(
             f"{path} has no {', '.join(lacking)}; treadle.sandbox.protocol.Sandbox has what a box does"
         )

@@ -1,11 +1,12 @@
 """The share of its tests that a program passes, or 1.0 only where it passes all; graded in a fresh box.
 
-    correct: {path: code_tests, kwargs: {language: python, timeout_s: 4, all_or_nothing: false}}
+    correct: {path: code_tests, kwargs: {language: python, timeout_s: 4, all_or_nothing: false, tolerance: 1.0e-6}}
 
 The program is a file that the agent handed in by `submit` (`artifact: FILE`), or the last fenced block of the response,
 or the whole response without one. The ground truth is a map, or its JSON text:
 
-    inputs, outputs             programs that read standard input and print (APPS, TACO); words are compared
+    inputs, outputs             programs that read standard input and print (APPS, TACO); words are compared, numbers
+                                with a point or an exponent by `tolerance`, relative or absolute
     inputs, outputs, fn_name    a Python function, or a method of a class `Solution`, that is called
     tests                       Python: asserts as a list of lines or as text, functions test_…, classes of unittest, or
                                 HumanEval's check(candidate); the program is there as `solution`, too
@@ -22,9 +23,10 @@ The score tells how many tests `passed`, of how many `tests`, and how many more 
 
 import json
 import re
-import shutil
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from math import isclose
 from typing import Any
 
 from treadle.errors import SandboxFailure
@@ -43,6 +45,8 @@ _function = globals().get(_name) or getattr(Solution(), _name)
 print("\\n" + _json.dumps(_function(*_arguments)))
 """
 COMPILE_S = 30.0
+TOLERANCE = 1e-6
+_NUMBER = re.compile(r"[+-]?(\d{1,40}\.?\d{0,40}|\.\d{1,40})([eE][+-]?\d{1,3})?")
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +58,7 @@ class ProgramLanguage:
     compiler: tuple[str, ...] = ()
 
 
-LANGUAGES: Mapping[str, ProgramLanguage] = {
+LANGUAGES: dict[str, ProgramLanguage] = {
     "python": ProgramLanguage("main.py", ("python3", "main.py")),
     "bash": ProgramLanguage("main.sh", ("bash", "main.sh")),
     "c": ProgramLanguage("main.c", ("./program",), ("gcc", "-O2", "-o", "program.out", "main.c", "-lm")),
@@ -71,10 +75,13 @@ def prepare(
     timeout_s: float = 4.0,
     all_or_nothing: bool = False,
     max_tests: int = 10,
+    tolerance: float = TOLERANCE,
 ) -> None:
-    """Check the limits, and that the language is known and its program is here."""
+    """Check the limits, and that the language is known."""
     if not timeout_s > 0 or not max_tests >= 1:
         raise ValueError(f"timeout_s and max_tests must be above 0, got {timeout_s} and {max_tests}")
+    if not tolerance >= 0:
+        raise ValueError(f"tolerance must be 0 or more, got {tolerance}")
     _find_language(language)
 
 
@@ -87,6 +94,7 @@ async def score(
     timeout_s: float = 4.0,
     all_or_nothing: bool = False,
     max_tests: int = 10,
+    tolerance: float = TOLERANCE,
     box: BoxSettings | None = None,
 ) -> Score:
     tests = json.loads(ground_truth) if isinstance(ground_truth, str) else ground_truth
@@ -105,8 +113,8 @@ async def score(
             inputs, outputs = _read_tests(tests)
             cases = list(zip(inputs, outputs, strict=True))[:max_tests]
             total, left_out = len(cases), len(inputs) - len(cases)
-            name = tests.get("fn_name")
-            passed = await _run_cases(source, chosen, name, cases, timeout_s, all_or_nothing, settings)
+            program = Program(source, chosen, tests.get("fn_name"), timeout_s, tolerance)
+            passed = await program.count_passed(cases, settings, stop_early=all_or_nothing)
     except SandboxFailure as failure:
         raise ScoreFailure(Fault.CRASH, f"has no box to grade in: {failure}") from failure
     value = float(passed == total) if all_or_nothing else passed / total
@@ -137,36 +145,7 @@ def _find_language(name: str) -> ProgramLanguage:
     language = LANGUAGES.get(name)
     if language is None:
         raise ValueError(f"there is no language {name!r}; there are {', '.join(LANGUAGES)}")
-    program = (language.compiler or language.run)[0]
-    if shutil.which(program) is None:
-        raise ValueError(f"language {name} needs the program {program}, which is not here")
     return language
-
-
-async def _run_cases(
-    source: str,
-    language: ProgramLanguage,
-    name: str | None,
-    cases: Sequence[tuple[Any, Any]],
-    timeout_s: float,
-    all_or_nothing: bool,
-    settings: BoxSettings,
-) -> int:
-    """How many tests a program passes, until it is late."""
-    box = await take_box(settings)
-    passed = 0
-    try:
-        if not await _install(box, source + (_CALL if name else ""), language):
-            return 0
-        for given, expected in cases:
-            result = await _run_case(box, language, name, given, timeout_s)
-            if _is_expected(result, name, expected):
-                passed += 1
-            elif all_or_nothing or result.timed_out:
-                break
-    finally:
-        await box.stop()
-    return passed
 
 
 def _read_tests(tests: Mapping[str, Any]) -> tuple[Sequence[Any], Sequence[Any]]:
@@ -178,35 +157,96 @@ def _read_tests(tests: Mapping[str, Any]) -> tuple[Sequence[Any], Sequence[Any]]
     return inputs, outputs
 
 
-async def _install(box: Sandbox, source: str, language: ProgramLanguage) -> bool:
-    """Write the program, and compile it where it has to be; False where it does not compile."""
-    await box.write_file(language.file, source.encode(errors="replace"))
-    if not language.compiler:
-        return True
-    # The compiler's own file may lack the right to run, where a box has no chmod.
-    await box.write_file("program", b"", executable=True)
-    compiled = await box.exec(language.compiler, timeout_s=COMPILE_S)
-    return compiled.code == 0 and (await box.exec(["sh", "-c", "cat program.out > program"])).code == 0
+@dataclass(frozen=True, slots=True)
+class Program:
+    """What was handed in, and how it is run and judged. `name`: the function that is called, if one is."""
+
+    source: str
+    language: ProgramLanguage
+    name: str | None
+    timeout_s: float
+    tolerance: float
+
+    async def count_passed(self, cases: Sequence[tuple[Any, Any]], settings: BoxSettings, *, stop_early: bool) -> int:
+        """How many tests it passes in a fresh box, until it is late."""
+        box = await take_box(settings)
+        passed = 0
+        try:
+            if not await self._install(box):
+                return 0
+            for given, expected in cases:
+                result = await self._run(box, given)
+                if self._is_expected(result, expected):
+                    passed += 1
+                elif stop_early or result.timed_out:
+                    break
+        finally:
+            await box.stop()
+        return passed
+
+    async def _install(self, box: Sandbox) -> bool:
+        """Write the program, and compile it where it has to be; False where it does not compile."""
+        compiler = self.language.compiler
+        needed = (compiler or self.language.run)[0]
+        if (await box.exec(["sh", "-c", 'command -v "$0"', needed])).code != 0:
+            raise SandboxFailure(f"the box has no program {needed}, which the language of the tests needs")
+        await box.write_file(self.language.file, (self.source + (_CALL if self.name else "")).encode(errors="replace"))
+        if not compiler:
+            return True
+        # The compiler's own file may lack the right to run, where a box has no chmod.
+        await box.write_file("program", b"", executable=True)
+        compiled = await box.exec(compiler, timeout_s=COMPILE_S)
+        return compiled.code == 0 and (await box.exec(["sh", "-c", "cat program.out > program"])).code == 0
+
+    async def _run(self, box: Sandbox, given: Any) -> ExecResult:
+        stdin = _text(given) if self.name is None else json.dumps([self.name, given])
+        return await box.exec(self.language.run, stdin=stdin.encode(), timeout_s=self.timeout_s)
+
+    def _is_expected(self, result: ExecResult, expected: Any) -> bool:
+        printed = result.stdout.decode(errors="replace")
+        if result.code != 0 or result.timed_out or result.dropped:
+            return False
+        if self.name is None:
+            return is_same_text(printed, _text(expected), self.tolerance)
+        wanted = [expected, [expected], _only(expected)]
+        try:
+            found = json.loads(printed.rstrip("\n").rpartition("\n")[2])
+            return any(is_same_value(found, value, self.tolerance) for value in wanted)
+        except (ValueError, RecursionError):
+            return False
 
 
-async def _run_case(
-    box: Sandbox, language: ProgramLanguage, name: str | None, given: Any, timeout_s: float
-) -> ExecResult:
-    stdin = _text(given) if name is None else json.dumps([name, given])
-    return await box.exec(language.run, stdin=stdin.encode(), timeout_s=timeout_s)
+def is_same_text(printed: str, expected: str, tolerance: float) -> bool:
+    """Whether two outputs have the same words; numbers of which one has a point or an exponent may differ a little."""
+    found, wanted = printed.split(), expected.split()
+    return len(found) == len(wanted) and all(
+        one == other or _is_close_number(one, other, tolerance) for one, other in zip(found, wanted, strict=True)
+    )
 
 
-def _is_expected(result: ExecResult, name: str | None, expected: Any) -> bool:
-    printed = result.stdout.decode(errors="replace")
-    if result.code != 0 or result.timed_out or result.dropped:
+def _is_close_number(one: str, other: str, tolerance: float) -> bool:
+    if not (_NUMBER.fullmatch(one) and _NUMBER.fullmatch(other) and set(one + other) & set(".eE")):
         return False
-    if name is None:
-        return printed.split() == _text(expected).split()
-    try:
-        found = json.loads(printed.rstrip("\n").rpartition("\n")[2])
-        return found in (expected, [expected], _only(expected))
-    except (ValueError, RecursionError):
+    return isclose(float(one), float(other), rel_tol=tolerance, abs_tol=tolerance)
+
+
+def is_same_value(found: Any, expected: Any, tolerance: float) -> bool:
+    """Whether two JSON values are the same: true is no 1, and fractions may differ a little."""
+    if isinstance(found, list) and isinstance(expected, list):
+        return len(found) == len(expected) and all(
+            is_same_value(one, other, tolerance) for one, other in zip(found, expected, strict=True)
+        )
+    if isinstance(found, dict) and isinstance(expected, Mapping):
+        return found.keys() == expected.keys() and all(
+            is_same_value(found[key], expected[key], tolerance) for key in found
+        )
+    if isinstance(found, bool) or isinstance(expected, bool):
+        return found is expected
+    if {type(found), type(expected)} in ({float}, {float, int}):
+        with suppress(OverflowError):  # an integer that no float holds
+            return isclose(found, expected, rel_tol=tolerance, abs_tol=tolerance)
         return False
+    return bool(found == expected)
 
 
 def _only(expected: Any) -> Any:
