@@ -13,6 +13,7 @@ from typing import Any
 from zlib import crc32
 
 from treadle.cli.main import main
+from treadle.data.reasoning_tags import THINK, ReasoningTags
 from treadle.errors import RunError
 from treadle.gateway import anthropic_messages, openai_chat, openai_responses
 from treadle.gateway.conversation import split_reasoning
@@ -101,9 +102,10 @@ def check_stream(text: str) -> None:
     ids = text.encode("utf-8", "surrogatepass")[:20_000]
     whole, is_thinking, can_call = ids.decode("utf-8", "replace"), rng.random() < 0.3, rng.random() < 0.5
     starts = hermes.starts if can_call else None
+    tags = rng.choice([THINK, ReasoningTags("[THINK]", "[/THINK]")])
     turn = PartialTurn(
         lambda some: bytes(some).decode("utf-8", "replace"),
-        mark="m", created=0, prompt_tokens=1, stops=(), call_starts=starts, is_thinking=is_thinking,
+        mark="m", created=0, prompt_tokens=1, stops=(), call_starts=starts, is_thinking=is_thinking, tags=tags,
     )  # fmt: skip
     at = 0
     while at < len(ids):
@@ -112,7 +114,7 @@ def check_stream(text: str) -> None:
         at += size
     parsed = hermes.parse(whole)
     content = parsed.content if can_call and not any(call.problem for call in parsed.calls) else whole
-    reasoning, said = ("", content) if turn.is_plain else split_reasoning(content, is_thinking)
+    reasoning, said = ("", content) if turn.is_plain else split_reasoning(content, tags, is_thinking)
     shown = {kind: "".join(piece for other, piece in turn.pieces if other == kind) for kind in ("reasoning", "text")}
     assert reasoning.startswith(shown["reasoning"]), "reasoning"
     assert said.startswith(shown["text"]), "text"
@@ -123,7 +125,7 @@ def check_dialects(text: str) -> None:
     """Written as an answer and as events, read again as the next request, and put into every place of a request."""
     rng = rng_of(text)
     parsed = parser("hermes").parse(text)
-    reasoning, said = split_reasoning(parsed.content)
+    reasoning, said = split_reasoning(parsed.content, THINK)
     calls = [ChatCall(call.name, call.arguments, f"call_m{at}") for at, call in enumerate(parsed.calls)]
     reply = TurnReply("m", said, reasoning, (*calls, ChatCall(text[:80] or "f", {text[:80]: text}, "call_m")))
     answer = ReplySet((reply,), "policy")
