@@ -9,8 +9,9 @@
 
 A cycle attacks `treadle train calculator` at a random moment: SIGKILL, SIGTERM, SIGINT or SIGHUP for the driver, an
 engine, that of validation, an agent worker, a reward worker, a rank, an agent program, an MCP server, a classifier or a
-box; no more room for the driver's files; or the run directory taken away. The run goes on, or ends with a status that
-is not 0 and a cause, and is started again. Ten cycles share a run directory, since most of a cycle is the start of a
+box; SIGSTOP for an engine, a worker or a rank, in runs with short deadlines; no more room for the driver's files; or
+the run directory taken away. The run goes on, or ends with a status that is not 0 and a cause, and is started again.
+Ten cycles share a run directory, since most of a cycle is the start of a
 run; with `--cycles-per-run 1` each has its own. Which kind of run, which part, which fault and which moment follow from
 `--seed` and the number of the cycle alone. Kinds that a machine cannot have are left out, and named with the reason.
 
@@ -41,8 +42,9 @@ from tests.chaos_kinds import KINDS, RunKind
 DEALT = (
     *("plain", "validated", "program", "box", "mcp", "classifier", "plain", "ranks", "program", "box"),
     *("plain", "validated", "mcp-sessions", "program", "plain", "classifier", "box", "validated", "mcp", "plain"),
+    *("frozen", "frozen-ranks"),
 )
-"""The kinds of twenty runs in a row."""
+"""The kinds of 22 runs in a row."""
 
 EARLY = 0.25
 """The share of starts that are attacked before their first step."""
@@ -198,7 +200,7 @@ def _cycle(job: Job, run: ChaosRun, number: int, attacks: Sequence[tuple[Part, F
     rng = Random(f"{job.seed}/{number}")
     part, fault = rng.choice(attacks)
     # A directory that goes before the run has written to it is made anew: nothing was attacked.
-    run.cycle(rng, part, fault, early=rng.random() < EARLY and fault is not Fault.VANISHED)
+    run.cycle(rng, part, fault, early=rng.random() < EARLY and fault not in (Fault.VANISHED, Fault.STOP))
 
 
 def _replay(run_dir: Path, until: float) -> str:

@@ -57,12 +57,17 @@ VALIDATED = (
 )
 """With validations, on an engine of their own."""
 
+FROZEN = (*WORDS, "rollout.limits.request_timeout_s=60", "rollout.limits.session_timeout_s=120", "reward.timeout_s=10")
+"""With deadlines that a frozen part is seen by."""
+
 RANKS = (
     *(word for word in WORDS if not word.startswith(("trainer.mode=", "trainer.max_staleness=", "rollout.nnodes="))),
     "actor._target_=treadle.config.FSDPActorConfig",
     "trainer.processes_per_node=2",
 )
 """The same in sync, with the policy on two ranks."""
+
+FROZEN_RANKS = (*RANKS, "trainer.rank_timeout_s=30")
 
 LIMIT_S = 300.0
 """For a start to make steps, and for one that ends to be gone."""
@@ -125,6 +130,8 @@ class Fault(StrEnum):
     TERM = "SIGTERM"
     INT = "SIGINT"
     HUP = "SIGHUP"
+    STOP = "SIGSTOP"
+    """Frozen: it lives, and answers nothing."""
     FULL_DISK = "full disk"
     VANISHED = "vanished directory"
 

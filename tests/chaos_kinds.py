@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from zlib import crc32
 
-from tests.chaos import RANKS, VALIDATED, WORDS, Fault, Part
+from tests.chaos import FROZEN, FROZEN_RANKS, RANKS, VALIDATED, WORDS, Fault, Part
 from treadle.config.sandbox import SandboxConfig
 from treadle.rollout.tools import tool
 from treadle.rollout.tools.box_tools import BoxTools
@@ -21,8 +21,10 @@ HERE = Path(__file__).parent
 SIGNALS = (Fault.KILL, Fault.TERM, Fault.INT, Fault.HUP)
 PLAIN_ATTACKS = (
     *((part, fault) for part in (Part.ENGINE, Part.WORKER, Part.REWARD) for fault in SIGNALS),
-    *((Part.DRIVER, fault) for fault in Fault),
+    *((Part.DRIVER, fault) for fault in Fault if fault is not Fault.STOP),
 )
+FROZEN_ATTACKS = tuple((part, Fault.STOP) for part in (Part.ENGINE, Part.WORKER, Part.REWARD))
+"""Parts that are not ended, and answer nothing: each is replaced after its deadline."""
 
 
 class BoxCalculator(BoxTools):
@@ -73,6 +75,14 @@ def _ranks(directory: Path) -> tuple[str, ...]:
     return RANKS
 
 
+def _frozen(directory: Path) -> tuple[str, ...]:
+    return FROZEN
+
+
+def _frozen_ranks(directory: Path) -> tuple[str, ...]:
+    return FROZEN_RANKS
+
+
 def _program(directory: Path) -> tuple[str, ...]:
     argv = json.dumps(["python", str(HERE / "chaos_agent.py"), "{{messages}}"])
     return (
@@ -121,8 +131,12 @@ class RunKind:
     """What not every run has. Attacks on it are half of all."""
     missing: Callable[[], str] = _no_need
     """Why this machine cannot have it; empty where it can."""
+    faults: tuple[tuple[Part, Fault], ...] = ()
+    """All that is done to it, where that is not what is done to the others."""
 
     def attacks(self) -> list[tuple[Part, Fault]]:
+        if self.faults:
+            return list(self.faults)
         own = [(self.part, fault) for fault in SIGNALS] if self.part is not None else []
         if self.part is Part.RANK:
             return own
@@ -135,6 +149,8 @@ KINDS = {
         RunKind("plain", _plain),
         RunKind("validated", _validated, Part.VALIDATION),
         RunKind("ranks", _ranks, Part.RANK),
+        RunKind("frozen", _frozen, faults=FROZEN_ATTACKS),
+        RunKind("frozen-ranks", _frozen_ranks, Part.RANK, faults=((Part.RANK, Fault.STOP),)),
         RunKind("program", _program, Part.PROGRAM),
         RunKind("mcp", _mcp, Part.MCP, _need_mcp),
         RunKind("mcp-sessions", _mcp_sessions, Part.MCP, _need_mcp),

@@ -23,9 +23,9 @@ import signal
 import sysconfig
 import threading
 from collections import deque
-from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager
 from contextvars import copy_context
 from functools import cache
 from pathlib import Path
@@ -215,6 +215,24 @@ def first_error() -> Iterator[None]:
         while isinstance(error, BaseExceptionGroup):
             error = error.exceptions[0]
         raise error from None
+
+
+@asynccontextmanager
+async def first_error_of(manager: AbstractAsyncContextManager[T], what: str) -> AsyncIterator[T]:
+    """Around a manager: where its block fails, an error of leaving it is logged, and does not replace the block's."""
+    own: BaseException | None = None
+    try:
+        async with manager as value:
+            try:
+                yield value
+            except BaseException as error:
+                own = error
+                raise
+    except Exception as error:
+        if own is None or error is own:
+            raise
+        log.warning("%s did not close in order: %s", what, describe_error(error))
+        raise own from own.__cause__
 
 
 class Expired(Exception):

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.chaos import hear_signals
 from tests.rollouts import save_model
 
 CODE = """
@@ -141,3 +142,33 @@ def test_an_async_tool_that_leaves_with_status_0_does_not_end_the_run_well(folde
     done = treadle(folder, tools, "rollout.agent.default_agent_loop=tool_agent", "rollout.agent.num_workers=0")
     assert done.returncode == 1
     assert "code_of_this_test.py:" in done.stderr
+
+
+EARLY = """
+import os, signal, sys
+
+class DuringImport:
+    def find_spec(self, name, path=None, target=None):
+        if name == "treadle.cli.plan":
+            os.kill(os.getpid(), signal.{name})
+
+sys.meta_path.insert(0, DuringImport())
+sys.argv = ["treadle", "--version"]
+from treadle.__main__ import main
+main()
+"""
+
+
+@pytest.mark.parametrize("name", ["SIGINT", "SIGTERM", "SIGHUP"])
+def test_a_signal_while_the_command_is_imported_is_a_sentence_and_a_status(name):
+    line = [sys.executable, "-c", EARLY.format(name=name)]
+    done = subprocess.run(line, capture_output=True, text=True, timeout=300, check=False, preexec_fn=hear_signals)
+    assert done.returncode == 130 and not done.stdout
+    assert done.stderr == f"interrupted by {name} before anything was started\n"
+
+
+def test_a_signal_that_is_ignored_stays_ignored_from_the_beginning():
+    """As under nohup."""
+    program = f"import signal\nsignal.signal(signal.SIGHUP, signal.SIG_IGN)\n{EARLY.format(name='SIGHUP')}"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0 and done.stdout.startswith("treadle ")

@@ -4,14 +4,16 @@ import asyncio
 import os
 import signal
 from functools import partial
+from random import Random
 
 import pytest
 
 from tests.letters import ask, decode, encode
 from tests.ray_engines import FailingEngine, LettersEngine, letters
-from treadle.config.rollout import LimitsConfig, ScriptedConfig
+from treadle.config.rollout import FailureConfig, LimitsConfig, ScriptedConfig
 from treadle.engine.protocol import Engine, EngineGone
 from treadle.engine.remote import RemoteEngine
+from treadle.engine.router import Router
 from treadle.errors import ConfigError, EngineFailure, Mistake, RunError
 from treadle.types import StopReason
 
@@ -60,6 +62,19 @@ def test_requests_that_run_are_answered_before_the_engine_is_closed():
             os.kill(engine.pid, 0)
         with pytest.raises(EngineFailure, match="native-0 is closed"):
             await engine.generate(ask())
+
+    play(main())
+
+
+def test_a_frozen_process_is_killed_when_its_engine_is_closed_and_that_is_no_failure():
+    async def main() -> None:
+        limits = LimitsConfig(launch_timeout_s=60.0, close_timeout_s=10.0)
+        engine = await RemoteEngine.create(partial(start, LettersEngine), name="native-0", limits=limits)
+        router = Router([engine], limits=limits, failures=FailureConfig(), rng=Random(0))
+        os.kill(engine.pid, signal.SIGSTOP)
+        await router.close()
+        with pytest.raises(ProcessLookupError):
+            os.kill(engine.pid, 0)
 
     play(main())
 

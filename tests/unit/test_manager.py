@@ -238,6 +238,30 @@ def test_closing_twice_is_fine_and_calls_after_it_are_refused():
         made.generate_sequences_blocking(tasks(1))
 
 
+@pytest.mark.parametrize("colour", ["awaited", "blocking"])
+def test_an_error_of_closing_is_logged_and_does_not_replace_the_runs_own(caplog, colour):
+    lent = parts()
+    (own,) = lent.engines
+    closed = own.close
+
+    async def break_down() -> None:
+        await closed()
+        raise EngineFailure("did not end")
+
+    own.close = break_down
+
+    async def main() -> None:
+        async with await AgentLoopManager.create(rollout=rollout(), model=MODEL, parts=lent):
+            raise LookupError("the cause")
+
+    with pytest.raises(LookupError, match="the cause"):
+        if colour == "awaited":
+            asyncio.run(main())
+        with AgentLoopManager.create_blocking(rollout=rollout(), model=MODEL, parts=lent):
+            raise LookupError("the cause")
+    assert "the rollout did not close in order: EngineFailure: " in caplog.text and "did not end" in caplog.text
+
+
 def test_closing_ends_sessions_that_hang():
     made = manager(hang_rate=1.0)
     running = ThreadPoolExecutor(1).submit(made.generate_sequences_blocking, tasks(2))

@@ -15,6 +15,7 @@ from treadle.cluster import local
 from treadle.cluster.local import LocalReplicas
 from treadle.config.rollout import FailureConfig, LimitsConfig
 from treadle.engine.protocol import Engine, EngineGone, WeightUpdate
+from treadle.engine.replica_set import RoutingOptions
 from treadle.engine.replica_supervisor import ReplicaSupervisor, RestartingEngine
 from treadle.engine.requests import continuation_of
 from treadle.engine.router import Router
@@ -36,6 +37,8 @@ class Frail:
         self.busy = asyncio.Event()
         """Cleared: requests wait, until it is set or the engine dies."""
         self.busy.set()
+        self.frozen = False
+        """It answers no health check."""
         self._death: asyncio.Future[str] = asyncio.get_running_loop().create_future()
 
     def kill(self) -> None:
@@ -68,7 +71,10 @@ class Frail:
     async def resume(self) -> None:
         self.paused = False
 
-    async def health(self) -> None: ...
+    async def health(self) -> None:
+        if self.frozen:
+            await asyncio.shield(self._death)
+            raise EngineGone("killed")
 
     async def close(self) -> None:
         self.closed = True
@@ -679,3 +685,90 @@ def test_a_long_answer_is_one_answer_and_an_abort_ends_it() -> None:
         await supervisor.close_engines()
 
     virtual_time.run(body())
+
+
+FAST = RoutingOptions(probe_timeout_s=0.01, first_probe_s=0.001)
+
+
+def freeze(engine: Frail) -> None:
+    engine.frozen = True
+    engine.busy.clear()
+
+
+def test_an_engine_that_answers_no_health_check_twice_in_a_row_is_replaced() -> None:
+    async def body() -> None:
+        scene = Scene(restore=lambda engine, wanted: asyncio.sleep(0, 0))
+        engine = await scene.add()
+        router = Router([engine], limits=LimitsConfig(), failures=FailureConfig(), rng=Random(0), routing=FAST)
+        (nursery,) = scene.nurseries
+        freeze(nursery.born[0])
+        asked = asyncio.ensure_future(router.generate(REQUEST))
+        with pytest.raises(EngineFailure, match="no answer to a health check"):
+            await router.health()
+        assert not nursery.born[0]._death.done(), "once is not enough"
+        await router.health()
+        assert (await asked).ids == (0,) and len(nursery.born) == 2
+        assert "no answer to a health check in 0.01 s, 2 times in a row" in str(scene.told[0])
+        await router.close()
+
+    play(body)
+
+
+def test_requests_that_find_only_a_frozen_engine_wait_for_its_replacement() -> None:
+    async def body() -> None:
+        scene = Scene(restore=lambda engine, wanted: asyncio.sleep(0, 0))
+        engine = await scene.add()
+        router = Router([engine], limits=LimitsConfig(), failures=FailureConfig(), rng=Random(0), routing=FAST)
+        (nursery,) = scene.nurseries
+        freeze(nursery.born[0])
+        router._replicas.set_aside(router._replicas.all[0], "three requests had no answer")
+        assert (await router.generate(REQUEST)).ids == (0,) and len(nursery.born) == 2
+        await router.close()
+
+    play(body)
+
+
+@pytest.mark.parametrize("order", ["update", "pause"])
+def test_a_frozen_engine_is_replaced_before_it_is_told_something_that_is_waited_for(
+    order: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("treadle.engine.replica_supervisor.PROBE_TIMEOUT_S", 0.01)
+
+    async def body() -> None:
+        scene = Scene()
+        engine = await scene.add()
+        (nursery,) = scene.nurseries
+        freeze(nursery.born[0])
+        if order == "update":
+            assert await engine.update_weights(WeightUpdate(1, "sum", {})) == "sum"
+        else:
+            await engine.pause()
+        await soon(lambda: len(nursery.born) == 2)
+        assert nursery.born[0]._death.done() and nursery.born[1].version == (order == "update")
+        await soon(lambda: bool(scene.told))
+        assert "2 times in a row" in str(scene.told[0])
+        await engine.close()
+
+    play(body)
+
+
+def test_an_engine_that_takes_in_weights_is_not_replaced_however_long_it_is_silent() -> None:
+    async def body() -> None:
+        scene = Scene()
+        engine = await scene.add()
+        router = Router([engine], limits=LimitsConfig(), failures=FailureConfig(), rng=Random(0), routing=FAST)
+        (first,) = scene.nurseries[0].born
+        first.busy.clear()
+        pushed = asyncio.ensure_future(router.update_weights(WeightUpdate(1, "sum", {})))
+        await soon(lambda: bool(engine._updating))
+        first.frozen = True
+        for _ in range(4):
+            with pytest.raises(EngineFailure):
+                await router.health()
+        assert not first._death.done()
+        first.frozen = False
+        first.busy.set()
+        assert await pushed == "sum"
+        await router.close()
+
+    play(body)

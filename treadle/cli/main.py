@@ -15,6 +15,7 @@ from typing import NoReturn
 
 from treadle import __version__
 from treadle.cli import check, config, init, inspect, plan, recipes, results, rollout, serve, sft, simulate, train, view
+from treadle.cli.early_signals import restore_signals
 from treadle.cli.parser import Parser, new_parser, parse
 from treadle.disk import explain_disk_error
 from treadle.errors import ConfigError, Failure, RunError
@@ -81,6 +82,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if arguments is not None:
         sys.exit(_run(parsed.run, parsed))
     leave = _refuse_silent_exit()
+    restore_signals()
     count_interrupts = _count_interrupts()
     _end_in_order_on_signals()
     try:

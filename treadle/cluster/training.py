@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
 
-from treadle.aio import first_error
+from treadle.aio import first_error, first_error_of
 from treadle.checkpoint.store import Checkpoints
 from treadle.cluster import missing_packages
 from treadle.cluster.local import LocalRuntime
@@ -156,14 +156,14 @@ def check(config: TrainConfig) -> None:
 async def _start_runtime(config: TrainConfig, total_steps: int) -> AsyncIterator[Runtime]:
     """The parts, where the plan places them."""
     if config.cluster.backend == "local":
-        async with LocalRuntime.start(config, plan_here(config), total_steps) as local:
+        async with first_error_of(LocalRuntime.start(config, plan_here(config), total_steps), "the runtime") as local:
             yield local
         return
     from treadle.cluster.ray.rollout import planned  # needs Ray
     from treadle.cluster.ray.runtime import RayRuntime
 
     with planned(config) as plan:
-        async with RayRuntime.start(config, plan, total_steps) as runtime:
+        async with first_error_of(RayRuntime.start(config, plan, total_steps), "the runtime") as runtime:
             yield runtime
 
 

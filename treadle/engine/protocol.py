@@ -161,6 +161,24 @@ class ProcessEngine(Engine, Protocol):
 
 
 @runtime_checkable
+class SupportsKill(Protocol):
+    """An engine whose process can be killed."""
+
+    def kill(self) -> None:
+        """Kill it at once; `gone` returns then."""
+        ...
+
+
+@runtime_checkable
+class SupportsReplace(Protocol):
+    """An engine whose process can be replaced while it lives."""
+
+    def replace(self, reason: str) -> bool:
+        """Kill the process, for the next one to take its place; False where that is not to be done now."""
+        ...
+
+
+@runtime_checkable
 class Placed(Protocol):
     """An engine that may be on another machine after it was started again."""
 

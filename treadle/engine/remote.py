@@ -163,16 +163,21 @@ class RemoteEngine:
         return f"its process ended: {await self.process.gone()}"
 
     async def close(self) -> None:
-        """End the engine, then the process; by force if that takes too long."""
+        """End the engine, then the process; by force after half of the deadline, so that the other half is left for it
+        to be gone."""
         if self._closed:
             return
         self._closed = True
-        clock, limit = asyncio.get_running_loop().time, self._limits.close_timeout_s
+        clock, limit = asyncio.get_running_loop().time, self._limits.close_timeout_s / 2
         deadline = clock() + limit
         with suppress(ChannelClosed, TimeoutError):
             async with asyncio.timeout(limit):
                 await self.process.peer.request(EngineCall("close"))
         await self.process.end(max(0.0, deadline - clock()))
+
+    def kill(self) -> None:
+        """Kill the process; open calls fail with `EngineGone`."""
+        self.process.kill()
 
     async def _call(self, method: str, *arguments: Any) -> Any:
         async with self._translated():

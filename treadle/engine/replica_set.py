@@ -9,7 +9,8 @@ flight at a replica is a set of live objects, never a counter kept beside them, 
 
 Nothing polls: a replica that was set aside is probed when its backoff is over and a request arrives, or at once when no
 other replica is left. A probe is a task of the set: one at a time for each replica, with a deadline, ended by
-`end_probes`.
+`end_probes`. A replica that gives no answer to two probes in a row is frozen: its process is replaced, where that can
+be done, and requests wait for the next one there, as after any death.
 """
 
 import asyncio
@@ -19,8 +20,12 @@ from math import inf
 from typing import Any, TypeVar
 
 from treadle.engine.in_flight import InFlightRequests
-from treadle.engine.protocol import Engine, SupportsForget
+from treadle.engine.protocol import Engine, SupportsForget, SupportsReplace
 from treadle.errors import EngineFailure, MisuseError, nearest
+
+PROBE_TIMEOUT_S = 5.0
+SILENT_PROBES = 2
+"""Probes in a row without an answer, after which a replica is frozen."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +64,8 @@ class Replica:
         "probe",
         "probe_at",
         "ready",
+        "replaceable",
+        "silent",
     )
 
     def __init__(self, engine: Engine) -> None:
@@ -66,6 +73,10 @@ class Replica:
         self.name = engine.name
         self.forgetful = engine if isinstance(engine, SupportsForget) else None
         """The engine, where it can be told that a session is over; asked once, as a protocol check is slow."""
+        self.replaceable = engine if isinstance(engine, SupportsReplace) else None
+        """The engine, where its process can be replaced."""
+        self.silent = 0
+        """Probes without an answer, in a row."""
         self.in_flight = InFlightRequests()
         self.ready = True
         self.leaving = False
@@ -95,7 +106,9 @@ class RoutingOptions:
     """Sessions whose replica is remembered; the longest silent is forgotten first."""
     failures_in_row: int = 3
     """Failed requests, with none that worked between them, after which a replica is set aside."""
-    probe_timeout_s: float = 5.0
+    probe_timeout_s: float = PROBE_TIMEOUT_S
+    silent_probes: int = SILENT_PROBES
+    """Probes in a row without an answer, after which a replica's process is replaced."""
     first_probe_s: float = 1.0
     """Time until a replica that was set aside is probed; doubled each time until a request works again."""
     max_probe_s: float = 60.0
@@ -191,10 +204,15 @@ class ReplicaSet:
         self._raise_if_none()
 
     async def revive(self) -> None:
-        """Probe every replica now, and return when one is ready."""
-        probes = {self._start_probe(replica) for replica in self.members}
-        while probes and not self.ready:
-            _, probes = await asyncio.wait(probes, return_when=asyncio.FIRST_COMPLETED)
+        """Probe every replica now, and return when one is ready; those that gave no answer more than once."""
+        asked = self.members
+        for _ in range(self._routing.silent_probes):
+            probes = {self._start_probe(replica) for replica in asked}
+            while probes and not self.ready:
+                _, probes = await asyncio.wait(probes, return_when=asyncio.FIRST_COMPLETED)
+            asked = tuple(replica for replica in self.members if replica.silent and replica.replaceable is not None)
+            if self.ready or not asked:
+                break
         self._raise_if_none()
 
     async def end_probes(self) -> None:
@@ -218,12 +236,22 @@ class ReplicaSet:
                 if not replica.ready:
                     await (replica.engine.pause() if self.paused else replica.engine.resume())
         except TimeoutError:
-            self.set_aside(replica, f"no answer to a health check in {self._routing.probe_timeout_s:g} s")
+            self._add_silence(replica)
         except EngineFailure as failure:
+            replica.silent = 0
             self.set_aside(replica, str(failure))
             replica.in_flight.interrupt(f"the replica cannot serve: {failure}")
         else:
             self.refresh(replica)
+
+    def _add_silence(self, replica: Replica) -> None:
+        replica.silent += 1
+        why = f"no answer to a health check in {self._routing.probe_timeout_s:g} s"
+        if replica.silent >= self._routing.silent_probes and replica.replaceable is not None:
+            reason = f"{why}, {replica.silent} times in a row"
+            if replica.replaceable.replace(reason):
+                return self.refresh(replica)
+        self.set_aside(replica, why)
 
     def _probed(self, replica: Replica, task: asyncio.Task[None]) -> None:
         """A probe that broke is a bug: the next request raises it."""
@@ -234,7 +262,7 @@ class ReplicaSet:
     def refresh(self, replica: Replica) -> None:
         """A replica works: it may serve if its weights are those of the others."""
         replica.ready = not replica.leaving and replica.confirmed == self.version
-        replica.failures = 0
+        replica.failures = replica.silent = 0
         if replica.ready:
             replica.probe_at = inf
         elif not replica.leaving:

@@ -8,6 +8,9 @@ with; without any it is made again. On this machine and on a cluster alike.
     supervision                one for each replica: waits for the process's end, without a deadline; then for the next
                                one (its launch deadline) and for its weights, by the next push or by a restore
 
+A process that lives and answers nothing is killed, and replaced as one that died (`replace`): when health checks that
+the router makes have no answer, and before weights or a pause are sent to it.
+
 Invariant: a replacement serves nothing before it has the weights of the others. When the last replica is given up, or
 open sessions are `interrupt`ed, `watch` raises the cause.
 """
@@ -25,9 +28,11 @@ from treadle.engine.protocol import (
     Placed,
     ProcessEngine,
     SupportsForget,
+    SupportsKill,
     SupportsSleep,
     WeightUpdate,
 )
+from treadle.engine.replica_set import PROBE_TIMEOUT_S, SILENT_PROBES
 from treadle.engine.requests import SAVE_S, PartialRequests, SlicedRequest, join_completions
 from treadle.engine.router import Router
 from treadle.errors import EngineFailure, EnginesLost, TreadleError
@@ -190,6 +195,10 @@ class RestartingEngine:
         self._requests = PartialRequests(supervisor.save_s, self._interrupt)
         self._interrupting: set[asyncio.Task[None]] = set()
         self._paused = False
+        self._updating = 0
+        """Updates that the process is taking in."""
+        self._killed_since = ""
+        """Why it was killed from here."""
         self._cause = ""
         self._arrived.set()
         self._supervising = asyncio.ensure_future(self._supervise(first))
@@ -248,11 +257,16 @@ class RestartingEngine:
                 self._refuse_to_wait()
                 await self._arrived.wait()
                 continue
+            if not await self._responds(engine):
+                continue
+            self._updating += 1
             try:
                 confirmed = await engine.update_weights(update)
             except EngineGone:
                 self._drop(engine)
                 continue
+            finally:
+                self._updating -= 1
             if confirmed == update.checksum:
                 self._serve_with(engine, update.version)
             return confirmed
@@ -266,6 +280,8 @@ class RestartingEngine:
         self._paused = True
         self.abort_waiting()  # those that wait for a replacement count as running
         self._requests.end()
+        if self._engine is not None:
+            await self._responds(self._engine)
         await self._order(lambda engine: engine.pause())
 
     async def resume(self) -> None:
@@ -299,6 +315,35 @@ class RestartingEngine:
             happens = "could not be" if self.is_lost else "is being"
             raise EngineFailure(f"{self.name} {happens} started again: {self._cause}")
         await self._engine.health()
+
+    async def _responds(self, engine: ProcessEngine) -> bool:
+        """Whether an engine is there to be told something that is waited for; a frozen one is replaced first."""
+        for _ in range(SILENT_PROBES):
+            try:
+                async with asyncio.timeout(PROBE_TIMEOUT_S):
+                    await engine.health()
+                return True
+            except TimeoutError:
+                continue
+            except EngineGone:
+                self._drop(engine)
+                return False
+            except EngineFailure:
+                return True  # it can still say what is wrong
+        if not self.replace(f"no answer to a health check in {PROBE_TIMEOUT_S:g} s, {SILENT_PROBES} times in a row"):
+            return True
+        self._drop(engine)
+        return False
+
+    def replace(self, reason: str) -> bool:
+        """Kill a process that gives no answer, for the next one to take its place. One that takes in weights is spared:
+        it may be too busy to answer, and the push has a deadline of its own."""
+        engine = self._engine or self._replacement
+        if self._updating or not isinstance(engine, SupportsKill):
+            return False
+        self._killed_since = reason
+        engine.kill()
+        return True
 
     async def stop_restarting(self) -> None:
         """Do not come back from the next death."""
@@ -355,6 +400,8 @@ class RestartingEngine:
         while True:
             started_at = clock()
             self._cause = await engine.gone()
+            if self._killed_since:
+                self._cause, self._killed_since = f"it was killed, since there was {self._killed_since}", ""
             died = self._died = clock()
             self._drop(engine)
             await engine.close()

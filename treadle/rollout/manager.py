@@ -8,12 +8,13 @@ and a blocking form, distinguished by name alone. A manager that exists is start
 """
 
 import asyncio
+import logging
 from collections import Counter
 from collections.abc import AsyncIterator, Container, Coroutine, Iterator, Sequence
 from types import TracebackType
 from typing import Any, Self
 
-from treadle.aio import BoundedBuffer, LoopThread
+from treadle.aio import BoundedBuffer, LoopThread, describe_error
 from treadle.config import ModelConfig, RewardConfig, RolloutConfig
 from treadle.config.rollout import OnWeightUpdate
 from treadle.engine.protocol import WeightUpdate
@@ -23,6 +24,8 @@ from treadle.rollout.dispatch import FindUnscored, no_trajectory
 from treadle.rollout.protocol import Dropped
 from treadle.rollout.service import RolloutKind, RolloutParts, RolloutService
 from treadle.types import Batch, Completion, Group, Task, Trajectory
+
+log = logging.getLogger(__name__)
 
 STREAM_BUFFER = 256
 """Trajectories a stream holds for a slow reader before sessions wait for it."""
@@ -239,9 +242,13 @@ class AgentLoopManager:
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if error is not None:
-            self._unawaited.clear()  # the error that is on its way matters more
-        await self.close()
+        if error is None:
+            return await self.close()
+        self._unawaited.clear()  # the error that is on its way matters more
+        try:
+            await self.close()
+        except Exception as late:  # noqa: BLE001 - as above
+            log.warning("the rollout did not close in order: %s", describe_error(late))
 
     def __enter__(self) -> Self:
         return self
@@ -249,6 +256,10 @@ class AgentLoopManager:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if error is not None:
-            self._unawaited.clear()
-        self.close_blocking()
+        if error is None:
+            return self.close_blocking()
+        self._unawaited.clear()
+        try:
+            self.close_blocking()
+        except Exception as late:  # noqa: BLE001 - the error that is on its way matters more
+            log.warning("the rollout did not close in order: %s", describe_error(late))
