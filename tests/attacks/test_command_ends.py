@@ -1,6 +1,8 @@
 """How the command ends where something else would have it end otherwise: a sentence and a status, never a lie."""
 
 import json
+import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -10,11 +12,13 @@ from pathlib import Path
 import pytest
 
 from tests.chaos import hear_signals
+from tests.proc_tree import is_alive
 from tests.rollouts import save_model
 
 CODE = """
 import os
 import re
+import subprocess
 from pathlib import Path
 
 from treadle.rollout.agent_loop import AgentLoopBase
@@ -41,6 +45,28 @@ async def leave(text: str) -> str:
         text: what
     '''
     os._exit(0)
+
+async def start(text: str) -> str:
+    '''Starts processes that outlive it: a child, one in a session of its own, and one whose parent has ended.
+
+    Args:
+        text: what
+    '''
+    first = subprocess.Popen(["sleep", "600"])
+    second = subprocess.Popen(["sleep", "600"], start_new_session=True)
+    third = subprocess.check_output(["env", "-i", "/bin/sh", "-c", "/bin/sleep 600 >&- 2>&- & echo $!"])
+    Path("pids").write_text(f"{first.pid} {second.pid} {int(third)}")
+    return text
+
+def call_start(request, rng):
+    if any(message["role"] == "assistant" for message in request.messages):
+        return "done"
+    return '<tool_call>{"name": "start", "arguments": {"text": "x"}}</tool_call>'
+
+def call_and_interrupt(request, rng):
+    if any(message["role"] == "assistant" for message in request.messages):
+        os.kill(os.getpid(), 2)
+    return call_start(request, rng)
 
 def call(request, rng):
     return '<tool_call>{"name": "leave", "arguments": {"text": "x"}}</tool_call>'
@@ -74,6 +100,27 @@ def test_a_dead_endpoint_is_a_sentence(folder):
     assert done.returncode == 1
     assert "Traceback" not in done.stderr
     assert "rollout.openai.base_url = http://127.0.0.1:9/v1" in done.stderr
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+@pytest.mark.parametrize("ending", ["", "interrupted"])
+def test_what_a_tool_starts_ends_with_the_command_and_what_was_there_before_lives_on(folder, num_workers, ending):
+    tool = ["rollout.multi_turn.tools=code_of_this_test:start", "rollout.agent.default_agent_loop=tool_agent"]
+    script = "rollout.scripted.script=code_of_this_test:call_start"
+    words = [*tool, script, f"rollout.agent.num_workers={num_workers}"]
+    if ending:
+        words = [word.replace("call_start", "call_and_interrupt") for word in words]
+    command = shlex.join([sys.executable, "-m", "treadle", "rollout", "my.yaml", *words])
+    shell = ["sh", "-c", f"sleep 600 >&- 2>&- & echo $! > before; exec {command}"]
+    done = subprocess.run(shell, cwd=folder, capture_output=True, text=True, timeout=300, check=False)
+    before = int((folder / "before").read_text())
+    try:
+        assert done.returncode == (130 if ending else 0), done.stderr
+        pids = [int(pid) for pid in (folder / "pids").read_text().split()]
+        assert len(pids) == 3 and not [pid for pid in pids if is_alive(pid)]
+        assert is_alive(before)
+    finally:
+        os.kill(before, signal.SIGKILL)
 
 
 HELD = {

@@ -21,6 +21,12 @@ WORDS = [
     f"{SERVERS}.x={{command: [python, s.py], env: {{MODE: s3cr3t}}}}",
     "rollout.openai.extra_body={headers: {Authorization: s3cr3t}, max_tokens: 7}",
     "rollout.openai.extra_body={a: [{api_key: s3cr3t}]}",
+    "rollout.openai.extra_body={private_key: s3cr3t, passphrase: s3cr3t, webhook_url: 'https://hooks/s3cr3t'}",
+    "rollout.openai.base_url=https://host/v1?model=a&api_key=s3cr3t",
+    "rollout.agent.loops.program_agent.kwargs.argv=[agent, --api-key, s3cr3t, '{{messages}}']",
+    "rollout.agent.loops.program_agent.kwargs.argv=[agent, --auth-token=s3cr3t]",
+    "rollout.agent.loops.program_agent.kwargs.argv=[sh, -c, 'OPENAI_API_KEY=s3cr3t agent --password s3cr3t']",
+    f"{SERVERS}.x.command=[curl, -H, 'Authorization: Bearer s3cr3t-s3cr3t', 'https://me:s3cr3t@host/']",
 ]
 
 
@@ -33,6 +39,11 @@ def test_a_secret_inside_a_value_is_in_no_word_and_no_origin(word):
 
 def test_words_without_a_secret_stay_as_they_were_written():
     words = ["rollout.multi_turn.tools=[a:b,  c:d]", "x={a:   1}", "--fresh", "x=[1, {y: z}]"]
+    words += [
+        "x=[agent, --max-tokens, 5, --token-limit=7, --keys, a]",
+        "x=https://host/?page=2&monkey=1",
+        "x=a basic arithmetic: token",
+    ]
     assert hide_in_words(words) == words
 
 

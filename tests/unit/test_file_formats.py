@@ -91,6 +91,7 @@ def test_a_json_file_may_have_one_object_a_line(tmp_path):
         ('{\n"train": [{"prompt": "x"}]\n}', "write the list under 'train' to a file of its own"),
         ('{\n"prompt": "x"\n}', "write [ and ] around it"),
         ("[" * 100_000, "nested too deeply"),
+        ('[{"prompt": ' + "9" * 5000 + "}]", "a whole number has more than 4,300 digits"),
         ("[]", "the file holds no rows"),
         ('[{"promt": "x"}]', "tasks.json:1: no field 'prompt'; the row has promt"),
     ],

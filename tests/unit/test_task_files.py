@@ -118,6 +118,7 @@ def test_null_means_absent_for_optional_fields() -> None:
         ({"prompt": "x", "n": True}, "n must be a whole number ≥ 1"),
         ({"prompt": "x", "uid": ""}, "uid must be a text or a whole number"),
         ({"prompt": "x", "uid": 1.5}, "uid must be a text or a whole number"),
+        ({"prompt": "x", "uid": "a\ud800"}, "uid must be text without halves of surrogate pairs"),
         ({"prompt": "x", "agent": 1}, "agent must be a text"),
         ({"prompt": "x", "agent": "a", "agent_name": "b"}, "agent is 'a' and agent_name is 'b'"),
         ({"prompt": "x", "tools": "add"}, "tools must be a list of tool names"),

@@ -146,6 +146,7 @@ def test_a_uid_that_appears_twice_names_both_places(tmp_path: Path) -> None:
         (['{"prompt": "x"}', '{"prompt": }'], 2, "not JSON: Expecting value at column 12"),
         (['["prompt"]'], 1, "must hold an object with named fields, it holds a list"),
         (["[" * 100_000], 1, "nested too deeply"),
+        (['{"prompt": ' + "9" * 5000 + "}"], 1, "a whole number has more than 4,300 digits"),
         (['{"question": "x", "id": 1}'], 1, "no field 'prompt'; the row has question, id"),
         (["{}"], 1, "no field 'prompt'; the row has no fields at all"),
     ],

@@ -16,6 +16,7 @@ from typing import NoReturn
 from treadle import __version__
 from treadle.cli import check, config, init, inspect, plan, recipes, results, rollout, serve, sft, simulate, train, view
 from treadle.cli.early_signals import restore_signals
+from treadle.cli.left_children import end_children_with_us
 from treadle.cli.parser import Parser, new_parser, parse
 from treadle.disk import explain_disk_error
 from treadle.errors import ConfigError, Failure, RunError
@@ -23,6 +24,8 @@ from treadle.exit_status import STATUS_CONFIG, STATUS_FAILED, STATUS_INTERRUPTED
 from treadle.process.interrupt_watcher import discount_interrupt
 from treadle.terminal import show_cursor, warn
 
+RUNS = (train.train, sft.sft, rollout.rollout, serve.serve, check.check)
+"""Commands that run code of the user's; what that starts does not outlive them."""
 LAST_WARNING = 2
 """Ctrl-C so many times: the next one is the system's to deal with."""
 AGAIN_S = 0.5
@@ -81,7 +84,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parsed = parse(build_parser(), words or ["--help"])
     if arguments is not None:
         sys.exit(_run(parsed.run, parsed))
-    leave = _refuse_silent_exit()
+    end_children = end_children_with_us() if parsed.run in RUNS else None
+    leave = _refuse_silent_exit(end_children)
     restore_signals()
     count_interrupts = _count_interrupts()
     _end_in_order_on_signals()
@@ -100,11 +104,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
     ):
         # Code that did not end on request is still in some library: Python's own end would abort in there.
         _flush()
+        if end_children is not None:
+            end_children()
         leave(status)
     sys.exit(status)
 
 
-def _refuse_silent_exit() -> Callable[[int], NoReturn]:
+def _refuse_silent_exit(end_children: Callable[[], None] | None) -> Callable[[int], NoReturn]:
     """`os._exit(0)` in a user's tool must not look like a finished run; returns the real exit."""
     leave, here = os._exit, os.getpid()
 
@@ -114,6 +120,8 @@ def _refuse_silent_exit() -> Callable[[int], NoReturn]:
             warn(f"os._exit(0) was called in {place.filename}:{place.lineno}, and the run is not done")
             status = STATUS_FAILED
         _flush()
+        if end_children is not None and os.getpid() == here:
+            end_children()
         leave(status)
 
     os._exit = refuse

@@ -20,10 +20,21 @@ from treadle.config.section import TARGET, Section, Source, types_of
 from treadle.config.tree import public_name, section_in_map, usual_class
 
 HIDDEN = "(hidden)"
-_SECRET = re.compile(
-    r"(?i)(^|[-_.])(api[-_]?key|access[-_]?key|auth|token|secret|password|passwd|credentials?|authorization|cookie)$"
+_NAMES = (
+    r"(?:(?:api|access|account|private|secret|signing)[-_]?key|auth|token|secret|password|passwd|pwd|passphrase|bearer"
+    r"|credentials?|authorization|cookie|signature|connection[-_]?string|webhook(?:[-_]?url)?)"
 )
-_CREDENTIALS = re.compile(r"(?<=://)[^/@\s]+@")
+_SECRET = re.compile(rf"(?i)(?:^|[-_.]){_NAMES}$")
+_OPTION = re.compile(rf"(?i)--?(?:[\w-]*[-_])?{_NAMES}")
+"""An option of a program whose value is the next word."""
+_IN_TEXT = (
+    (re.compile(r"(?<=://)[^/@\s]+@"), "(hidden)@"),
+    (re.compile(rf"(?i)([?&](?:[\w-]*[-_])?(?:{_NAMES}|key|sig)=)[^&#\s]+"), r"\1(hidden)"),
+    (re.compile(rf"(?i)(--?(?:[\w-]*[-_])?{_NAMES}(?:=|\s+))(?!-)[^\s'\"]+"), r"\1(hidden)"),
+    (re.compile(r"(?i)((?:^|[\s;&'\"])(?:\w*_)?" + _NAMES + r"=)[^\s;&'\"]+"), r"\1(hidden)"),
+    (re.compile(r"(?i)(\b(?:authorization|cookie)\s*:\s*)[^\s'\"][^'\"\n]*"), r"\1(hidden)"),
+)
+"""Secrets inside of a text: of a URL, of an option or an assignment in a command, and of a header."""
 _ENVIRONMENT = "env"
 _OPTIONS = ("--key",)
 """Options of commands whose values are secret."""
@@ -47,7 +58,7 @@ def _hide_word(word: str) -> str:
         return f"{key}={HIDDEN}"
     if equals and value.lstrip().startswith(("{", "[")):
         value = _hide_inside(value)
-    return f"{key}{equals}{_CREDENTIALS.sub(HIDDEN + '@', value)}"
+    return f"{key}{equals}{_hide_in_text(value)}" if equals else _hide_in_text(word)
 
 
 def _hide_inside(text: str) -> str:
@@ -65,10 +76,23 @@ def _hide(value: Any, secret: bool, digest: bool) -> Any:
     if isinstance(value, Mapping):
         return {name: _hide(item, secret or _is_secret(name, item), digest) for name, item in value.items()}
     if isinstance(value, list | tuple):
-        return tuple(_hide(item, secret, digest) for item in value)
+        before = ("", *value)
+        return tuple(
+            _hide(item, secret or _is_option(option), digest) for option, item in zip(before, value, strict=False)
+        )
     if not secret:
-        return _CREDENTIALS.sub(f"{HIDDEN}@", value) if isinstance(value, str) else value
+        return _hide_in_text(value) if isinstance(value, str) else value
     return f"{HIDDEN[:-1]} {blake2b(str(value).encode(), digest_size=4).hexdigest()})" if digest else HIDDEN
+
+
+def _hide_in_text(text: str) -> str:
+    for pattern, hidden in _IN_TEXT:
+        text = pattern.sub(hidden, text)
+    return text
+
+
+def _is_option(word: object) -> bool:
+    return isinstance(word, str) and bool(_OPTION.fullmatch(word))
 
 
 def _is_secret(name: object, value: object) -> bool:

@@ -11,6 +11,7 @@ import csv
 import gzip
 import json
 import re
+import sys
 import zlib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -122,6 +123,9 @@ def _unpacked(rows: Iterator[_NumberedRow], path: Path) -> Iterator[_NumberedRow
         raise _unreadable(path, f"is not a whole gzip file: {error}") from error
 
 
+_LONG_NUMBER = f"a whole number has more than {sys.int_info.default_max_str_digits:,} digits; write it as text"
+
+
 def _read_jsonl(path: Path) -> Iterator[_NumberedRow]:
     with _open(path) as lines:  # as bytes: only a line feed ends a line, whatever else the text holds
         for number, line in enumerate(lines, start=1):
@@ -140,6 +144,8 @@ def _parse_line(number: int, line: bytes) -> _NumberedRow:
         return _NumberedRow(number, {}, f"the line is not JSON: {error.msg} at column {error.colno}")
     except RecursionError:
         return _NumberedRow(number, {}, "the line is not usable JSON: nested too deeply")
+    except ValueError:
+        return _NumberedRow(number, {}, f"the line is not usable JSON: {_LONG_NUMBER}")
     if not isinstance(fields, dict):
         problem = f"the line must hold an object with named fields, it holds a {type(fields).__name__}"
         return _NumberedRow(number, {}, problem)
@@ -162,6 +168,8 @@ def _read_json(path: Path) -> Iterator[_NumberedRow]:
         raise _unreadable(path, f"is not JSON: {error.msg} at line {error.lineno}, column {error.colno}") from error
     except RecursionError as error:
         raise _unreadable(path, "is not usable JSON: nested too deeply") from error
+    except ValueError as error:
+        raise _unreadable(path, f"is not usable JSON: {_LONG_NUMBER}") from error
     for number, row in enumerate(rows, start=1):
         if isinstance(row, dict):
             yield _NumberedRow(number, row)
@@ -218,7 +226,7 @@ def _csv_row(number: int, header: list[str], cells: list[str]) -> _NumberedRow:
         if fields.get(name) is not None:
             try:
                 fields[name] = json.loads(fields[name])
-            except ValueError:
+            except (ValueError, RecursionError):
                 return _NumberedRow(number, {}, f"the column {name!r} must hold JSON, it holds {fields[name][:60]!r}")
     return _NumberedRow(number, fields)
 

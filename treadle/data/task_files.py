@@ -104,7 +104,7 @@ def _from_json(value: Any) -> Any:
     if isinstance(value, str) and value.lstrip().startswith("[{"):
         try:
             return json.loads(value)
-        except ValueError:
+        except (ValueError, RecursionError):
             return value
     return value
 
@@ -137,6 +137,10 @@ def _read_uid(record: TaskRow) -> str:
         return record.uid
     if isinstance(uid, bool) or not isinstance(uid, str | int) or uid == "":
         raise _wrong(record, "uid", "a text or a whole number")
+    try:
+        str(uid).encode()
+    except UnicodeEncodeError as error:
+        raise _wrong(record, "uid", "text without halves of surrogate pairs") from error
     return str(uid)
 
 

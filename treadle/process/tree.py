@@ -9,9 +9,11 @@ import fcntl
 import os
 import signal
 import sys
+from collections.abc import Set
 from contextlib import suppress
 from pathlib import Path
 from threading import Thread
+from time import monotonic, sleep
 
 _PR_SET_CHILD_SUBREAPER = 36
 
@@ -65,13 +67,19 @@ def adopt_orphans() -> None:
         ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
 
-def kill_children() -> None:
-    """Kill every child of this process with its tree, adopted ones too, and wait for them."""
-    while children := list_children(os.getpid()):
+def kill_children(spare: Set[int] = frozenset(), limit_s: float = 10.0) -> None:
+    """Kill every child of this process with its tree, adopted ones too, and wait for them; `spare` lives on.
+
+    One that cannot be killed, as another user's, is left behind after `limit_s`.
+    """
+    deadline = monotonic() + limit_s
+    while (children := list_children(os.getpid()) - spare) and monotonic() < deadline:
         for child in children:
             kill_tree(child)
+        for child in children:
             with suppress(ChildProcessError):
-                os.waitpid(child, 0)
+                os.waitpid(child, os.WNOHANG)
+        sleep(0.005)
 
 
 def die_with_parent(lifeline: int) -> None:
