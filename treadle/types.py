@@ -86,6 +86,23 @@ class SamplingParams:
     model_temperature: float | None = None
     """The temperature at which `Completion.logprobs` are taken, where one turn is sampled at another than its run."""
 
+    def limited_to(self, max_tokens: int) -> "SamplingParams":
+        """The same with another limit; once a request, so without the cost of `replace`."""
+        return SamplingParams(
+            max_tokens,
+            self.temperature,
+            self.top_p,
+            self.top_k,
+            self.stop_token_ids,
+            self.seed,
+            self.min_p,
+            self.repetition_penalty,
+            self.presence_penalty,
+            self.frequency_penalty,
+            self.stop,
+            self.model_temperature,
+        )
+
     @property
     def is_filtered(self) -> bool:
         """Whether some tokens are left out of the draw."""

@@ -240,7 +240,7 @@ class Session:
             uid=self.task.uid,
             sample=self.sample,
             ids=(*row.prompt_ids, *row.ids),
-            sampling=replace(params, max_tokens=max_tokens),
+            sampling=params.limited_to(max_tokens),
             position=row.num_sampled,
             messages=tuple(self._messages),
             tools=self._schemas,

@@ -74,7 +74,7 @@ def to_text(value: object, name: str) -> str:
     if isinstance(value, str):
         return str(value)
     try:
-        return json.dumps(value, ensure_ascii=False, default=_plain)
+        return str(value) if type(value) is int else _WRITER.encode(value)
     except (TypeError, ValueError, RecursionError) as error:
         raise ToolFailure(f"{name} returned a {type(value).__name__} that is no JSON: {error}") from error
 
@@ -83,6 +83,9 @@ def _plain(value: Any) -> Any:
     if is_dataclass(value) and not isinstance(value, type):
         return asdict(value)
     raise TypeError(f"a {type(value).__name__} is no str, number, list, dict, dataclass or ToolResult")
+
+
+_WRITER = json.JSONEncoder(ensure_ascii=False, default=_plain)
 
 
 def _encodable(text: str) -> str:
