@@ -1,4 +1,4 @@
-"""The records that cross folder borders: what a task is, what came of it, and how it ended.
+"""Records that cross folder borders: what a task is, what came of it, and how it ended.
 
 Owns no behaviour beyond small derived values, and imports nothing heavy: no torch, no ray.
 Invariant: records are frozen; `ids`, `mask`, `logprobs` and `versions` of one row always have the same length.
@@ -154,7 +154,7 @@ class Request:
     """Attempts at this sample that failed by a tool, environment, loop or reward: each draws other noise.
 
     The failure of an engine does not count, so that its tokens are drawn again as they were."""
-    said: int = 0
+    num_begun: int = 0
     """How many of the last ids were sampled for this very answer, before an interruption."""
     opponent: str = ""
     """The model that answers, one of `rollout.multi_turn.opponents`; empty for the policy."""

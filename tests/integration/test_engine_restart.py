@@ -72,7 +72,7 @@ def test_an_engine_that_dies_while_a_step_trains_is_started_again_before_the_ste
     with Start(tmp_path, *WORDS, *words, "actor.ppo_epochs=60") as start:
         assert start.wait_for("a step", lambda: start.steps > 0), start.said()
         (engine,) = start.parts()[Part.ENGINE]
-        time.sleep(0.5)
+        assert start.wait_for("the groups of step 2", lambda: num_finished(tmp_path) >= 8), start.said()
         os.kill(engine, signal.SIGKILL)
         assert start.wait_for("another process", lambda: start.parts().get(Part.ENGINE, [engine]) != [engine])
         assert start.steps == 1, "before the step that trains has ended"

@@ -1,4 +1,4 @@
-"""Encoder: text to token ids and back, fast and exact; text that spells out a special token can stay text.
+"""Encoder: text to token ids and back, fast and exact; text can spell special tokens and stay text.
 
 `Encoder` owns two shortcuts over a tokenizer's own call: its Rust core is called directly, and text is cut at special
 tokens so that pieces which repeat (a system prompt with its tools) are encoded once.

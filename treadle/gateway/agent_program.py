@@ -114,12 +114,12 @@ class AgentProgram:
                     pass_fds=(theirs,),
                 )
             kill_group_at_close(theirs, process.pid)
-            return await self._attend(process)
+            return await self._wait_and_read(process)
         finally:
             os.close(theirs)
             os.close(lifeline)
 
-    async def _attend(self, process: asyncio.subprocess.Process) -> int:
+    async def _wait_and_read(self, process: asyncio.subprocess.Process) -> int:
         """Read what it writes until it ends; then end what it has started."""
         assert process.stdout is not None and process.stderr is not None
         reading = [asyncio.ensure_future(self._read(process.stdout, "stdout"))]

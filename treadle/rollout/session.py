@@ -246,7 +246,7 @@ class Session:
             tools=self._schemas,
             row=row.number,
             attempt=self._attempt,
-            said=len(row.ids) - start,
+            num_begun=len(row.ids) - start,
             opponent=self._opponent,
             on_tokens=on_tokens,
         )

@@ -1,4 +1,4 @@
-"""Trajectory builder: the rows and turns of a session while they grow, and the token budget its rows share.
+"""Trajectory builder: rows and turns of a session while they grow, truncation of prompts, the shared token budget.
 
 Owns how tokens are appended, and how many may still be sampled. Invariant: rows only grow; the mask is 1 exactly on
 sampled ids, each with its logprob and policy version; sampled and reserved tokens together never exceed the budget.

@@ -1,4 +1,4 @@
-"""Tool invocation: one call with deadline, retries and output limit; what the model reads, and what it must not.
+"""Tool call: its invocation with deadline, retries and output limit; what the model reads, and what it must not.
 
 Owns the text form of returned values (a string is itself, a `ToolResult` keeps its reward and extra fields, everything
 else is JSON), the limit on its length, and the border between an answer and a fault of the infrastructure.
