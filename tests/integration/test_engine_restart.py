@@ -68,7 +68,7 @@ def test_a_run_whose_engines_are_killed_trains_on_the_same_tokens(
 def test_an_engine_that_dies_while_a_step_trains_is_started_again_before_the_step_has_ended(
     tmp_path: Path, mode: str
 ) -> None:
-    words = (f"trainer.mode={mode}", "trainer.total_training_steps=3", "rollout.limits.request_timeout_s=20")
+    words = (f"trainer.mode={mode}", "trainer.total_training_steps=3", "rollout.limits.request_timeout_s=120")
     with Start(tmp_path, *WORDS, *words, "actor.ppo_epochs=60") as start:
         assert start.wait_for("a step", lambda: start.steps > 0), start.said()
         (engine,) = start.parts()[Part.ENGINE]

@@ -116,6 +116,7 @@ IN_THE_GLOSSARY = (
         "Megatron",
         "FP8",
     ),
+    *("callbacks", "dual clip", "GRPO", "learning rate schedule", "response mask", "sequence balancing", "seed"),
     *("tensor parallelism", "sequence parallelism", "speculative decoding", "SGLang", "worker group", "reward model"),
 )
 """Words of the field for what has another name here, is elsewhere, or is not here at all: a row says which."""
