@@ -41,5 +41,5 @@ def go_on(request: Request, ids: Sequence[int]) -> Request:
         ids=(*request.ids, *ids),
         sampling=sampling,
         position=request.position + len(ids),
-        said=request.said + len(ids),
+        num_begun=request.num_begun + len(ids),
     )

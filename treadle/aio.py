@@ -22,15 +22,15 @@ import logging
 import signal
 import sysconfig
 import threading
+import types
 from collections import deque
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Iterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Generator, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager
 from contextvars import copy_context
 from functools import cache
 from pathlib import Path
 from traceback import FrameSummary, extract_tb
-from types import CodeType
 from typing import Any, Generic, TypeVar
 
 from treadle.errors import DeadlineError, MisuseError, RunError
@@ -138,7 +138,7 @@ def task_location(task: asyncio.Task[Any]) -> str:
     frames = list[FrameSummary]()
     step: Any = task.get_coro()
     while (frame := getattr(step, "cr_frame", None)) is not None:
-        code: CodeType = frame.f_code
+        code: types.CodeType = frame.f_code
         frames.append(FrameSummary(code.co_filename, frame.f_lineno, code.co_name, lookup_line=False))
         step = step.cr_await
     return _format(frames)
@@ -239,11 +239,37 @@ class Expired(Exception):
     """A tool had its time and gave no answer."""
 
 
+@types.coroutine
+def _resume(steps: Generator[Any, Any, T], awaited: Any) -> Generator[Any, Any, T]:
+    """The rest of an awaitable that has begun, and waits for `awaited`."""
+    try:
+        while True:
+            try:
+                given = yield awaited
+            except GeneratorExit:
+                steps.close()
+                raise
+            except BaseException as error:  # noqa: BLE001  it is thrown into the work, whatever it is
+                awaited = steps.throw(error)
+            else:
+                awaited = steps.send(given)
+    except StopIteration as ended:
+        return ended.value  # type: ignore[no-any-return]
+
+
 async def within(timeout_s: float, work: Awaitable[T]) -> T:
-    """What `work` gives; Expired when the time is over. A TimeoutError of the work's own stays one."""
+    """What `work` gives; Expired when the time is over. A TimeoutError of the work's own stays one.
+
+    Work that ends without waiting for anything costs no timer.
+    """
+    steps = work.__await__()
+    try:
+        awaited = next(steps)
+    except StopIteration as ended:
+        return ended.value  # type: ignore[no-any-return]
     try:
         async with asyncio.timeout(timeout_s) as limit:
-            return await work
+            return await _resume(steps, awaited)
     except TimeoutError as error:
         if limit.expired():
             raise Expired from error

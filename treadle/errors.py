@@ -1,4 +1,4 @@
-"""Every error treadle raises on purpose.
+"""Errors: every one that treadle raises on purpose, as a tree.
 
     TreadleError
     ├── ConfigError            a bad config is an exit: every mistake in one report, status 2     (also a ValueError)

@@ -1,4 +1,4 @@
-"""The records that cross folder borders: what a task is, what came of it, and how it ended.
+"""Records that cross folder borders: what a task is, what came of it, and how it ended.
 
 Owns no behaviour beyond small derived values, and imports nothing heavy: no torch, no ray.
 Invariant: records are frozen; `ids`, `mask`, `logprobs` and `versions` of one row always have the same length.
@@ -88,6 +88,23 @@ class SamplingParams:
     model_temperature: float | None = None
     """The temperature at which `Completion.logprobs` are taken, where one turn is sampled at another than its run."""
 
+    def limited_to(self, max_tokens: int) -> "SamplingParams":
+        """The same with another limit; once a request, so without the cost of `replace`."""
+        return SamplingParams(
+            max_tokens,
+            self.temperature,
+            self.top_p,
+            self.top_k,
+            self.stop_token_ids,
+            self.seed,
+            self.min_p,
+            self.repetition_penalty,
+            self.presence_penalty,
+            self.frequency_penalty,
+            self.stop,
+            self.model_temperature,
+        )
+
     @property
     def is_filtered(self) -> bool:
         """Whether some tokens are left out of the draw."""
@@ -139,7 +156,7 @@ class Request:
     """Attempts at this sample that failed by a tool, environment, loop or reward: each draws other noise.
 
     The failure of an engine does not count, so that its tokens are drawn again as they were."""
-    said: int = 0
+    num_begun: int = 0
     """How many of the last ids were sampled for this very answer, before an interruption."""
     opponent: str = ""
     """The model that answers, one of `rollout.multi_turn.opponents`; empty for the policy."""

@@ -296,9 +296,13 @@ def test_pushed_weights_of_a_tied_and_fused_model_give_the_trainers_logprobs(
 
 def test_a_sleeping_engine_holds_requests_until_it_wakes(loop: Loop, calculator: VLLMEngine) -> None:
     async def body() -> None:
+        request, clock = Request("t", 0, (5, 6), SamplingParams(4)), asyncio.get_running_loop().time
+        began = clock()
+        await calculator.generate(request)
+        awake_s = clock() - began
         await calculator.sleep(1)
-        held = asyncio.ensure_future(calculator.generate(Request("t", 0, (5, 6), SamplingParams(4))))
-        await asyncio.sleep(0.3)
+        held = asyncio.ensure_future(calculator.generate(request))
+        await asyncio.sleep(10 * awake_s)  # ten times what it takes to answer when it is awake
         assert not held.done()
         await calculator.wake()
         assert len((await held).ids) == 4

@@ -68,11 +68,11 @@ def test_a_run_whose_engines_are_killed_trains_on_the_same_tokens(
 def test_an_engine_that_dies_while_a_step_trains_is_started_again_before_the_step_has_ended(
     tmp_path: Path, mode: str
 ) -> None:
-    words = (f"trainer.mode={mode}", "trainer.total_training_steps=3", "rollout.limits.request_timeout_s=20")
+    words = (f"trainer.mode={mode}", "trainer.total_training_steps=3", "rollout.limits.request_timeout_s=120")
     with Start(tmp_path, *WORDS, *words, "actor.ppo_epochs=60") as start:
         assert start.wait_for("a step", lambda: start.steps > 0), start.said()
         (engine,) = start.parts()[Part.ENGINE]
-        time.sleep(0.5)
+        assert start.wait_for("the groups of step 2", lambda: num_finished(tmp_path) >= 8), start.said()
         os.kill(engine, signal.SIGKILL)
         assert start.wait_for("another process", lambda: start.parts().get(Part.ENGINE, [engine]) != [engine])
         assert start.steps == 1, "before the step that trains has ended"

@@ -3,7 +3,9 @@
 import asyncio
 import os
 import signal
+import threading
 from pathlib import Path
+from random import Random
 
 import pytest
 
@@ -14,6 +16,7 @@ from treadle.rollout.agent_loop import AgentLoopBase
 from treadle.rollout.manager import AgentLoopManager
 from treadle.rollout.service import RolloutParts
 from treadle.rollout.session import Session
+from treadle.types import Request
 
 TOOLS = {"default_agent_loop": "tool_agent", "tools": ("tests.rollouts:add",)}
 
@@ -85,10 +88,17 @@ def test_a_mistake_in_the_config_comes_back_from_the_process(model):
 def test_cancelling_a_call_cancels_the_sessions_in_the_processes(model):
     async def main() -> None:
         config = rollout(num_workers=2, limits=LimitsConfig(close_timeout_s=5.0))
-        parts = RolloutParts(engines=[engine(hang_rate=1.0)])
+        asked = threading.Semaphore(0)
+
+        def hang(request: Request, rng: Random) -> str:
+            asked.release()
+            return "never told"
+
+        parts = RolloutParts(engines=[engine(hang, hang_rate=1.0)])
         async with await AgentLoopManager.create(rollout=config, model=model, parts=parts) as made:
             call = asyncio.ensure_future(made.generate_sequences(tasks(4)))
-            await asyncio.sleep(0.3)
+            for _ in range(4):
+                assert await asyncio.to_thread(asked.acquire, timeout=60)
             call.cancel()
             with pytest.raises(asyncio.CancelledError):
                 await call

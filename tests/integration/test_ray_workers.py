@@ -85,11 +85,16 @@ def test_workers_on_ray_make_the_same_trajectories_as_one_in_process(cluster, mo
 
 def test_the_sessions_of_a_killed_worker_are_issued_again(cluster, model):
     """A real kill in the middle: every sample ends well, those that were lost in a second attempt."""
-    config, slow = rollout(**TOOLS), [engine(say(CALL, FINAL), latency_s=0.6)]
-    died = []
+    script, asked, died = say(CALL, FINAL), asyncio.Event(), []
+
+    def answer(request, rng):
+        asked.set()
+        return script(request, rng)
+
+    config, slow = rollout(**TOOLS), [engine(answer, latency_s=0.6)]
 
     async def kill_one(workers) -> None:
-        await asyncio.sleep(0.4)
+        await asyncio.wait_for(asked.wait(), 60)
         os.kill(workers[0].pid, signal.SIGKILL)
         died.append(time.monotonic())
 

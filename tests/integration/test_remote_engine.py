@@ -51,11 +51,17 @@ def test_an_engine_that_can_serve_no_more_ends_its_process_with_the_cause():
     play(main())
 
 
+async def arrived(engine: RemoteEngine) -> None:
+    """Until the process has every request made before this: its socket keeps them in order."""
+    await asyncio.sleep(0)
+    await engine.health()
+
+
 def test_requests_that_run_are_answered_before_the_engine_is_closed():
     async def main() -> None:
         engine = await RemoteEngine.create(partial(start, LettersEngine, 3.0), name="native-0", limits=LIMITS)
         asked = [asyncio.ensure_future(engine.generate(ask(uid=f"t{at}", max_tokens=500))) for at in range(8)]
-        await asyncio.sleep(0.3)
+        await arrived(engine)
         await engine.close()
         assert {(await one).stop for one in asked} == {StopReason.ABORT}
         with pytest.raises(ProcessLookupError):
@@ -83,7 +89,7 @@ def test_a_killed_process_fails_its_requests_with_the_signal():
     async def main() -> None:
         engine = await RemoteEngine.create(partial(start, LettersEngine, 30.0), name="native-0", limits=LIMITS)
         asked = asyncio.ensure_future(engine.generate(ask(max_tokens=500)))
-        await asyncio.sleep(0.2)
+        await arrived(engine)
         engine.forget("task/0")
         os.kill(engine.pid, signal.SIGKILL)
         with pytest.raises(EngineGone, match="killed by SIGKILL"):

@@ -62,11 +62,11 @@ def test_the_ids_of_a_tool_conversation_are_those_of_the_full_template():
 
 
 def test_some_conversations_are_compared_with_a_rendering_of_the_whole():
-    assert attempt(rollout(**TOOLS), say(CALL, FINAL), task("f")).extra["drift"] == 0.0
+    assert attempt(rollout(**TOOLS), say(CALL, FINAL), task("m")).extra["drift"] == 0.0
     sampled = say(f"<|im_start|>{CALL}", FINAL)  # a token that only the model may write: as text it is other tokens
-    assert attempt(rollout(**TOOLS), sampled, task("f")).extra["drift"] == 1.0
+    assert attempt(rollout(**TOOLS), sampled, task("m")).extra["drift"] == 1.0
     assert "drift" not in attempt(rollout(**TOOLS), say(CALL, FINAL), task("one")).extra
-    assert "drift" not in attempt(rollout(), say(FINAL), task("f")).extra
+    assert "drift" not in attempt(rollout(), say(FINAL), task("m")).extra
 
 
 def _schemas():

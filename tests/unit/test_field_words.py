@@ -5,6 +5,7 @@ in the first line of its docstring; `docs/glossary.md` says of each what it is h
 """
 
 import ast
+import builtins
 import re
 from collections import defaultdict
 from pathlib import Path
@@ -87,7 +88,38 @@ WORDS = {
     "broadcast group": "weights/collective.py",
     "shared memory": "weights/shared_memory.py",
     "CUDA IPC": "weights/cuda_ipc.py",
+    "entropy bonus": "algorithm/loss.py",
+    "value head": "policy/critic.py",
+    "reference model": "policy/reference.py",
+    "off-policy": "algorithm/rollout_correction.py",
+    "one step off": "trainer/schedules.py",
+    "single controller": "cluster/training.py",
+    "overlong": "reward/builtin/soft_overlong.py",
+    "length penalty": "reward/builtin/length_penalty.py",
+    "mini batch": "policy/packed_inputs.py",
+    "special tokens": "data/encoder.py",
+    "abort": "engine/in_flight.py",
+    "truncation": "rollout/trajectory_builder.py",
+    "tool call": "rollout/tools/invoke.py",
+    "errors": "errors.py",
 }
+
+IN_THE_GLOSSARY = (
+    *("reward manager", "resource pool", "clip higher", "advantage whitening", "context parallelism", "Ulysses"),
+    *(
+        "block table",
+        "reasoning",
+        "profiler",
+        "determinism",
+        "benchmark",
+        "colocated, hybrid engine",
+        "Megatron",
+        "FP8",
+    ),
+    *("callbacks", "dual clip", "GRPO", "learning rate schedule", "response mask", "sequence balancing", "seed"),
+    *("tensor parallelism", "sequence parallelism", "speculative decoding", "SGLang", "worker group", "reward model"),
+)
+"""Words of the field for what has another name here, is elsewhere, or is not here at all: a row says which."""
 
 
 def spoken(text: str) -> str:
@@ -113,6 +145,7 @@ def test_the_glossary_has_every_field_word_with_its_file():
     rows = re.findall(r"^\| (.+?) \| .+ \| (.+) \|$", table, re.MULTILINE)
     files = {spoken(word): re.findall(r"`([^`]+)`", files) for word, files in rows}
     assert [word for word, name in WORDS.items() if f"treadle/{name}" not in files.get(spoken(word), ())] == []
+    assert [word for word in IN_THE_GLOSSARY if not files.get(spoken(word))] == []
     assert [name for names in files.values() for name in names if not (ROOT / name).exists()] == []
     assert list(files) == sorted(files), "in alphabetical order"
 
@@ -137,4 +170,40 @@ def test_a_docstring_can_be_read_alone():
             named = isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef)
             if named and ELLIPTIC.match(ast.get_docstring(node) or ""):
                 offenders.append(f"{file.relative_to(ROOT)}:{node.lineno} {node.name}")
+    assert offenders == []
+
+
+PERSON = re.compile(r"\b(nobody|somebody|whoever|anybody|who may)\b", re.IGNORECASE)
+USERS = ("api", "gateway", "tinker", "sandbox")
+
+
+def test_no_person_stands_for_a_process():
+    """Folders whose callers are people, such as the gateway's, may speak of them."""
+    offenders = []
+    for file in FILES:
+        if file.relative_to(PACKAGE).parts[0] in USERS:
+            continue
+        for node in nodes(file):
+            if isinstance(node, ast.Constant) and isinstance(node.value, str) and (said := PERSON.search(node.value)):
+                offenders.append(f"{file.relative_to(ROOT)}:{node.lineno} {said[0]}")
+    assert offenders == []
+
+
+CLASS = re.compile(r"(?<![\w./-])_?[A-Z][a-z0-9]+(?:[A-Z][a-z0-9]*)+\b")
+PICTURE = re.compile("[─═►▼│]")
+
+
+def test_a_picture_names_classes_that_are_there():
+    """In the docstring of a module that draws its parts, every class is one that the package has or uses."""
+    known = {node.name for file in FILES for node in nodes(file) if isinstance(node, ast.ClassDef)} | set(dir(builtins))
+    imported = {
+        name.name for file in FILES for node in nodes(file) if isinstance(node, ast.ImportFrom) for name in node.names
+    }
+    drawn = {file: doc for file in FILES if PICTURE.search(doc := ast.get_docstring(tree(file)) or "")}
+    assert drawn
+    offenders = [
+        f"{file.relative_to(ROOT)}: {name}"
+        for file, doc in drawn.items()
+        for name in sorted({*CLASS.findall(doc)} - known - imported)
+    ]
     assert offenders == []

@@ -133,7 +133,7 @@ def test_a_known_shape_never_calls_the_template(monkeypatch: pytest.MonkeyPatch)
     def refuse(*_: object, **__: object) -> str:
         raise AssertionError("the template was called")
 
-    monkeypatch.setattr(ChatTemplate, "render_json", refuse)
+    monkeypatch.setattr(ChatTemplate, "render_plain", refuse)
     assert renderer.observation([result("3")]) == expected
     with pytest.raises(AssertionError):
         renderer.observation([{"role": "user", "content": "hi", "mood": 1}])

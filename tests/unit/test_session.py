@@ -428,7 +428,7 @@ def test_an_interrupted_turn_tells_how_much_of_it_was_said_and_its_text_ends_bef
     async def use(session: Session, engine: Canned) -> None:
         completion = await session.generate(stop=["lo"])
         assert completion.text == "hel"
-        assert [request.said for request in engine.asked] == [0, 2]
+        assert [request.num_begun for request in engine.asked] == [0, 2]
 
     with_session(rollout(), [said(*map(ord, "he"), stop=StopReason.ABORT), said(*map(ord, "llo"))], use)
 

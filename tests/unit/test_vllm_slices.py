@@ -22,8 +22,8 @@ class SlicedEngine(VLLMEngine):
         self._load_decode = None
 
     async def _sample(self, request: Request) -> Completion:
-        ids = WHOLE[request.said : request.said + request.sampling.max_tokens]
-        stop = StopReason.STOP if request.said + len(ids) == len(WHOLE) else StopReason.LENGTH
+        ids = WHOLE[request.num_begun : request.num_begun + request.sampling.max_tokens]
+        stop = StopReason.STOP if request.num_begun + len(ids) == len(WHOLE) else StopReason.LENGTH
         return Completion(ids, (-1.0,) * len(ids), (0,) * len(ids), stop, replica=self.name)
 
 

@@ -1,1 +1,1 @@
-"""From trajectories to gradients: pure functions on tensors."""
+"""Algorithm: from trajectories to gradients, as pure functions on tensors."""

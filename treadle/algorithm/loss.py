@@ -1,4 +1,4 @@
-"""Losses of policy and critic on a micro batch: policy loss, KL, entropy and correction; clipped value loss.
+"""Losses of policy and critic on a micro batch: policy loss, KL, entropy bonus, correction; clipped value loss.
 
 Owns the table of policy losses by name and the order of the terms. Knows no model: takes logprobs or values, returns a
 share of the mini batch's loss. T tokens, as in `micro_batch`.

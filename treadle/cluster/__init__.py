@@ -1,4 +1,4 @@
-"""Where the parts of a run live, in this process or on a cluster; and the packages that a place needs."""
+"""Cluster: where the parts of a run live, in this process or on Ray; and the packages that a place needs."""
 
 from collections.abc import Iterator
 from functools import partial

@@ -1,4 +1,4 @@
-"""Training run: put together, driven by its schedule, and closed again, wherever its parts live.
+"""Training run of a single controller: put together, driven by its schedule, and closed again, wherever its parts live.
 
 Owns the order of starting and closing, and what Ctrl-C means. Knows no schedule's inside, and no runtime's.
 """

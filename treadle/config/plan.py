@@ -1,4 +1,4 @@
-"""Placement plan: GPUs, batch sizes and staleness of a run, computed from config and machines before anything starts.
+"""Placement plan (resource pools): GPUs, batch sizes and staleness, computed before anything starts.
 
 Owns: which role runs on which node and GPU, how many engines there are, how batches divide, how stale samples get.
 Never starts, measures or changes anything. A stand-alone rollout is planned from `rollout` alone.

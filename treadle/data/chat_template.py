@@ -165,11 +165,10 @@ class ChatTemplate:
 
     def render(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] = (), *, ask: bool = True) -> str:
         """The whole conversation as text; `ask` adds the header of the next assistant turn."""
-        return self.render_json(to_json(messages, tools), ask=ask)
+        return self.render_plain(json.loads(to_json(messages)), json.loads(to_json(tools)), ask=ask)
 
-    def render_json(self, conversation: str, *, ask: bool = True) -> str:
-        """Like `render`, from what `to_json` wrote."""
-        messages, tools = json.loads(conversation)
+    def render_plain(self, messages: list[Any], tools: Sequence[Any], *, ask: bool = True) -> str:
+        """Like `render`, from plain lists and dicts; the messages are changed in place."""
         _check_messages(messages)
         open_arguments(messages)
         if tools and self.dialect.ignores_tools:
@@ -252,10 +251,10 @@ class ChatTemplate:
         return False not in shown and True in shown
 
 
-def to_json(messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] = ()) -> str:
-    """A conversation as JSON: plain lists and dicts for the template, and a key that stands for the content."""
+def to_json(items: Sequence[Mapping[str, Any]]) -> str:
+    """Messages or tools as JSON: plain lists and dicts for the template, and a key that stands for the content."""
     try:
-        return _WRITER.encode((messages, tools))
+        return _WRITER.encode(items)
     except (TypeError, ValueError) as error:
         raise PromptFailure(f"messages and tools must be plain JSON values: {error}") from error
 

@@ -1,4 +1,4 @@
-"""Encoder: text to token ids and back, fast and exact; text that spells out a special token can stay text.
+"""Encoder: text to token ids and back, fast and exact; text can spell special tokens and stay text.
 
 `Encoder` owns two shortcuts over a tokenizer's own call: its Rust core is called directly, and text is cut at special
 tokens so that pieces which repeat (a system prompt with its tools) are encoded once.
@@ -18,7 +18,7 @@ such spellings by name.
 
 import re
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from secrets import token_hex
@@ -185,6 +185,18 @@ class MarkedText:
 
 
 @dataclass(frozen=True, slots=True)
+class ScannedTools:
+    """Tool schemas, whether one of their strings needs a mark, and every character in them."""
+
+    items: Sequence[Any]
+    touches: bool
+    letters: frozenset[str]
+
+
+NO_TOOLS = ScannedTools((), False, frozenset())
+
+
+@dataclass(frozen=True, slots=True)
 class _Token:
     id: int
     lstrip: bool
@@ -205,7 +217,8 @@ class ControlTokens:
         self._heads = frozenset(token[:end] for token in tokens for end in range(1, len(token)))
         self._tails = frozenset(token[start:] for token in tokens for start in range(1, len(token)))
         self._longest = len(longest[0]) if longest else 0
-        self._first, self._last = ({token[at] for token in tokens} for at in (0, -1))
+        self._first, self._last = (_any_letter(token[at] for token in tokens) for at in (0, -1))
+        self._ends = _any_letter(token[at] for token in tokens for at in (0, -1))
 
     @classmethod
     def create(cls, tokenizer: ChatTokenizer, renderings: Sequence[str] = ()) -> "ControlTokens":
@@ -229,13 +242,21 @@ class ControlTokens:
     def ids(self) -> frozenset[int]:
         return self._ids
 
-    def mark(self, messages: Sequence[Any], tools: Sequence[Any] = ()) -> MarkedText | None:
+    def scan_tools(self, tools: Sequence[Any]) -> ScannedTools:
+        """Tool schemas with what `mark` has to know of them: to be kept where many conversations show the same."""
+        texts: list[str] = []
+        for tool in tools:
+            _add_strings(tool, texts)
+        return ScannedTools(tools, self._any_touches(texts), frozenset().union(*texts))
+
+    def mark(self, messages: Sequence[Any], tools: ScannedTools = NO_TOOLS) -> MarkedText | None:
         """The conversation with marks in it; None where no string spells a control token, or a part that could be."""
-        texts = [text for message in messages for text in _message_strings(message)]
-        texts += [text for tool in tools for text in _strings(tool)]
-        if not any(map(self._touches, texts)):
+        texts: list[str] = []
+        for message in messages:
+            _add_message_strings(message, texts)
+        if not (tools.touches or self._any_touches(texts)):
             return None
-        used = set().union(*texts)
+        used = set(tools.letters).union(*texts)
         mark = next((letter for letter in map(chr, _MARKS) if letter not in used), None)
         if mark is None:
             raise PromptFailure("the messages contain every character that could mark their special tokens as text")
@@ -244,7 +265,7 @@ class ControlTokens:
             return text if is_key and not self._cut.search(text) else self._mark(text, mark)
 
         marked = [_walk_message(message, change) for message in messages]
-        return MarkedText(marked, [_walk(tool, change) for tool in tools], mark)
+        return MarkedText(marked, [_walk(tool, change) for tool in tools.items], mark)
 
     def encode(self, text: str, mark: str = "", *, after: bool = False) -> list[int]:
         """The ids of a rendering. `after`: it follows a control token."""
@@ -277,9 +298,12 @@ class ControlTokens:
             raise PromptFailure("a message spells out a special token that this tokenizer knows no other ids for")
         return ids
 
+    def _any_touches(self, texts: Sequence[str]) -> bool:
+        return self._ends.search("".join(texts)) is not None and any(map(self._touches, texts))
+
     def _touches(self, text: str) -> bool:
         """Whether a mark is needed. Most texts have none of the characters that spellings begin or end with."""
-        if any(letter in text for letter in self._first) and (self._cut.search(text) or self._head_at_end(text)):
+        if self._first.search(text) and (self._cut.search(text) or self._head_at_end(text)):
             return True
         return self._tail_at_start(text) > 0
 
@@ -292,7 +316,7 @@ class ControlTokens:
     def _tail_at_start(self, text: str) -> int:
         """How many characters at the start, white space aside, are the end of a control token."""
         beginning = text.lstrip()[: self._longest]
-        if not any(letter in beginning for letter in self._last):
+        if not self._last.search(beginning):
             return 0
         lengths = range(1, min(self._longest, len(beginning) + 1))
         return max((n for n in lengths if beginning[:n] in self._tails), default=0)
@@ -337,21 +361,30 @@ def _mend_text(text: str) -> str:
     return text if text.isascii() else text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
 
 
-def _strings(value: Any) -> Iterator[str]:
-    """Every string of a value, keys included."""
+def _add_strings(value: Any, texts: list[str]) -> None:
+    """Add every string of a value, keys included."""
     if isinstance(value, str):
-        yield value
+        texts.append(value)
     elif isinstance(value, Mapping):
         for name, item in value.items():
-            yield from (name, *_strings(item))
+            texts.append(name)
+            _add_strings(item, texts)
     elif isinstance(value, list | tuple):
         for item in value:
-            yield from _strings(item)
+            _add_strings(item, texts)
 
 
-def _message_strings(message: Mapping[str, Any]) -> Iterator[str]:
-    """The strings of a message, without its own role: a word that templates compare, and no text."""
-    return _strings({**message, "role": None})
+def _add_message_strings(message: Mapping[str, Any], texts: list[str]) -> None:
+    """Add the strings of a message, without its own role: a word that templates compare, and no text."""
+    for name, item in message.items():
+        texts.append(name)
+        if name != "role":
+            _add_strings(item, texts)
+
+
+def _any_letter(letters: Iterable[str]) -> re.Pattern[str]:
+    """A pattern that finds any of some texts; nothing where there are none."""
+    return re.compile("|".join(map(re.escape, sorted(set(letters)))) or "(?!)")
 
 
 def _walk(value: Any, change: Callable[[str, bool], str]) -> Any:

@@ -19,7 +19,7 @@ from typing import Any, Literal
 
 from treadle.config.rollout import ModelConfig
 from treadle.data.chat_template import PROBE, ChatTemplate, open_arguments, to_json
-from treadle.data.encoder import ControlTokens, Encoder, MarkedText, special_tokens
+from treadle.data.encoder import ControlTokens, Encoder, ScannedTools, special_tokens
 from treadle.data.incremental import MARK, IncrementalTemplate, MessageShape, Tools, TurnPattern, shape_of
 from treadle.data.reasoning_tags import CHANNELS, ReasoningTags, find_tags
 from treadle.data.rendering_parity import BoundaryVerdict, RenderingParity, TurnEnding, check_parity
@@ -28,6 +28,7 @@ from treadle.model.tokenizer import ChatTokenizer, find_model_path, load_tokeniz
 from treadle.types import Message
 
 CACHED_PROMPTS = 256
+CACHED_TOOLS = 64
 
 Ids = tuple[int, ...]
 
@@ -70,6 +71,7 @@ class Renderer:
         self._incremental = IncrementalTemplate(template, [encoder.decode([at]) for at in stop_token_ids], closer)
         self._patterns: tuple[dict[MessageShape, EncodedPattern | None], ...] = ({}, {})  # without tools, with tools
         self._prompt = lru_cache(CACHED_PROMPTS)(self._render_prompt)
+        self._tools = lru_cache(CACHED_TOOLS)(self._read_tools)
         self._drops_reasoning = lru_cache(4)(self._probe_reasoning)
         self.reasoning_tags = find_tags(template)
         self._refused: dict[tuple[str, bool], str] = {}
@@ -92,7 +94,7 @@ class Renderer:
 
     def prompt(self, messages: Sequence[Message], tools: Tools = ()) -> Ids:
         """The ids of a whole conversation and the next turn's header. Kept by content: n samples, one rendering."""
-        return self._prompt(to_json(messages, tools))
+        return self._prompt(to_json(messages), to_json(tools))
 
     def observation(self, messages: Sequence[Message], tools: Tools = ()) -> Ids:
         """The ids that follow a turn's end-of-turn token: what closes it, the new messages, the next turn's header."""
@@ -201,17 +203,18 @@ class Renderer:
         shape = shape_of(messages)
         return shape is not None and self._find_pattern(shape, messages, bool(tools)) is not None
 
-    def _render_prompt(self, conversation: str) -> Ids:
-        marked = None if self._trusts_prompts else self._mark_prompt(conversation)
-        if marked is None:
-            return tuple(self._encoder.encode(self._template.render_json(conversation)))
-        text = self._template.render(marked.messages, marked.tools)
-        return tuple(self._control.encode(text, marked.mark))
+    def _render_prompt(self, messages_json: str, tools_json: str) -> Ids:
+        messages, tools = json.loads(messages_json), self._tools(tools_json)
+        if not self._trusts_prompts:
+            open_arguments(messages)  # JSON text may hide a spelling behind escapes
+            marked = self._control.mark(messages, tools)
+            if marked is not None:
+                text = self._template.render(marked.messages, marked.tools)
+                return tuple(self._control.encode(text, marked.mark))
+        return tuple(self._encoder.encode(self._template.render_plain(messages, tools.items)))
 
-    def _mark_prompt(self, conversation: str) -> MarkedText | None:
-        messages, tools = json.loads(conversation)
-        open_arguments(messages)  # JSON text may hide a spelling behind escapes
-        return self._control.mark(messages, tools)
+    def _read_tools(self, tools_json: str) -> ScannedTools:
+        return self._control.scan_tools(json.loads(tools_json))
 
     def _refuse_broken(self, messages: Sequence[Message], tools: Tools) -> None:
         reason = self._refused.get((str(messages[0].get("role")), bool(tools)))

@@ -1,4 +1,4 @@
-"""In-flight requests, and the pause gate in front of them.
+"""In-flight requests, their abort, and the pause gate in front of them.
 
 Owns the two waits of a request. `PauseGate` holds requests back while an engine is paused and fails them once it is
 closed. `InFlightRequest` is a wait that another task may end early; it tells that apart from being cancelled: what

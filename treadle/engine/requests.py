@@ -93,13 +93,13 @@ _TOKENS_PER_LETTER = 4
 
 
 class StopStringFinder:
-    """Looks at the tokens of one answer as they come. `said`: those that were sampled before."""
+    """Looks at the tokens of one answer as they come. `begun`: those that were sampled before."""
 
-    def __init__(self, stops: Sequence[str], decode: Decode, said: Sequence[int] = ()) -> None:
+    def __init__(self, stops: Sequence[str], decode: Decode, begun: Sequence[int] = ()) -> None:
         self._stops = tuple(stops)
         self._decode = decode
         self._width = _TOKENS_PER_LETTER * max(map(len, stops)) + 1
-        self._window = list(said[-self._width :])
+        self._window = list(begun[-self._width :])
         self.seen = 0
         """How many tokens it was fed."""
 
@@ -212,7 +212,7 @@ def continuation_of(request: Request, part: Completion) -> Request:
         ids=request.ids + part.ids,
         sampling=replace(sampling, max_tokens=sampling.max_tokens - count),
         position=request.position + count,
-        said=request.said + count,
+        num_begun=request.num_begun + count,
     )
 
 

@@ -193,8 +193,8 @@ class ScriptedEngine:
             raise RequestRefused(
                 f"{self.name}: session {request.session}: stop strings need an engine with a tokenizer"
             )
-        said = request.ids[len(request.ids) - request.said :]
-        return ids[: StopStringFinder(request.sampling.stop, self._decode, said).feed(ids)]
+        begun = request.ids[len(request.ids) - request.num_begun :]
+        return ids[: StopStringFinder(request.sampling.stop, self._decode, begun).feed(ids)]
 
     async def _perform(self, request: Request, stream: int, answer: _Answer, tokens: int) -> Completion:
         """Let the tokens come out in time; an abort keeps those that are out."""

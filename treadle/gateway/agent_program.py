@@ -124,10 +124,10 @@ class AgentProgram:
                     start_new_session=True,
                     pass_fds=(theirs.fileno(),),
                 )
-            await self._attend(process, channel, stdin)
+            await self._wait_and_read(process, channel, stdin)
         return self._read_status()
 
-    async def _attend(self, process: asyncio.subprocess.Process, channel: socket.socket, stdin: bytes) -> None:
+    async def _wait_and_read(self, process: asyncio.subprocess.Process, channel: socket.socket, stdin: bytes) -> None:
         """Read what it writes until it and all that it has started have ended."""
         assert process.stdout is not None and process.stderr is not None
         if process.stdin is not None:

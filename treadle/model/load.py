@@ -78,7 +78,7 @@ def _require_parity(model: ModelConfig, config: "PreTrainedConfig", longest: int
 def shares_prefixes(model: ModelConfig, config: "PreTrainedConfig", longest: int | None) -> bool:
     """Whether networks of this model compute a prefix that several rows share once.
 
-    The parity check tries it, so a model that nobody checks computes every row by itself. `longest` as for loading:
+    The parity check tries it, so a model without that check computes every row by itself. `longest` as for loading:
     None for a kind that was checked elsewhere.
     """
     if model.shared_prefix == "off" or not model.parity_check:

@@ -1,4 +1,4 @@
-"""Critic: the value model, a decoder with a head that predicts the return before each token.
+"""Critic: the value model, a decoder with a value head: the return before each token.
 
 Owns its training, on one device or on many, as `policy` owns the policy's, and its files on one device. Mini batches
 follow the order of the groups.

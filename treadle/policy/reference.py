@@ -1,4 +1,4 @@
-"""Reference policy: the model as it was before training, or one that follows the policy (`ref.sync_freq`).
+"""Reference policy: the reference model as before training, or one that follows the policy.
 
 Has its own copy of the weights, or is the frozen model beside a policy's adapters (LoRA). `ref.sync_freq` mixes the
 policy's weights into a copy every so many steps (TR-DPO; TRL's `sync_ref_model`): reference = mix * policy + (1 - mix)

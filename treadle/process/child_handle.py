@@ -75,7 +75,7 @@ class ProcessSpec:
     """It adopts what its descendants leave behind, and kills that at its end; where it is killed itself, its parent
     does."""
     max_stall_s: float = 0.0
-    """It ends where its event loop has not run for so long: whoever holds its interpreter also keeps it from seeing its
+    """It ends where its event loop has not run for so long: what holds its interpreter also keeps it from seeing its
     parent go. 0: never."""
     trace: bool = False
     """`probe` has it write down where its threads are."""

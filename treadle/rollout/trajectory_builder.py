@@ -1,4 +1,4 @@
-"""Trajectory builder: the rows and turns of a session while they grow, and the token budget its rows share.
+"""Trajectory builder: rows and turns of a session while they grow, truncation of prompts, the shared token budget.
 
 Owns how tokens are appended, and how many may still be sampled. Invariant: rows only grow; the mask is 1 exactly on
 sampled ids, each with its logprob and policy version; sampled and reserved tokens together never exceed the budget.
@@ -75,8 +75,8 @@ class SessionState:
     extra: dict[str, Any] = field(default_factory=dict)
     cleanups: list[tuple[Callable[[], Coroutine[Any, Any, None]], str]] = field(default_factory=list)
     """What to run when the loop has ended, last added first, and what to call it."""
-    released: asyncio.Event = field(default_factory=asyncio.Event)
-    """A request has ended, and what it reserved is free or spent."""
+    released: asyncio.Event | None = None
+    """A request has ended, and what it reserved is free or spent; None while no request waits for that."""
 
     async def reserve(self, budget: int, wanted: int, sharers: int) -> int:
         """Tokens for one request, at least one; 0 if the budget is spent. Each of `sharers` gets its part of the rest.
@@ -84,7 +84,8 @@ class SessionState:
         So no two requests that run at once can exceed the budget together.
         """
         while self.sampled + self.reserved >= budget and self.reserved:
-            self.released.clear()
+            if self.released is None or self.released.is_set():
+                self.released = asyncio.Event()
             await self.released.wait()
         left = budget - self.sampled - self.reserved
         granted = min(wanted, max(1, left // sharers)) if left > 0 else 0
@@ -95,7 +96,8 @@ class SessionState:
         """A request has ended: what it sampled is spent, the rest of what it reserved is free."""
         self.reserved -= granted
         self.sampled += sampled
-        self.released.set()
+        if self.released is not None:
+            self.released.set()
 
 
 @dataclass(slots=True)
@@ -175,8 +177,13 @@ class RowBuilder:
         self.processed_logprobs += [0.0] * len(ids)
         self.versions += [-1] * len(ids)
 
+    @property
+    def num_kept(self) -> int:
+        """How many ids of the response the trajectory keeps."""
+        return len(self.ids) if self.kept_end is None else self.kept_end
+
     def close(self) -> Row:
-        end = len(self.ids) if self.kept_end is None else self.kept_end
+        end = self.num_kept
         kept = [turn for turn in self.turns if turn.sampled_end <= end]
         ends = [turn.start for turn in kept[1:]] + [end]
         turns = tuple(_build_turn(turn, last) for turn, last in zip(kept, ends, strict=False))
@@ -227,18 +234,17 @@ class SessionRecord:
 
     def rows(self) -> tuple[Row, ...]:
         """The rows as they stand; a fork that never sampled teaches nothing and is left out."""
-        return tuple(row for _, row in self._kept_rows())
+        return tuple(builder.close() for builder in self._kept_builders())
 
-    def _kept_rows(self) -> list[tuple[RowBuilder, Row]]:
+    def _kept_builders(self) -> list[RowBuilder]:
         builders = self._session._rows
-        rows = [(builder, builder.close()) for builder in builders]
         is_first_kept = builders[0].kept_end is None
-        return [(builder, row) for at, (builder, row) in enumerate(rows) if row.ids or (at == 0 and is_first_kept)]
+        return [item for at, item in enumerate(builders) if item.num_kept or (at == 0 and is_first_kept)]
 
     def extra(self) -> Mapping[str, Any]:
         state = self.state
         notes = dict(state.extra)
-        seats = [builder.seat for builder, _ in self._kept_rows()]
+        seats = [builder.seat for builder in self._kept_builders()]
         if any(seat is not None for seat in seats):
             notes["seats"] = seats
         if state.turn_rewards:

@@ -26,8 +26,8 @@ from treadle.rollout.tools import Toolbox
 from treadle.rollout.trajectory_builder import PromptDropped, SessionRecord, SessionState, fit_prompt
 from treadle.types import NOTHING, Outcome, StopReason, Timing, Trajectory
 
-DRIFT_SHARE = 8
-"""One task in so many has the row of its first sample compared with a rendering of the whole conversation."""
+DRIFT_SHARE = 32
+"""One session in so many has its row compared with a rendering of the whole conversation."""
 
 CLEANUP_S = 20.0
 """How long an environment may take to close."""
@@ -82,7 +82,8 @@ class AgentLoopWorker:
         if isinstance(outcome, Dropped):
             return outcome
         trajectory = _trajectory(running, outcome, started_at, clock() - began)
-        if job.sample == 0 and crc32(job.task.uid.encode()) % DRIFT_SHARE == 0 and "gateway" not in trajectory.extra:
+        is_looked_at = crc32(f"{job.task.uid}/{job.sample}".encode()) % DRIFT_SHARE == 0
+        if is_looked_at and "gateway" not in trajectory.extra:
             return self._with_drift(trajectory, running)  # an agent's own tools are not known here
         return trajectory
 

@@ -37,7 +37,7 @@ INIT = Path(__file__).with_name("init.py")
 
 
 class _NamedCommand:
-    """A command that is asked for by its id: run once, whoever asks, and ended where its last caller is cancelled."""
+    """A command that is asked for by its id: run once, however many ask, ended where its last caller is cancelled."""
 
     def __init__(self, fields: list[bytes], result: "asyncio.Task[ExecResult]") -> None:
         self.fields, self.result = fields, result

@@ -1,4 +1,4 @@
-"""Turns in shared weights: who may compute with the module now, and as which model.
+"""Turns in shared weights: which request computes with the module now, and as which model.
 
     training      has the weights to itself
     sampling      shares them with all other sampling from the same adapter

@@ -1,13 +1,14 @@
-"""The parts of a run on a Ray cluster: placed, watched and restarted by Ray, around the classes that run in process.
+"""Ray cluster: the parts of a run there, placed, watched and restarted by Ray, around the classes that run in process.
 
-    driver                                          actors, each in a process of its own
-    ──────                                          ────────────────────────────────────
-    Dispatcher ─► RemoteWorker ════ socket ════►    AgentActor     agent loops and tools
-               └► RemoteScorer ════ socket ════►    ScorerActor    reward functions
-    Router ─────► RemoteReplica ═══ socket ════►    ReplicaActor   an engine             ◄─┐ weights,
-    train_step ─► Ranks ────────── Ray calls ──►    RankActor      policy, reference, critic ─┘ see `sender`
+    driver                                             actors, each in a process of its own
+    ──────                                             ────────────────────────────────────
+    Dispatcher ─► RemoteAgentWorker ══ socket ═════►   ProcessActor   agent loops and tools: `serve_worker`
+               └► RemoteScorer ═══════ socket ═════►   ProcessActor   reward functions: `serve_scorer`
+    Router ─────► RayReplica ═════════ socket ═════►   ProcessActor   an engine: `serve_engine`             ◄─┐ weights
+    train_step ─► RemoteRanks ──────── Ray calls ──►   RankActor      policy, reference model, critic ────────┘
 
-Ray decides where an actor runs, keeps it in its bundle, tells of its death and, unless told otherwise, carries weights.
+Ray decides where an actor runs, keeps it in its bundle, tells of its death and, unless told otherwise, carries
+weights (`RankSender`).
 What happens thousands of times a second, requests and their answers, goes over one socket for each actor, with the
 messages that worker processes speak: a Ray call costs more processor time than a whole turn may.
 """

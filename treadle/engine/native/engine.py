@@ -156,7 +156,7 @@ class NativeEngine:
         if self._stop_decode is None:
             self._stop_decode = await load_stop_decode(self._load_decode, request, self.name)
         return StopStringFinder(
-            request.sampling.stop, self._stop_decode, request.ids[len(request.ids) - request.said :]
+            request.sampling.stop, self._stop_decode, request.ids[len(request.ids) - request.num_begun :]
         )
 
     async def abort(self, session: str | None = None) -> None:

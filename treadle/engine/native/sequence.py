@@ -78,7 +78,7 @@ class SequenceState:
 
     def start_row(self) -> RowStart:
         request, sampling, sampled = self.request, self.request.sampling, self.sampled.ids
-        begun = len(request.ids) - request.said
+        begun = len(request.ids) - request.num_begun
         seen = (request.ids[:begun], request.ids[begun:] + sampled) if sampling.is_penalized else ((), ())
         return RowStart(
             row=self.row,
@@ -102,7 +102,7 @@ class SequenceState:
         before, start = len(self.sampled.ids), self.reported
         ids = (*self.sampled.ids[start:], *tail(max(0, start - before)))
         self.reported += len(ids)
-        return TokenUpdate(self.request.said + start, ids) if ids else None
+        return TokenUpdate(self.request.num_begun + start, ids) if ids else None
 
     def find_stop(self, ids: Sequence[int]) -> None:
         """Search the new tokens for stop strings."""

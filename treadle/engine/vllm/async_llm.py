@@ -127,7 +127,7 @@ class AsyncLLMSampler:
                 _signed(sample.stream),
                 sample.position + num_kept,
             ]
-            extra += [sample.min_p, sample.penalties, sample.said + num_kept]
+            extra += [sample.min_p, sample.penalties, sample.num_begun + num_kept]
             return SamplingParams(temperature=0.0, extra_args={"treadle": extra}, **common)
         seed = sample.stream >> 1
         top_k = max(sample.top_k, 0)

@@ -162,7 +162,7 @@ class VLLMEngine:
         if stops:
             if self._stop_decode is None:
                 self._stop_decode = await load_stop_decode(self._load_decode, request, self.name)
-            finder = StopStringFinder(stops, self._stop_decode, request.ids[len(request.ids) - request.said :])
+            finder = StopStringFinder(stops, self._stop_decode, request.ids[len(request.ids) - request.num_begun :])
         parts: list[Completion] = []
         rest = request
         while True:
@@ -177,7 +177,7 @@ class VLLMEngine:
                 text = trim_at_stop(self._text(whole.ids, request), stops) if self._decode else ""
                 return replace(whole, text=text)
             if request.on_tokens is not None:
-                request.on_tokens(rest.said, part.ids)
+                request.on_tokens(rest.num_begun, part.ids)
             parts.append(part)
             rest = continuation_of(rest, part)
 
@@ -194,7 +194,7 @@ class VLLMEngine:
             request.position,
             sampling.min_p,
             sampling.penalties,
-            request.said,
+            request.num_begun,
         )
         self._sessions[number] = request.session
         try:

@@ -137,8 +137,8 @@ def _read_row(params: Any, prompt_ids: list[int] | None, drawn: list[int]) -> Ke
     extra = (params.extra_args or {}).get(EXTRA)
     if extra is None:
         return None
-    temperature, top_p, top_k, stream, position, min_p, penalties, said = extra
+    temperature, top_p, top_k, stream, position, min_p, penalties, num_begun = extra
     seen = list(prompt_ids or ())
-    begun = len(seen) - said
+    begun = len(seen) - num_begun
     row = (temperature, top_p, top_k, stream, position, drawn, min_p)
     return KeyedRow(*row, tuple(penalties), seen[:begun], seen[begun:])

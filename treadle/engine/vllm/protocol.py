@@ -78,7 +78,7 @@ class SampleRequest:
     min_p: float = 0.0
     penalties: tuple[float, float, float, float] = (1.0, 0.0, 0.0, 1.0)
     """See `SamplingParams.penalties`."""
-    said: int = 0
+    num_begun: int = 0
     """How many of the last ids belong to this answer."""
 
     @property
@@ -95,7 +95,7 @@ class SampleRequest:
         head = _REQUEST.pack(
             self.max_tokens,
             self.position,
-            self.said,
+            self.num_begun,
             self.temperature,
             self.top_p,
             self.min_p,
@@ -109,12 +109,12 @@ class SampleRequest:
 
     @classmethod
     def unpack(cls, body: bytes) -> "SampleRequest":
-        tokens, position, said, temperature, top_p, min_p, *rest = _REQUEST.unpack_from(body)
+        tokens, position, num_begun, temperature, top_p, min_p, *rest = _REQUEST.unpack_from(body)
         *penalties, top_k, stream, num_ids, _ = rest
         numbers = array("i", body[_REQUEST.size :]).tolist()
         ids, stops = tuple(numbers[:num_ids]), tuple(numbers[num_ids:])
         given = (ids, tokens, temperature, top_p, top_k, stops, stream, position)
-        return cls(*given, min_p, tuple(penalties), said)
+        return cls(*given, min_p, tuple(penalties), num_begun)
 
 
 @dataclass(frozen=True, slots=True)

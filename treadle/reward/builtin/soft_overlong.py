@@ -1,4 +1,4 @@
-"""0 for an answer that leaves room, less and less near the limit, -1 at it: DAPO's soft overlong punishment."""
+"""Soft overlong punishment, as in DAPO: 0 for an answer that leaves room, less near the limit, -1 at it."""
 
 from treadle.types import Trajectory
 

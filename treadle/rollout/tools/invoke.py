@@ -1,4 +1,4 @@
-"""Tool invocation: one call with deadline, retries and output limit; what the model reads, and what it must not.
+"""Tool call: its invocation with deadline, retries and output limit; what the model reads, and what it must not.
 
 Owns the text form of returned values (a string is itself, a `ToolResult` keeps its reward and extra fields, everything
 else is JSON), the limit on its length, and the border between an answer and a fault of the infrastructure.
@@ -74,7 +74,7 @@ def to_text(value: object, name: str) -> str:
     if isinstance(value, str):
         return str(value)
     try:
-        return json.dumps(value, ensure_ascii=False, default=_plain)
+        return str(value) if type(value) is int else _WRITER.encode(value)
     except (TypeError, ValueError, RecursionError) as error:
         raise ToolFailure(f"{name} returned a {type(value).__name__} that is no JSON: {error}") from error
 
@@ -83,6 +83,9 @@ def _plain(value: Any) -> Any:
     if is_dataclass(value) and not isinstance(value, type):
         return asdict(value)
     raise TypeError(f"a {type(value).__name__} is no str, number, list, dict, dataclass or ToolResult")
+
+
+_WRITER = json.JSONEncoder(ensure_ascii=False, default=_plain)
 
 
 def _encodable(text: str) -> str:
