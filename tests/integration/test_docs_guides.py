@@ -79,9 +79,11 @@ def test_your_model_your_data_your_reward_from_top_to_bottom(here, capsys):
 
 def test_the_quick_start_of_trl_is_as_long_as_the_page_says_and_runs_here(here):
     code = {name: text for name, language, text in blocks("trl.md") if language == "python"}
+    assert list(code) == ["trl", "treadle", "trl-math", "treadle-math"]
     told = re.findall(r"^(TRL|treadle), (\d+) lines:$", (DOCS / "trl.md").read_text(encoding="utf-8"), re.MULTILINE)
     assert [(name.lower(), int(count)) for name, count in told] == [
-        (name, len([line for line in text.splitlines() if line.strip()])) for name, text in code.items()
+        (name.removesuffix("-math"), len([line for line in text.splitlines() if line.strip()]))
+        for name, text in code.items()
     ]
     tasks = [{"prompt": f"{a}+1=", "answer": str(a + 1)} for a in range(4)]
     ours = code["treadle"]
@@ -97,6 +99,27 @@ def test_the_quick_start_of_trl_is_as_long_as_the_page_says_and_runs_here(here):
     run = page["run"]
     assert isinstance(run, treadle.Run)
     assert run.metrics["reward/mean"][0][1] > 1, "letters are counted"
+
+
+def test_the_math_example_of_trl_runs_on_rows_of_its_shape(here):
+    (ours,) = [text for name, _, text in blocks("trl.md") if name == "treadle-math"]
+    solutions = {"1+1=": "$2$", "Half of 1 is": r"$\frac{1}{2}$"}
+    rows = [{"prompt": [{"role": "user", "content": asked}], "solution": told} for asked, told in solutions.items()]
+    for word, smaller in (
+        ('"Qwen/Qwen2.5-0.5B-Instruct"', '"treadle/tiny-calculator"'),
+        ('"hub:trl-lib/DeepMath-103K/data/train"', "rows"),
+        ("steps=500", "steps=1, rollout={'n': 2, 'response_length': 16, 'prompt_length': 64}"),
+    ):
+        assert word in ours
+        ours = ours.replace(word, smaller)
+    page: dict[str, object] = {"__name__": "page", "rows": rows}
+    exec(compile(ours, "docs/trl.md", "exec"), page)
+    run = page["run"]
+    assert isinstance(run, treadle.Run)
+    samples = run.trajectories(step=1)
+    assert len(samples) == 4 and all(sample.reward is not None for sample in samples)
+    with pytest.raises(treadle.ConfigError, match=r"tasks: rows have no 'answer'; they have prompt, solution"):
+        exec(compile(ours.replace('    data={"answer_key": "solution"},\n', ""), "docs/trl.md", "exec"), page)
 
 
 def test_a_script_for_trl_that_is_shown_is_understood(here):
