@@ -1,4 +1,4 @@
-"""docs/your-model.md, trl.md, migrating.md and prime-rl.md tell the truth: files load, blocks and commands run.
+"""your-model.md, trl.md, migrating.md and prime-rl.md tell the truth: their files load, their blocks and commands run.
 
 Models that are not on this machine are replaced by the bundled one, and nothing else is.
 """
@@ -151,7 +151,7 @@ def test_the_example_of_prime_rl_is_as_long_as_the_page_says_and_checks(here):
 
 
 def test_the_launch_of_verl_is_as_long_as_the_page_says_and_means_the_same_here(here):
-    """Every key of the script has the value that `migrate` finds, in our YAML and in what the call amounts to."""
+    """Every key that the script gives has the value that `migrate` finds: in our YAML, and in that of the call."""
     write_files("migrating.md")
     text = (DOCS / "migrating.md").read_text(encoding="utf-8")
     theirs, ours = (int(count) for count in re.findall(r"\b(\d+) lines", text)[:2])

@@ -135,7 +135,7 @@ def test_the_loop_and_the_commands_of_the_readme_run(here: Path) -> None:
 
 
 def run_command(command: str, status: int = 0) -> str:
-    """What it prints; it ends with that status. Commands of ours run in this process, programs of the page do not."""
+    """What it prints. A command of ours runs in this process, a program of the page in one of its own."""
     program, *words = shlex.split(command, comments=True)
     if program != "treadle":
         assert program == "python", command
