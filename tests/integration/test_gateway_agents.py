@@ -16,7 +16,7 @@ import pytest
 from tests.gateways import RecordingEngine, trained
 from tests.rollouts import CALL, FINAL, engine, rollout, save_model, say, tasks
 from treadle.config import AgentLoopConfig, FailureConfig, LimitsConfig, RewardConfig
-from treadle.errors import ConfigError
+from treadle.errors import BudgetSpent, ConfigError
 from treadle.gateway import openai_chat
 from treadle.gateway.agent_program import AgentDirectory
 from treadle.journal import Journal, JournalReader
@@ -250,6 +250,33 @@ def test_a_program_that_ignores_its_end_is_killed_with_all_it_started(model: Any
         while Path(f"/proc/{pid}/stat").exists() and Path(f"/proc/{pid}/stat").read_text().split()[2] != "Z":
             assert time.monotonic() < deadline
             time.sleep(0.01)
+
+
+LOST = """
+import os, sys, time
+if sys.argv[1] == "task0":
+    open(os.environ["PID"], "w").write(str(os.getpid()))
+    time.sleep(600)
+while not os.path.exists(os.environ["PID"]):
+    time.sleep(0.01)
+sys.exit("out of luck")
+"""
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_programs_that_fail_too_often_end_the_run_and_those_that_still_work(
+    workers: int, model: Any, tmp_path: Path
+) -> None:
+    pid = tmp_path / "pid"
+    failures = FailureConfig(session_retries=0, max_failed_fraction=0.5, min_finished=3)
+    kwargs = {"argv": ["python", "-c", LOST, "{{task.uid}}"], "env": {"PID": str(pid)}}
+    section = config("program_agent", kwargs, num_workers=workers, failures=failures)
+    with pytest.raises(BudgetSpent, match=r"3 of 3 trajectories failed(.|\n)*3 × loop: (.|\n)*out of luck"):
+        run(section, model, tmp_path, count=4)
+    deadline = time.monotonic() + 30
+    while Path(f"/proc/{pid.read_text()}").exists():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
 
 
 SPY = (
