@@ -18,8 +18,7 @@ from tests.integration.test_gateway_agents import Recording, check_exact, config
 from tests.rollouts import save_model, turns_of
 from treadle.config import FailureConfig, load
 from treadle.errors import EngineFailure
-from treadle.gateway import server
-from treadle.gateway.http_server import ConnectionLost
+from treadle.gateway.http_server import ConnectionLost, HttpConnection
 from treadle.types import Request, Status, StopReason, Trajectory
 
 PROGRAMS = {"claude_code": "claude", "codex": "codex", "mini_swe_agent": "mini"}
@@ -113,17 +112,17 @@ def test_an_engine_that_fails_is_asked_again(name: str, tmp_path: Path) -> None:
 def test_a_stream_that_is_cut_is_asked_for_again_and_sampled_once(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    whole, cuts = server._send_events, []
+    whole, cuts = HttpConnection.send, []
 
-    async def cut_once(connection: Any, events: Any) -> None:
-        if not cuts:
-            cuts.append(next(events))
-            await connection.send(b": and now\n\n")
+    async def cut_once(connection: HttpConnection, data: bytes, *, is_last: bool = False) -> None:
+        if is_last and not cuts:
+            cuts.append(data)
+            await whole(connection, data[: data.index(b"\n\n") + 2])
             connection.drop()
             raise ConnectionLost
-        await whole(connection, events)
+        await whole(connection, data, is_last=is_last)
 
-    monkeypatch.setattr(server, "_send_events", cut_once)
+    monkeypatch.setattr(HttpConnection, "send", cut_once)
     trajectory, recording = start(tmp_path, name, add_twice(name))
     check_exact(tmp_path, recording, count=1)
     assert cuts and len(recording.sampled) == 3, "the answer that was cut is the answer to the same question"

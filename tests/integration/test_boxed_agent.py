@@ -37,6 +37,7 @@ for _ in range(3):
     messages.append(json.load(urllib.request.urlopen(request))["choices"][0]["message"])
     messages.append({"role": "user", "content": "Go on."})
 open("result.txt", "w").write("made in " + os.getcwd())
+open("large.bin", "wb").write(bytes(2 << 20))
 print(json.dumps(found), open("settings.txt").read())
 """
 
@@ -64,7 +65,7 @@ def boxed(tmp_path: Path, **more: Any) -> dict[str, Any]:
         "env": environment,
         "files": {"settings.txt": "task {{task.uid}} in {{directory}}"},
         "sandbox": True,
-        "artifacts": ["result.txt", "missing.txt"],
+        "artifacts": ["result.txt", "missing.txt", "large.bin"],
         **more,
     }
 
@@ -83,6 +84,7 @@ def test_a_boxed_program_trains_what_was_sampled_and_sees_nothing_of_the_run(
     )
     assert found["processes"] <= 4 and not found["key"] and "task task0 in /workspace" in said
     assert kept[0].extra["files"] == {"result.txt": "made in /workspace"}
+    assert [*kept[0].extra["files_missing"]] == ["missing.txt", "large.bin"]
 
 
 def test_a_boxed_program_that_fails_is_a_failure_of_the_loop(model: Any, tmp_path: Path) -> None:

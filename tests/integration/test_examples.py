@@ -8,6 +8,10 @@ from pathlib import Path
 import pytest
 
 from tests.fake_endpoint import FakeEndpoint
+from tests.integration.test_gateway_agents import check_exact
+from tests.integration.test_gateway_agents import config as loop_config
+from tests.integration.test_gateway_agents import run as run_agents
+from tests.rollouts import save_model
 from treadle.cli.main import main
 from treadle.journal import JournalReader
 
@@ -70,18 +74,49 @@ def test_a_game_is_trained_by_self_play_and_played_against_an_opponent(monkeypat
         assert set(game.policy_seats) <= {game.sample}, "samples of a task take the seats in turn"
 
 
-def test_an_openai_sdk_agent_trains_unmodified(monkeypatch, capsys, tmp_path):
+STREAMING = "rollout.agent.loops.function_agent.kwargs.function=examples.openai_sdk_agent.streaming:solve"
+SDK_AGENTS = {
+    "openai": ("openai_sdk_agent", "chat", []),
+    "openai, streams": ("openai_sdk_agent", "chat", [STREAMING]),
+    "anthropic": ("examples/anthropic_sdk_agent/train.yaml", "messages", []),
+}
+
+
+@pytest.mark.parametrize("name", SDK_AGENTS)
+def test_an_sdk_agent_trains_unmodified(monkeypatch, capsys, tmp_path, name):
+    config, dialect, words = SDK_AGENTS[name]
     monkeypatch.chdir(ROOT)
     monkeypatch.setattr(sys, "argv", ["treadle"])
     small = ["data.train_batch_size=4", "actor.ppo_mini_batch_size=4", "rollout.n=4", "trainer.total_training_steps=2"]
     quiet = ["trainer.test_freq=-1", "trainer.val_before_train=false", "data.val_files=[]"]
     with pytest.raises(SystemExit) as left:
-        main(["train", "openai_sdk_agent", f"logging.run_dir={tmp_path}", *small, *quiet])
+        main(["train", config, f"logging.run_dir={tmp_path}", *small, *quiet, *words])
     printed = capsys.readouterr()
-    assert left.value.code == 0 and "chat requests of 32 sessions in 32 rows" in printed.err, printed.err
+    assert left.value.code == 0 and f"{dialect} requests of 32 sessions in 32 rows" in printed.err, printed.err
     with JournalReader.open(tmp_path) as reader:
         (event,) = reader.events(kind="gateway")
     assert event.fields["echoes/exact"] > 0 and not [name for name in event.fields if name.startswith("forks/")]
+
+
+def calculates(request, rng) -> str:
+    """A call, spaced as no serializer does; what is wrong with it; an answer."""
+    said = (
+        '<tool_call>\n{"name": "calculate",  "arguments": {"expression":"1+2"}}\n</tool_call>',
+        '<tool_call>\n{"name": "calculate",  "arguments": {"expression": "one"}}\n</tool_call>',
+        "It is 3.",
+    )
+    return said[sum(message["role"] == "assistant" for message in request.messages)]
+
+
+@pytest.mark.parametrize("name", SDK_AGENTS)
+def test_an_sdk_agent_trains_what_was_sampled_token_by_token(tmp_path, name):
+    section = loop_config("function_agent", {"function": f"examples.{name}:solve"}, num_workers=1)
+    _, recording = run_agents(section, save_model(tmp_path / "model"), tmp_path, calculates)
+    for trajectory in check_exact(tmp_path, recording):
+        assert len(trajectory.rows) == 1 and trajectory.extra["gateway"]["echoes"] == {"exact": 2}
+        results = [message["content"] for message in trajectory.messages if message["role"] == "tool"]
+        assert results[0] == "3" and results[1].startswith("write two whole numbers")
+        assert trajectory.response_text == "It is 3."
 
 
 def test_the_endpoint_example_evaluates_a_server(monkeypatch, capsys, tmp_path):

@@ -1,12 +1,14 @@
 """Agents with real SDKs, in this process and in worker processes: what trains is what was sampled, token by token."""
 
 import os
+import signal
 import subprocess
 import sys
 import time
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
+from threading import Timer
 from typing import Any
 
 import pytest
@@ -14,7 +16,7 @@ import pytest
 from tests.gateways import RecordingEngine, trained
 from tests.rollouts import CALL, FINAL, engine, rollout, save_model, say, tasks
 from treadle.config import AgentLoopConfig, FailureConfig, LimitsConfig, RewardConfig
-from treadle.errors import ConfigError
+from treadle.errors import BudgetSpent, ConfigError
 from treadle.gateway import openai_chat
 from treadle.gateway.agent_program import AgentDirectory
 from treadle.journal import Journal, JournalReader
@@ -250,6 +252,33 @@ def test_a_program_that_ignores_its_end_is_killed_with_all_it_started(model: Any
             time.sleep(0.01)
 
 
+LOST = """
+import os, sys, time
+if sys.argv[1] == "task0":
+    open(os.environ["PID"], "w").write(str(os.getpid()))
+    time.sleep(600)
+while not os.path.exists(os.environ["PID"]):
+    time.sleep(0.01)
+sys.exit("out of luck")
+"""
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_programs_that_fail_too_often_end_the_run_and_those_that_still_work(
+    workers: int, model: Any, tmp_path: Path
+) -> None:
+    pid = tmp_path / "pid"
+    failures = FailureConfig(session_retries=0, max_failed_fraction=0.5, min_finished=3)
+    kwargs = {"argv": ["python", "-c", LOST, "{{task.uid}}"], "env": {"PID": str(pid)}}
+    section = config("program_agent", kwargs, num_workers=workers, failures=failures)
+    with pytest.raises(BudgetSpent, match=r"3 of 3 trajectories failed(.|\n)*3 × loop: (.|\n)*out of luck"):
+        run(section, model, tmp_path, count=4)
+    deadline = time.monotonic() + 30
+    while Path(f"/proc/{pid.read_text()}").exists():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
 SPY = (
     PROGRAM
     + """
@@ -352,12 +381,47 @@ def test_a_sample_has_the_same_directory_each_time_unless_it_is_in_use_or_kept()
     other = AgentDirectory.make("a task", 3, keep=False)
     kept = AgentDirectory.make("a task", 3, keep=True)
     assert len({first.path, other.path, kept.path}) == 3
-    os.close(first._lock)  # type: ignore[arg-type]  # as if its process was killed
+    assert first.lock is not None
+    os.close(first.lock)  # as if its process was killed
     again = AgentDirectory.make("a task", 3, keep=False)
     assert again.path == first.path and not any(again.path.iterdir())
     for made in (other, again, kept):
         made.remove()
     assert not any(made.path.exists() for made in (first, other, again, kept))
+
+
+KILLED = """
+import asyncio, os, sys
+from pathlib import Path
+from treadle.gateway.agent_program import AgentDirectory, AgentProgram
+
+made = AgentDirectory.make("a killed task", 0, keep=False)
+code = "import os, time\\nwhile True: open('left', 'w').write('x'); open('part', 'w'); os.rename('part', 'begun')"
+asyncio.run(AgentProgram([sys.executable, "-c", code], dict(os.environ), made.path, made.lock).run())
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="a killed process of this test stays a zombie elsewhere too")
+@pytest.mark.skipif(sys.platform != "linux", reason="descendants are read in /proc")
+def test_the_directory_of_a_killed_worker_is_free_when_its_program_has_ended() -> None:
+    fresh = AgentDirectory.make("a killed task", 0, keep=False)
+    path = fresh.path
+    fresh.remove()
+    with subprocess.Popen([sys.executable, "-c", KILLED], cwd=Path(__file__).parents[2]) as worker:
+        deadline = time.monotonic() + 60
+        while not (path / "begun").exists():
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        guard, program = descendants(worker.pid)
+        os.kill(guard, signal.SIGSTOP)  # it takes its time
+        worker.kill()
+    goes_on = Timer(0.3, os.kill, (guard, signal.SIGCONT))
+    goes_on.start()
+    again = AgentDirectory.make("a killed task", 0, keep=False)
+    assert not Path(f"/proc/{program}").exists(), "the program of the killed worker has ended"
+    assert again.path == path, "and this one has its directory, so that it asks what that one asked"
+    again.remove()
+    goes_on.join()
 
 
 WORKER = """

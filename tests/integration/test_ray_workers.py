@@ -5,6 +5,7 @@ import os
 import random
 import signal
 import time
+from collections import Counter
 from contextlib import AsyncExitStack
 from functools import partial
 from pathlib import Path
@@ -15,6 +16,8 @@ pytest.importorskip("ray")
 
 
 from tests import ray_cluster
+from tests.gateways import trained
+from tests.integration.test_gateway_agents import PROGRAM, Recording
 from tests.rollouts import CALL, FINAL, engine, renderer, rollout, save_model, say, task, tasks
 from treadle.cluster.ray.rollout import start_worker
 from treadle.cluster.ray.scorer import RemoteScorer, ScorerSetup
@@ -189,9 +192,44 @@ def test_a_reward_function_that_is_not_there_is_a_mistake_in_the_config(cluster,
         scored_on_ray(model, {"mine": RewardFunctionConfig(path="tests.ray_engines:nowhere")}, Path)
 
 
-def test_agents_talk_to_the_gateway_of_their_worker_on_its_node(cluster, model):
-    function = "tests.integration.test_gateway_recall:two_at_once"
-    loops = {"function_agent": AgentLoopConfig(kwargs={"function": function})}
-    config = rollout(default_agent_loop="function_agent", loops=loops, response_length=4000, num_workers=2)
-    trajectories = asyncio.run(generate(config, model, [engine(say(FINAL))], remote=2, count=4)).trajectories
-    assert all(item.outcome.ok and item.num_turns == 10 for item in trajectories), trajectories[0].outcome
+PROGRAM_AGENT = {"argv": ["python", "-c", PROGRAM, "{{prompt}}"], "files": {"settings.json": ""}}
+AGENTS = {
+    "function_agent": ({"function": "tests.integration.test_gateway_recall:two_at_once"}, 10),
+    "program_agent": (PROGRAM_AGENT, 3),
+}
+"""What agents of each loop are, and how many turns they take."""
+
+
+def agents(loop: str):
+    loops = {loop: AgentLoopConfig(kwargs=AGENTS[loop][0])}
+    return rollout(default_agent_loop=loop, loops=loops, response_length=4000, num_workers=2)
+
+
+def all_trained(batch) -> Counter:
+    assert all(item.outcome.ok for item in batch.trajectories), [item.outcome for item in batch.trajectories]
+    return sum((trained(item.rows) for item in batch.trajectories), Counter())
+
+
+@pytest.mark.parametrize("loop", AGENTS)
+def test_agents_talk_to_the_gateway_of_their_worker_on_its_node(loop, cluster, model):
+    recording = Recording(engine(say(FINAL)))
+    batch = asyncio.run(generate(agents(loop), model, [recording], remote=2, count=4))
+    assert all_trained(batch) == Counter(recording.sampled), "each sampled token once, in its own context"
+    assert all(item.num_turns == AGENTS[loop][1] for item in batch.trajectories)
+
+
+@pytest.mark.parametrize("loop", AGENTS)
+def test_a_worker_that_is_killed_with_agents_open_costs_nothing_but_their_time(loop, cluster, model):
+    recording = Recording(engine(say(FINAL), latency_s=0.2))
+
+    async def kill_one(workers) -> None:
+        async with asyncio.timeout(120):
+            while len(recording.sampled) < 6:  # noqa: ASYNC110  agents of both workers are open then
+                await asyncio.sleep(0.01)
+        os.kill(workers[0].pid, signal.SIGKILL)
+
+    batch = asyncio.run(generate(agents(loop), model, [recording], remote=2, count=4, body=kill_one))
+    assert {item.attempt for item in batch.trajectories} == {0, 1}
+    found = all_trained(batch)
+    assert found <= Counter(recording.sampled) and len(recording.sampled) > found.total()
+    assert all(item.num_turns == AGENTS[loop][1] for item in batch.trajectories)

@@ -1,6 +1,7 @@
 """`treadle serve`: a model behind OpenAI's and Anthropic's APIs, and sessions that are recorded."""
 
 import asyncio
+import json
 import signal
 import time
 from contextlib import suppress
@@ -16,12 +17,14 @@ from tests.gateway_agents import TOOLS
 from tests.rollouts import save_model
 from tests.serving import serving
 from treadle.cli.main import main
+from treadle.cli.serve import _announce
 from treadle.config import load
 from treadle.config.rollout import ModelConfig
 from treadle.data.renderer import Renderer
 from treadle.gateway.model_server import ModelServer, ServerKeys, serve_model
 from treadle.journal import JournalReader
 from treadle.types import Trajectory
+from treadle.view.server import Viewer
 
 
 def test_a_recipes_model_is_served_with_tools_and_streams() -> None:
@@ -162,6 +165,41 @@ def test_what_agents_did_before_a_kill_is_recorded(config: Path, tmp_path: Path)
     with serving(*options) as (url, key), OpenAI(base_url=url, api_key=key) as client:
         client.chat.completions.create(model="policy", messages=[{"role": "user", "content": "3"}])
     assert {name: kept.num_turns for name, kept in recorded(run_dir).items()} == {"default/0": 2, "default/1": 1}
+
+
+def test_the_key_for_rewards_is_printed_apart_from_that_for_agents(
+    config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    _announce(load(config), "first", "a model", "second")("http://127.0.0.1:1")
+    agents, grader = capsys.readouterr().out.split("\n\n")
+    assert agents.count("first") == 2 and "second" not in agents
+    assert grader.startswith("for the grader alone") and "TREADLE_NOTES_KEY=second" in grader and "first" not in grader
+
+
+def test_a_served_run_is_shown_and_searched_by_the_viewer(config: Path, tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    with serving(str(config), "--gateway", "--notes-key", "second", f"logging.run_dir={run_dir}") as (url, key):
+        base, grader = url.removesuffix("/v1"), {"x-api-key": "second"}
+        for name, reward in (("one", 0.5), ("two", 1.0)):
+            with OpenAI(base_url=f"{base}/s/{name}/v1", api_key=key) as client:
+                asked = [{"role": "user", "content": f"a zebra, {name}"}]
+                client.chat.completions.create(model="policy", messages=asked)  # type: ignore[arg-type]
+            httpx.post(f"{base}/s/{name}/v1/notes", json={"reward": reward}, headers=grader).raise_for_status()
+    viewer = Viewer({"served": run_dir})
+
+    def ask(page: str, **given: str) -> Any:
+        return json.loads(viewer.answer(f"api/{page}", {"run": "served", **given}).body)
+
+    overview = ask("overview")
+    assert overview["status"] == "finished" and overview["trajectories"] == 2 and overview["steps"] == []
+    assert [(end["status"], end["count"]) for end in overview["ends"]] == [("completed", 2)]
+    while (found := ask("find", q="zebra"))["indexed"] < 1:
+        pass
+    assert {line["uid"] for line in found["samples"]} == {"one", "two"}
+    (best, _) = ask("find", order="best")["samples"]
+    assert best["uid"] == "two" and best["reward"] == 1.0
+    shown = ask("trajectory", id=str(best["id"]))
+    assert "a zebra, two" in json.dumps(shown)
 
 
 def test_keys_for_agents_and_for_rewards_are_two(config: Path, capsys: pytest.CaptureFixture[str]) -> None:

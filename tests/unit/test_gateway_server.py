@@ -5,7 +5,8 @@ import json
 import resource
 import socket
 import threading
-from collections.abc import Callable, Coroutine
+from collections import Counter
+from collections.abc import Callable, Coroutine, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -19,6 +20,8 @@ from treadle.errors import ConfigError, EngineFailure
 from treadle.gateway import agents, connection_limits, http_server, server
 from treadle.gateway.request import TurnRequest
 from treadle.gateway.server import GatewayServer, GatewaySession
+from treadle.rollout.trajectory_builder import SessionRecord
+from treadle.types import Row
 
 USER = {"role": "user", "content": "Add 1 and 2."}
 BODY = {"model": "policy", "messages": [USER]}
@@ -67,6 +70,11 @@ def served(use: Callable[[Served], Coroutine[Any, Any, None]], max_body_mb: int 
                 await it.conversation.close()
 
     asyncio.run(main())
+
+
+def rows_of(it: Agent) -> Sequence[Row]:
+    """Rows of a session that is open."""
+    return SessionRecord(it.session).rows()
 
 
 def head(path: str, key: str = "", **headers: str) -> bytes:
@@ -121,6 +129,52 @@ def test_the_second_key_gives_a_reward_and_the_first_does_not() -> None:
         assert it.opened.reward == 0.5 and it.opened.notes == {"tests": 3, "more": 1}
 
     served(use)
+
+
+@pytest.mark.parametrize("dialect", ["chat", "messages", "responses"])
+def test_ids_of_another_session_in_a_history_are_text_of_this_one_and_change_nothing_in_that(dialect: str) -> None:
+    """Tool-call ids, signatures and encrypted reasoning: marks open a turn in the session that they were made for."""
+    path = {"chat": "/v1/chat/completions", "messages": "/v1/messages", "responses": "/v1/responses"}[dialect]
+    started = {"input": [USER]} if dialect == "responses" else {"messages": [USER]}
+    (tool,) = (tool["function"] for tool in TOOLS)
+    tools = {
+        "chat": TOOLS,
+        "messages": [{"name": tool["name"], "input_schema": tool["parameters"]}],
+        "responses": [{"type": "function", **tool}],
+    }
+    thinks = say(f"<think>\nHm.\n</think>\n\n{CALL}", "It is 3.")
+
+    def go_on(answer: dict[str, Any]) -> dict[str, Any]:
+        if dialect == "chat":
+            message = {name: value for name, value in answer["choices"][0]["message"].items() if value is not None}
+            result = {"role": "tool", "tool_call_id": message["tool_calls"][0]["id"], "content": "3"}
+            return {"messages": [USER, message, result]}
+        if dialect == "messages":
+            (use,) = [block["id"] for block in answer["content"] if block["type"] == "tool_use"]
+            result = {"role": "user", "content": [{"type": "tool_result", "tool_use_id": use, "content": "3"}]}
+            return {"messages": [USER, {"role": "assistant", "content": answer["content"]}, result]}
+        (call,) = [item["call_id"] for item in answer["output"] if item["type"] == "function_call"]
+        return {"input": [USER, *answer["output"], {"type": "function_call_output", "call_id": call, "output": "3"}]}
+
+    async def use(one: Served) -> None:
+        async with agent(thinks) as other:
+            opened = one.gateway.open(other.conversation)
+            shared: dict[str, Any] = {"model": "policy", "max_tokens": 200, "tools": tools[dialect]}
+            first = (await one.http.post(path, json={**shared, **started})).json()
+            rows = rows_of(one.it)
+            headers = {"authorization": f"Bearer {opened.key}"}
+            stolen = await one.http.post(path, json={**shared, **go_on(first)}, headers=headers)
+            assert stolen.status_code == 200
+            assert rows_of(one.it) == rows and one.it.conversation.counters.as_extra()["requests"] == {dialect: 1}
+            assert trained(rows_of(other)) == Counter(other.engine.sampled), "of it, what it sampled trains alone"
+            extra = other.conversation.counters.as_extra()
+            assert extra["roots"] == 1 and "echoes" not in extra and len(other.engine.sampled) == 1
+            await other.conversation.close()
+        assert (await one.http.post(path, json={**shared, **go_on(first)})).status_code == 200
+        extra = one.it.conversation.counters.as_extra()
+        assert extra["echoes"] == {"exact": 1} and extra["roots"] == 1 and len(rows_of(one.it)) == 1
+
+    served(use, script=thinks)
 
 
 def test_models_and_tokens_are_counted() -> None:

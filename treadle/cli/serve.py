@@ -143,7 +143,9 @@ def _announce(config: "Config", key: str, name: str, notes_key: str | None) -> C
         say(f"  ANTHROPIC_BASE_URL={url} ANTHROPIC_API_KEY={key}")
         if notes_key is not None:
             say(f"sessions are recorded in {config.logging.directory('rollout')}; {url}/s/NAME/v1 is a session by name")
-            say(f"  rewards: POST to {url}/s/NAME/v1/notes with the key {notes_key}, which agents must not have")
+            say("")
+            say("for the grader alone, and in no agent's reach: it gives any session any reward")
+            say(f"  TREADLE_NOTES_URL={url}/s/NAME/v1/notes TREADLE_NOTES_KEY={notes_key}")
         sys.stdout.flush()
 
     return ready

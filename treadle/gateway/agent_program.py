@@ -17,6 +17,7 @@ import shutil
 import socket
 import sys
 import tempfile
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from hashlib import blake2b
@@ -43,11 +44,14 @@ MAX_BLAMED_CHARS = 300
 
 
 class AgentDirectory:
-    """The working directory of one session; its lock says to other processes that it is in use."""
+    """The working directory of one session; its lock says to other processes that it is in use.
+
+    The guard of its program has the lock too: of a killed worker, the directory is free when the program has ended.
+    """
 
     def __init__(self, path: Path, lock: int | None) -> None:
         self.path = path
-        self._lock = lock
+        self.lock = lock
 
     @classmethod
     def make(cls, uid: str, sample: int, *, keep: bool) -> "AgentDirectory":
@@ -69,35 +73,62 @@ class AgentDirectory:
 
     def remove(self) -> None:
         shutil.rmtree(self.path, ignore_errors=True)
-        if self._lock is not None:
+        if self.lock is not None:
             with suppress(OSError):
                 self.path.with_suffix(".lock").unlink()
-            os.close(self._lock)
+            os.close(self.lock)
 
 
 def _lock(path: Path) -> int | None:
-    """A lock on a file, held until it is closed or its process ends; None where another has it."""
+    """A lock on a file, held until every copy is closed; None where another worker has it.
+
+    Waits for the program of a worker that was killed: its guard ends it.
+    """
     try:
         found = os.open(path, os.O_CREAT | os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
     except OSError:
         return None
-    try:
-        fcntl.flock(found, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        if os.stat(path).st_ino == os.fstat(found).st_ino:  # else its last owner has just removed it
-            return found
-    except OSError:
-        pass
+    deadline = time.monotonic() + GUARD_S
+    while True:
+        try:
+            fcntl.flock(found, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if os.stat(path).st_ino == os.fstat(found).st_ino:  # else its last owner has just removed it
+                os.pwrite(found, f"{os.getpid():<20}".encode(), 0)
+                return found
+            break
+        except BlockingIOError:
+            if _worker_lives(os.pread(found, 20, 0)) or time.monotonic() > deadline:
+                break
+            time.sleep(0.02)
+        except OSError:
+            break
     os.close(found)
     return None
+
+
+def _worker_lives(written: bytes) -> bool:
+    """Whether the worker that has locked a directory is there; one that has yet to write its name is."""
+    if not written.strip().isdigit():
+        return True
+    try:
+        os.kill(int(written), 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    return True
 
 
 class AgentProgram:
     """One process under its guard, and the end of what it writes."""
 
-    def __init__(self, argv: Sequence[str], environment: Mapping[str, str], directory: Path) -> None:
+    def __init__(
+        self, argv: Sequence[str], environment: Mapping[str, str], directory: Path, lock: int | None = None
+    ) -> None:
         self._argv = argv
         self._environment = environment
         self._directory = directory
+        self._lock = lock
         self._said = b""
         """By the guard."""
         self.stdout = ""
@@ -111,10 +142,11 @@ class AgentProgram:
         program = sys.executable if self._argv[0] == "python" else self._argv[0]
         channel, theirs = socket.socketpair()
         channel.setblocking(False)
+        passed = (theirs.fileno(),) if self._lock is None else (theirs.fileno(), self._lock)
         with channel:
             with theirs, blame(LoopFailure):
                 process = await asyncio.create_subprocess_exec(
-                    *(sys.executable, "-I", "-S", guard.__file__, f"--channel={theirs.fileno()}"),
+                    *(sys.executable, "-I", "-S", guard.__file__, f"--channel={','.join(map(str, passed))}"),
                     *(program, *self._argv[1:]),
                     stdin=asyncio.subprocess.PIPE if stdin else asyncio.subprocess.DEVNULL,
                     stdout=asyncio.subprocess.PIPE,
@@ -122,7 +154,7 @@ class AgentProgram:
                     cwd=self._directory,
                     env=dict(self._environment),
                     start_new_session=True,
-                    pass_fds=(theirs.fileno(),),
+                    pass_fds=passed,
                 )
             await self._wait_and_read(process, channel, stdin)
         return self._read_status()

@@ -262,7 +262,8 @@ class ProgramAgentLoop(GatewayAgentLoop):
                 **default_environment(url, opened.key, directory),
                 **{name: fill(value, values) for name, value in self._env.items()},
             }
-            program = AgentProgram([fill(word, values) for word in self.argv_of(session)], environment, directory)
+            argv = [fill(word, values) for word in self.argv_of(session)]
+            program = AgentProgram(argv, environment, directory, made.lock)
             status = await program.run()
             reward = await asyncio.to_thread(self.read_result, directory, session)
             self._note_end(session, status, program.stdout, program.stderr, program.explain(status))

@@ -9,7 +9,6 @@ Owns the start and the end of box and bridge, and the files that are kept of it.
 import asyncio
 import sys
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from urllib.parse import urlsplit
@@ -63,7 +62,7 @@ class BoxedAgent:
             if refused := count_refused(box):
                 session.extra["egress_refused"] = refused
             if self._artifacts:
-                self.files = await self._collect(box)
+                self.files = await self._collect(box, session)
                 session.extra["files"] = {name: found.decode(errors="replace") for name, found in self.files.items()}
         except SandboxFailure as failure:
             raise LoopFailure(f"the box of {self._argv[0]}: {failure}") from failure
@@ -89,12 +88,17 @@ class BoxedAgent:
         argv[0] = _box_python(rollout.sandbox.read_only) if argv[0] == "python" else argv[0]
         return await box.exec(argv, env=environment, timeout_s=rollout.limits.session_timeout_s)
 
-    async def _collect(self, box: Sandbox) -> dict[str, bytes]:
-        """Files that are to be graded, out of a box that ends now; those that are not there are left out."""
+    async def _collect(self, box: Sandbox, session: Session) -> dict[str, bytes]:
+        """Files that are to be graded, out of a box that ends now; why others are missing is kept with the session."""
         found: dict[str, bytes] = {}
+        missing: dict[str, str] = {}
         for name in self._artifacts:
-            with suppress(OSError):
+            try:
                 found[name] = await box.read_file(name, MAX_ARTIFACT_BYTES)
+            except OSError as error:
+                missing[name] = str(error)
+        if missing:
+            session.extra["files_missing"] = missing
         return found
 
     def explain(self, status: int) -> str:

@@ -1,7 +1,8 @@
 """Guard of a program that is not ours: a small process around it, which ends everything that it has started.
 
     guard.py PROGRAM ...               an MCP server: in the guard's process group, ended by the signals of its client
-    guard.py --channel=FD PROGRAM ...  an agent program or a grader, in a session of its own; FD: a socket to the worker
+    guard.py --channel=FD PROGRAM ...  an agent program or a grader, in a session of its own; FD is a socket to the
+                                       worker, and descriptors after a comma are held until all has ended
 
 Owns what the program starts: on Linux orphans come to the guard, so that a process which has left its group and its
 session (`setsid`, a daemon's double `fork`) is found too; elsewhere only the group is. Standard input, output and
@@ -232,7 +233,9 @@ def _adopt_orphans(*options: int) -> None:
 def main(arguments: list[str]) -> int:
     if not arguments[0].startswith("--channel="):
         return guard_server(arguments)
-    given = int(arguments[0].partition("=")[2])
+    given, *held = map(int, arguments[0].partition("=")[2].split(","))
+    for descriptor in held:
+        os.set_inheritable(descriptor, False)
     with socket.socket(fileno=os.dup(given)) as channel:  # of a low number, which `select` takes, and not inherited
         os.close(given)
         guard_program(channel, arguments[1:])

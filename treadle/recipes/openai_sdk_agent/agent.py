@@ -43,11 +43,11 @@ async def solve(base_url: str, api_key: str, task: Any) -> None:
             return
         for call in message.tool_calls:
             assert call.type == "function"
-            result = _run(call.function.name, call.function.arguments)
+            result = run_tool(call.function.name, call.function.arguments)
             messages.append({"role": "tool", "tool_call_id": call.id, "content": result})
 
 
-def _run(name: str, arguments: str) -> str:
+def run_tool(name: str, arguments: str) -> str:
     try:
         return calculate(**json.loads(arguments)) if name == "calculate" else f"there is no tool {name}"
     except (TypeError, ValueError) as error:
