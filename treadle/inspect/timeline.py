@@ -126,7 +126,7 @@ class TimelineReader:
 
     @property
     def share(self) -> float:
-        """Of the sessions, those that were read."""
+        """How much of the run's sessions was read, from 0 to 1."""
         if self._oldest is None or self._oldest == 1:
             return float(self._oldest == 1)
         return (self._newest - self._oldest + 1) / max(self._newest, 1)
@@ -152,7 +152,7 @@ class TimelineReader:
         return _make_chart(self._run_dir, self._begun, self._recorded, self._sessions)
 
     def _read_sessions(self, reader: JournalReader, ends: float | None) -> None:
-        """Those that are new, and then older ones until the time is over: one page at least."""
+        """Read sessions that are new, and then older ones until the time is over: one page at least."""
         if self._oldest is not None:
             for session in reader.session_times(self._newest):
                 self._sessions.add(session)

@@ -315,114 +315,109 @@ function facts(pairs) {
 
 async function showRun(name, given) {
   const shown = runs.filter((item) => !item.problem).map((item) => item.name);
-  const chosen = given.with
-    ? given.with.split("\n").filter((other) => shown.includes(other))
-    : shown.filter((other) => other !== name);
-  const toggled = (other) =>
-    (chosen.includes(other) ? chosen.filter((one) => one !== other) : [...chosen, other]).join("\n") || "-";
-  const order = [name, ...chosen];
+  const beside = shown.filter((other) => other !== name);
+  const chosen = given.with ? given.with.split("\n").filter((other) => shown.includes(other)) : beside;
   const listed = await ask("metrics", { run: name });
-  const names = given.m ? given.m.split(",") : [...DEFAULTS.filter((metric) => metric in listed.names)];
-  const [about, ...metrics] = await Promise.all([
-    ask("overview", { run: name }),
-    ...order.map((other) => ask("metrics", { run: other, names: names.join(",") })),
-  ]);
-  const colour = (other) => 1 + (runs.findIndex((item) => item.name === other) % 6);
-  const panels = names
-    .map((metric) => [
-      metric,
-      order
-        .map((other, at) => [other, colour(other), metrics[at].curves[metric] || []])
-        .filter(([, , curve]) => curve.length),
-    ])
-    .filter(([, curves]) => curves.length)
-    .map(([metric, curves]) => chart(metric, curves));
-  const picker = h("input", {
-    list: "metric-names",
-    placeholder: "add a metric…",
-    "aria-label": "Add a metric",
-    onchange: (event) => {
-      if ([...event.target.list.options].some((option) => option.value === event.target.value))
-        go(link(["run", name], { ...given, m: [...new Set([...names, event.target.value])].join(",") }));
-    },
-  });
-  const steps = about.steps.length ? `${about.steps[0]} – ${about.steps[1]}` : "none";
+  const wanted = given.m ? given.m.split(",") : DEFAULTS.filter((metric) => metric in listed.names);
+  const [about, panels] = await Promise.all([ask("overview", { run: name }), curvePanels([name, ...chosen], wanted)]);
   return [
     h("h1", {}, visible(name)),
     h("p", { class: "lede" }, visible(about.dir), about.cause ? [" · ", visible(about.cause)] : ""),
-    facts([
-      ["status", about.status],
-      ["steps", steps],
-      ["validations", num(about.validations.length)],
-      ["trajectories", num(about.trajectories)],
-      about.starts.length > 1 && ["starts", num(about.starts.length)],
-      about.starts.length && ["began", moment(about.starts[0].at)],
-    ]),
+    runFacts(about),
     h("p", {}, [
       h("a", { href: link(["run", name, "findings"]) }, "Findings"),
       h("span", { class: "soft" }, ": groups without signal, answers that repeat, rewards that may be gamed"),
     ]),
     h("h2", {}, "Curves ", h("small", {}, "over training steps; move over one to read it, click to open the step")),
-    shown.length > 1 &&
-      h("div", { class: "legend", role: "group", "aria-label": "Runs in the curves" }, [
-        [name, ...shown.filter((other) => other !== name)].map((other) =>
-          other === name
-            ? h("span", {}, h("i", { class: "b" + colour(other) }), visible(other))
-            : h(
-                "a",
-                {
-                  href: link(["run", name], { ...given, with: toggled(other) }),
-                  role: "switch",
-                  "aria-checked": String(chosen.includes(other)),
-                  class: chosen.includes(other) ? null : "off",
-                },
-                [h("i", { class: "b" + colour(other) }), visible(other)],
-              ),
-        ),
-      ]),
-    panels.length
-      ? h("div", { class: "charts" }, panels)
-      : h("p", { class: "empty" }, [
-          about.status === "running"
-            ? "No metrics yet: they come with the first training step. Until then, see "
-            : "No training step was recorded, so there are no curves. A rollout that stands alone has none; see ",
-          h("a", { href: link(["run", name, "tasks"]) }, "its tasks"),
-          ".",
-        ]),
-    Object.keys(listed.names).length > 0 &&
-      h("p", { style: { marginTop: "18px" } }, [
-        picker,
-        " ",
-        given.m && h("a", { href: link(["run", name], { ...given, m: null }) }, "as at first"),
-        h("datalist", { id: "metric-names" }, [
-          Object.keys(listed.names).map((metric) =>
-            h("option", { value: metric, label: plain(metric) === metric ? null : plain(metric) }),
-          ),
-        ]),
-      ]),
+    beside.length > 0 && legend(name, beside, chosen, given),
+    panels.length ? h("div", { class: "charts" }, panels) : noCurves(name, about),
+    Object.keys(listed.names).length > 0 && metricPicker(name, listed.names, wanted, given),
     h("div", { class: "two" }, endsPanel(name, about), await waitsPanel(name)),
-    about.events.length > 0 && [
-      h("h2", {}, [
-        "What was notable ",
-        h("small", {}, "stalls, tasks that were taken out, records that were dropped; the newest first"),
-      ]),
-      table(
-        ["when", "what", "details"],
-        about.events
-          .slice(0, 12)
-          .map((event) =>
-            h("tr", {}, [
-              h("td", { class: "soft" }, moment(event.time)),
-              h("td", {}, visible(event.kind)),
-              h("td", {}, describeEvent(event)),
-            ]),
-          ),
-      ),
-    ],
+    about.events.length > 0 && notable(about.events),
     about.steps.length > 0 && [
       h("h2", {}, "Timeline ", h("small", {}, "what sampled, trained and waited, and when")),
       timelinePicture(name),
     ],
+  ];
+}
+
+const colourOf = (other) => 1 + (runs.findIndex((item) => item.name === other) % 6);
+
+// A chart for each metric that any of the runs has, with a curve of each run that has it.
+async function curvePanels(order, wanted) {
+  const names = wanted.join(",");
+  const metrics = await Promise.all(order.map((other) => ask("metrics", { run: other, names })));
+  const curves = (metric) => order.map((other, at) => [other, colourOf(other), metrics[at].curves[metric] || []]);
+  return wanted
+    .map((metric) => [metric, curves(metric).filter(([, , curve]) => curve.length)])
+    .filter(([, found]) => found.length)
+    .map(([metric, found]) => chart(metric, found));
+}
+
+const runFacts = (about) =>
+  facts([
+    ["status", about.status],
+    ["steps", about.steps.length ? `${about.steps[0]} – ${about.steps[1]}` : "none"],
+    ["validations", num(about.validations.length)],
+    ["trajectories", num(about.trajectories)],
+    about.starts.length > 1 && ["starts", num(about.starts.length)],
+    about.starts.length && ["began", moment(about.starts[0].at)],
+  ]);
+
+// Runs in the curves: others than the one on the screen are switched off and on.
+function legend(name, beside, chosen, given) {
+  const swatch = (other) => h("i", { class: "b" + colourOf(other) });
+  const toggled = (other) =>
+    (chosen.includes(other) ? chosen.filter((one) => one !== other) : [...chosen, other]).join("\n") || "-";
+  const toggle = (other) => {
+    const attributes = {
+      href: link(["run", name], { ...given, with: toggled(other) }),
+      role: "switch",
+      "aria-checked": String(chosen.includes(other)),
+      class: chosen.includes(other) ? null : "off",
+    };
+    return h("a", attributes, swatch(other), visible(other));
+  };
+  return h("div", { class: "legend", role: "group", "aria-label": "Runs in the curves" }, [
+    h("span", {}, swatch(name), visible(name)),
+    beside.map(toggle),
+  ]);
+}
+
+const noCurves = (name, about) =>
+  h("p", { class: "empty" }, [
+    about.status === "running"
+      ? "No metrics yet: they come with the first training step. Until then, see "
+      : "No training step was recorded, so there are no curves. A rollout that stands alone has none; see ",
+    h("a", { href: link(["run", name, "tasks"]) }, "its tasks"),
+    ".",
+  ]);
+
+function metricPicker(name, listed, wanted, given) {
+  const add = ({ target }) => {
+    const isKnown = [...target.list.options].some((option) => option.value === target.value);
+    if (isKnown) go(link(["run", name], { ...given, m: [...new Set([...wanted, target.value])].join(",") }));
+  };
+  const option = (metric) => h("option", { value: metric, label: plain(metric) === metric ? null : plain(metric) });
+  return h("p", { style: { marginTop: "18px" } }, [
+    h("input", { list: "metric-names", placeholder: "add a metric…", "aria-label": "Add a metric", onchange: add }),
+    " ",
+    given.m && h("a", { href: link(["run", name], { ...given, m: null }) }, "as at first"),
+    h("datalist", { id: "metric-names" }, Object.keys(listed).map(option)),
+  ]);
+}
+
+function notable(events) {
+  const line = (event) =>
+    h("tr", {}, [
+      h("td", { class: "soft" }, moment(event.time)),
+      h("td", {}, visible(event.kind)),
+      h("td", {}, describeEvent(event)),
+    ]);
+  const told = "stalls, tasks that were taken out, records that were dropped; the newest first";
+  return [
+    h("h2", {}, "What was notable ", h("small", {}, told)),
+    table(["when", "what", "details"], events.slice(0, 12).map(line)),
   ];
 }
 
@@ -779,110 +774,87 @@ async function showGroup(name, given) {
   const [worst, best] = [scored[0], scored.at(-1)];
   const compare =
     worst &&
-    best &&
     worst.id !== best.id &&
     h("a", { "data-key": "d", href: link(["run", name, "diff"], { id: worst.id, other: best.id }) }, [
       h("button", { type: "button", tabindex: -1 }, "Compare worst and best ", h("kbd", {}, "d")),
     ]);
-  const question = group.task && group.task.messages ? group.task.messages : null;
-  const where =
+  const place =
     group.step !== null
-      ? h("a", { "data-key": "u", href: link(["run", name, "step", group.step]) }, "step " + group.step)
+      ? ["step", group.step]
       : group.validation !== null
-        ? h("a", { "data-key": "u", href: link(["run", name, "validation", group.validation]) }, [
-            "validation after step " + group.validation,
-          ])
-        : h("a", { "data-key": "u", href: link(["run", name, "tasks"]) }, "not trained");
+        ? ["validation", group.validation]
+        : ["tasks"];
+  const where = h("a", { "data-key": "u", href: link(["run", name, ...place]) }, when(group));
   const longest = Math.max(...group.samples.map((item) => item.tokens), 1);
-  const allParts = [...new Set(group.samples.flatMap((item) => Object.keys(item.parts)))];
+  const parts = [...new Set(group.samples.flatMap((item) => Object.keys(item.parts)))];
   return [
     h("h1", { class: "name" }, [
       visible(group.uid),
       " ",
       h("small", {}, where, ", ", plural(group.samples.length, "sample")),
     ]),
-    group.task && group.task.problem && h("p", { class: "problem" }, group.task.problem),
-    question &&
-      question.map((message) =>
-        h("div", { class: "message " + (["user", "system"].includes(message.role) ? message.role : "") }, [
-          h("div", { class: "role" }, h("b", {}, visible(message.role))),
-          h("div", { class: "text", dir: "auto" }, [
-            visible(typeof message.content === "string" ? message.content : JSON.stringify(message.content)),
-          ]),
-        ]),
-      ),
-    group.task &&
-      group.task.ground_truth !== null &&
-      h("div", { class: "message" }, [
-        h("div", { class: "role" }, h("b", {}, "ground truth")),
-        h("div", { class: "text", dir: "auto" }, [
-          visible(
-            typeof group.task.ground_truth === "string"
-              ? group.task.ground_truth
-              : JSON.stringify(group.task.ground_truth),
-          ),
-        ]),
-      ]),
+    group.task && taskText(group.task),
     h("div", { class: "tools", style: { marginTop: "16px" } }, [
       compare,
       h("span", { class: "soft" }, rewardSpread(scored)),
       h("span", { style: { marginLeft: "auto" } }, exportLinks(name, { uid: group.uid })),
     ]),
-    h("div", { class: "samples", "data-list": "1" }, [
-      group.samples.map((item) =>
-        h("article", { "data-href": link(["run", name, "t", item.id, "transcript"]), ...names(item) }, [
-          h("h3", {}, [
-            h("a", { href: link(["run", name, "t", item.id, "transcript"]) }, "sample " + item.sample),
-            outcomeTag(item),
-          ]),
-          h("div", { class: "big" }, item.status === "failed" ? "failed" : num(item.reward)),
-          h("div", { class: "kv" }, [
-            allParts.map((part) => [h("span", {}, visible(part)), h("b", {}, num(item.parts[part] ?? null))]),
-            h("span", {}, "tokens"),
-            h("b", {}, num(item.tokens)),
-            h("span", { style: { gridColumn: "1 / -1" }, class: "track", "aria-hidden": "true" }, [
-              h("i", {
-                class: "b1",
-                style: {
-                  display: "block",
-                  height: "3px",
-                  borderRadius: "2px",
-                  width: `${(item.tokens / longest) * 100}%`,
-                },
-              }),
-            ]),
-            h("span", {}, "turns"),
-            h("b", {}, num(item.turns)),
-            h("span", {}, "seconds"),
-            h("b", {}, seconds(item.seconds.total)),
-          ]),
-          h("div", { class: "said", dir: "auto" }, [
-            visible(
-              item.status === "failed"
-                ? item.detail
-                : item.said ||
-                    (item.has_body ? "(said nothing)" : "(its messages were dropped to keep the journal small)"),
-            ),
-          ]),
-        ]),
-      ),
-    ]),
-    group.elsewhere.length > 0 && [
-      h("h2", {}, "The same task at other steps"),
-      h("p", {}, [
-        group.elsewhere.map((other, at) => [
-          at ? " · " : "",
-          h("a", { href: link(["run", name, "group"], { uid: other.uid, step: other.step }) }, [
-            other.step !== null ? `step ${other.step}` : `validation after step ${other.validation}`,
-          ]),
-          " (",
-          h("a", { href: link(["run", name, "diff"], { id: other.id, other: group.samples[0].id }) }, "compare"),
-          ")",
-        ]),
-      ]),
-    ],
+    h(
+      "div",
+      { class: "samples", "data-list": "1" },
+      group.samples.map((item) => sampleCard(name, item, parts, longest)),
+    ),
+    group.elsewhere.length > 0 && elsewhere(name, group),
   ];
 }
+
+const textOf = (value) => visible(typeof value === "string" ? value : JSON.stringify(value));
+
+// What a task asks, and its ground truth.
+function taskText(task) {
+  const part = (role, label, text) =>
+    h("div", { class: `message ${["user", "system"].includes(role) ? role : ""}` }, [
+      h("div", { class: "role" }, h("b", {}, label)),
+      h("div", { class: "text", dir: "auto" }, textOf(text)),
+    ]);
+  return [
+    task.problem && h("p", { class: "problem" }, task.problem),
+    (task.messages || []).map((message) => part(message.role, visible(message.role), message.content)),
+    (task.ground_truth ?? null) !== null && part("", "ground truth", task.ground_truth),
+  ];
+}
+
+// A sample beside the others of its task; bars of length are of the longest one.
+function sampleCard(name, item, parts, longest) {
+  const href = link(["run", name, "t", item.id, "transcript"]);
+  const line = (label, value) => [h("span", {}, label), h("b", {}, value)];
+  const width = `${(item.tokens / longest) * 100}%`;
+  const silent = item.has_body ? "(said nothing)" : "(its messages were dropped to keep the journal small)";
+  return h("article", { "data-href": href, ...names(item) }, [
+    h("h3", {}, h("a", { href }, "sample " + item.sample), outcomeTag(item)),
+    h("div", { class: "big" }, item.status === "failed" ? "failed" : num(item.reward)),
+    h("div", { class: "kv" }, [
+      parts.map((part) => line(visible(part), num(item.parts[part] ?? null))),
+      line("tokens", num(item.tokens)),
+      h("span", { class: "track", "aria-hidden": "true" }, h("i", { class: "b1", style: { width } })),
+      line("turns", num(item.turns)),
+      line("seconds", seconds(item.seconds.total)),
+    ]),
+    h("div", { class: "said", dir: "auto" }, visible(item.status === "failed" ? item.detail : item.said || silent)),
+  ]);
+}
+
+function elsewhere(name, group) {
+  const one = (other, at) => [
+    at ? " · " : "",
+    h("a", { href: link(["run", name, "group"], { uid: other.uid, step: other.step }) }, when(other)),
+    " (",
+    h("a", { href: link(["run", name, "diff"], { id: other.id, other: group.samples[0].id }) }, "compare"),
+    ")",
+  ];
+  return [h("h2", {}, "The same task at other steps"), h("p", {}, group.elsewhere.map(one))];
+}
+
 const rewardSpread = (scored) =>
   scored.length < 2
     ? ""
@@ -910,95 +882,83 @@ const TABS = ["transcript", "tokens", "time", "tree"];
 
 async function showTrajectory(name, id, tab, given) {
   const item = await ask("trajectory", { run: name, id });
-  const others = item.siblings.filter((other) => other.id !== item.id && other.reward !== null);
-  const rival = others.sort(
-    (a, b) => Math.abs(b.reward - (item.reward ?? 0)) - Math.abs(a.reward - (item.reward ?? 0)),
-  )[0];
-  const at = item.siblings.findIndex((other) => other.id === item.id);
   const row = Number(given.row || 0);
-  const near = (offset) =>
-    at >= 0 &&
-    item.siblings[at + offset] &&
-    h(
-      "a",
-      {
-        class: "soft",
-        "data-key": offset < 0 ? "[" : "]",
-        href: link(["run", name, "t", item.siblings[at + offset].id, tab], keepView()),
-      },
-      [offset < 0 ? "previous" : "next"],
-    );
-  const content =
-    { transcript: showTranscript, tokens: showTokens, time: showTime, tree: showTree }[tab] || showTranscript;
+  const content = { transcript: showTranscript, tokens: showTokens, time: showTime, tree: showTree }[tab];
+  const group = link(["run", name, "group"], { uid: item.uid, step: item.step });
+  const up = { href: group, "data-key": "u", style: { textDecoration: "none" } };
   return [
     h("h1", names(item, row), [
-      h(
-        "a",
-        {
-          href: link(["run", name, "group"], { uid: item.uid, step: item.step }),
-          "data-key": "u",
-          style: { textDecoration: "none" },
-        },
-        [visible(item.uid)],
-      ),
+      h("a", up, visible(item.uid)),
       h("span", { class: "faint" }, " / " + item.sample),
       " ",
-      h("small", {}, [
-        item.step !== null
-          ? `step ${item.step}`
-          : item.validation !== null
-            ? `validation after step ${item.validation}`
-            : "not trained",
-        item.attempt ? `, attempt ${item.attempt + 1}` : "",
-      ]),
+      h("small", {}, when(item), item.attempt ? `, attempt ${item.attempt + 1}` : ""),
     ]),
     h("div", { class: "tools" }, [
       cells(name, item.siblings, item.id),
-      near(-1),
-      near(1),
-      item.has_body && [
-        rival &&
-          h("a", { "data-key": "d", href: link(["run", name, "diff"], { id: item.id, other: rival.id }) }, [
-            h("button", { type: "button", tabindex: -1 }, `Compare with sample ${rival.sample} `, h("kbd", {}, "d")),
-          ]),
-        h(
-          "a",
-          { "data-key": "D", class: "soft", href: link(["run", name, "diff"], { id: item.id, row: row || null }) },
-          [rival ? "with another… " : "Compare with… ", h("kbd", {}, "D")],
-        ),
-      ],
+      siblingOf(name, item, -1, tab),
+      siblingOf(name, item, 1, tab),
+      item.has_body && comparisons(name, item, row),
       h("span", { style: { marginLeft: "auto" } }, exportLinks(name, { id: item.id })),
     ]),
-    facts([
-      ["reward", item.status === "failed" ? "failed" : num(item.reward)],
-      ...Object.entries(item.parts).map(([part, value]) => [visible(part), num(value)]),
-      ["ended by", item.boundary || item.reason],
-      ["sampled tokens", num(item.tokens)],
-      ["turns", num(item.turns)],
-      item.rows > 1 && ["rows", num(item.rows)],
-      ["time", seconds(item.seconds.total)],
-    ]),
+    trajectoryFacts(item),
     item.detail && h("p", { class: "problem", dir: "auto" }, visible(item.detail)),
     !item.intact && h("p", { class: "problem" }, "This record is not as it was written: the journal is damaged."),
     !item.has_body &&
       h("p", { class: "problem" }, [
         "Its tokens and messages were dropped to keep the journal within logging.journal_max_mb.",
       ]),
-    h("nav", { class: "tabs", "aria-label": "Views of this trajectory" }, [
-      TABS.map((other, index) =>
-        h(
-          "a",
-          {
-            "aria-current": other === tab ? "page" : null,
-            href: link(["run", name, "t", id, other], { row: row || null, by: given.by, as: given.as }),
-            "data-key": String(index + 1),
-          },
-          [other[0].toUpperCase() + other.slice(1), h("kbd", {}, index + 1)],
-        ),
-      ),
-    ]),
+    tabs(name, id, tab, { row: row || null, by: given.by, as: given.as }),
     item.has_body && (await content(name, item, given)),
   ];
+}
+
+function siblingOf(name, item, offset, tab) {
+  const at = item.siblings.findIndex((other) => other.id === item.id);
+  const other = at >= 0 && item.siblings[at + offset];
+  if (!other) return null;
+  const href = link(["run", name, "t", other.id, tab], keepView());
+  return h("a", { class: "soft", "data-key": offset < 0 ? "[" : "]", href }, offset < 0 ? "previous" : "next");
+}
+
+// With the sample of the task whose reward differs most, or with any other.
+function comparisons(name, item, row) {
+  const far = (other) => Math.abs(other.reward - (item.reward ?? 0));
+  const others = item.siblings.filter((other) => other.id !== item.id && other.reward !== null);
+  const rival = others.sort((a, b) => far(b) - far(a))[0];
+  const any = link(["run", name, "diff"], { id: item.id, row: row || null });
+  return [
+    rival &&
+      h("a", { "data-key": "d", href: link(["run", name, "diff"], { id: item.id, other: rival.id }) }, [
+        h("button", { type: "button", tabindex: -1 }, `Compare with sample ${rival.sample} `, h("kbd", {}, "d")),
+      ]),
+    h("a", { "data-key": "D", class: "soft", href: any }, [
+      rival ? "with another… " : "Compare with… ",
+      h("kbd", {}, "D"),
+    ]),
+  ];
+}
+
+const trajectoryFacts = (item) =>
+  facts([
+    ["reward", item.status === "failed" ? "failed" : num(item.reward)],
+    ...Object.entries(item.parts).map(([part, value]) => [visible(part), num(value)]),
+    ["ended by", item.boundary || item.reason],
+    ["sampled tokens", num(item.tokens)],
+    ["turns", num(item.turns)],
+    item.rows > 1 && ["rows", num(item.rows)],
+    ["time", seconds(item.seconds.total)],
+  ]);
+
+function tabs(name, id, tab, kept) {
+  const one = (other, index) => {
+    const attributes = {
+      "aria-current": other === tab ? "page" : null,
+      href: link(["run", name, "t", id, other], kept),
+      "data-key": String(index + 1),
+    };
+    return h("a", attributes, other[0].toUpperCase() + other.slice(1), h("kbd", {}, index + 1));
+  };
+  return h("nav", { class: "tabs", "aria-label": "Views of this trajectory" }, TABS.map(one));
 }
 
 // Spans count letters (code points), as findings do; half of a pair counts as one, as in Python.
@@ -1323,177 +1283,28 @@ function describeToken(w, i) {
 }
 
 async function showTokens(name, item, given) {
-  const row = Number(given.row || 0),
-    by = given.by in SIGNALS ? given.by : "logprob",
-    signal = SIGNALS[by];
+  const row = Number(given.row || 0);
+  const by = given.by in SIGNALS ? given.by : "logprob";
   const [w, strip] = await Promise.all([
     ask("tokens", { run: name, id: item.id, row, start: given.start || 0 }),
     ask("strip", { run: name, id: item.id, row }),
   ]);
-  const address = (changed) =>
-    link(["run", name, "t", item.id, "tokens"], {
-      row: row || null,
-      by: given.by,
-      start: given.start,
-      as: given.as,
-      sort: given.sort,
-      mark: given.mark,
-      tok: given.tok,
-      ...changed,
-    });
-  const choose = h("div", { class: "seg", role: "group", "aria-label": "Colour tokens by" }, [
-    Object.entries(SIGNALS).map(([key, other]) =>
-      h(
-        "button",
-        {
-          type: "button",
-          "aria-pressed": String(key === by),
-          disabled: other.needs && !w[other.needs],
-          title:
-            other.needs && !w[other.needs]
-              ? "not recorded for this trajectory: treadle annotate computes it"
-              : other.told,
-          onclick: () => go(address({ by: key })),
-        },
-        [key],
-      ),
-    ),
-  ]);
-  const scale = h("span", { class: "scale" }, [
-    signal.scale.map(([shade, word]) => [
-      word && shade === signal.scale[0][0] ? h("span", {}, word) : "",
-      h("i", { class: shade, title: word || null }),
-      word && shade !== signal.scale[0][0] ? h("span", {}, word) : "",
-    ]),
-    by === "version" &&
-      [...new Set(w.versions.filter((version) => version >= 0))]
-        .slice(0, 12)
-        .map((version) => [h("i", { class: "v" + (1 + (version % 6)) }), version]),
-  ]);
-  const following =
-    item.rows_shown[(item.rows_shown.findIndex((other) => other.position === row) + 1) % item.rows_shown.length]
-      ?.position;
-  const rows =
-    item.rows_shown.length > 1 &&
-    h(
-      "select",
-      {
-        "aria-label": "Row",
-        onchange: (event) => go(address({ row: event.target.value, start: null, tok: null, mark: null })),
-      },
-      [
-        item.rows_shown.map((other) =>
-          h("option", { value: other.position, selected: other.position === row }, [
-            other.position
-              ? `row ${other.position} (${other.parent === null ? "own beginning" : "fork"})`
-              : "row 0 (main)",
-          ]),
-        ),
-      ],
-    );
-  const modes = h("div", { class: "seg", role: "group", "aria-label": "Show tokens as" }, [
-    ["text", "table"].map((mode) =>
-      h(
-        "button",
-        {
-          type: "button",
-          "aria-pressed": String((given.as || "text") === mode),
-          "data-key": (given.as || "text") === mode ? null : "v",
-          title: mode === "table" ? "key v: sampler and trainer beside each other" : "key v: as text",
-          onclick: () => go(address({ as: mode === "text" ? null : mode })),
-        },
-        [mode],
-      ),
-    ),
-  ]);
-  const side = h("aside", { class: "side", "aria-live": "polite" }, [
-    h("p", { class: "soft" }, [
-      signal.told[0].toUpperCase() +
-        signal.told.slice(1) +
-        ". Grey tokens were not sampled. Move over a token, or use the arrow keys.",
-    ]),
-  ]);
-  const window_ = w.start + w.ids.length < w.total || w.start > 0;
-  const after = w.start + w.ids.length;
-  const pager =
-    window_ &&
-    h("p", { class: "tools" }, [
-      w.start > 0 &&
-        h(
-          "a",
-          { "data-key": "p", class: "soft", href: address({ start: Math.max(0, w.start - 1500) || null, tok: null }) },
-          ["previous tokens"],
-        ),
-      h("span", {}, `${num(w.start)} – ${num(after)} of ${num(w.total)}`),
-      after < w.total &&
-        h("a", { "data-key": "n", class: "soft", href: address({ start: after, tok: null }) }, "next tokens"),
-    ]);
-  const [from, to] = span(given.mark);
-  const shown = given.as === "table" ? tokenTable(w, given, address) : tokenFlow(w, signal);
-  if (from !== null)
-    shown
-      .querySelectorAll("[data-at]")
-      .forEach((token) => token.classList.toggle("marked", token.dataset.at >= from && token.dataset.at < to));
-  const select = (span) => {
-    shown.querySelectorAll(".on").forEach((other) => other.classList.remove("on"));
-    span.classList.add("on");
-    side.replaceChildren();
-    fill(side, describeToken(w, Number(span.dataset.at) - w.start));
-  };
-  // A token that was chosen, by a click or the arrow keys, is part of the address; one under the pointer is not.
-  const pin = (span) => {
-    select(span);
-    history.replaceState(null, "", address({ tok: span.dataset.at }));
-    document.getElementById("main").dataset.shown = location.hash;
-  };
-  shown.addEventListener("pointerover", (event) => {
-    const span = event.target.closest("[data-at]");
-    if (span) select(span);
-  });
-  shown.addEventListener("click", (event) => {
-    const span = event.target.closest("[data-at]");
-    if (span) pin(span);
-  });
-  shown.dataset.arrows = "1";
-  shown.arrow = (pressed) => {
-    const move = {
-      ArrowRight: 1,
-      ArrowDown: given.as === "table" ? 1 : 10,
-      ArrowLeft: -1,
-      ArrowUp: given.as === "table" ? -1 : -10,
-    }[pressed];
-    const all = [...shown.querySelectorAll("[data-at]")];
-    const next =
-      all[Math.max(0, Math.min(all.length - 1, all.findIndex((span) => span.classList.contains("on")) + move))];
-    if (next) {
-      pin(next);
-      next.scrollIntoView({ block: "nearest" });
-    }
-  };
+  const { as, start, sort, mark, tok } = given;
+  const kept = { row: row || null, by: given.by, start, as, sort, mark, tok };
+  const address = (changed) => link(["run", name, "t", item.id, "tokens"], { ...kept, ...changed });
+  const side = tokenSide(SIGNALS[by]);
+  const shown = as === "table" ? tokenTable(w, given, address) : tokenFlow(w, SIGNALS[by]);
+  markTokens(shown, given.mark);
+  followTokens(shown, side, w, given, address);
   const drifted = (w.drift || []).reduce((sum, on) => sum + on, 0);
-  const pinned = given.tok !== undefined && shown.querySelector(`[data-at="${Number(given.tok)}"]`);
-  if (pinned) {
-    select(pinned);
-    pinned.classList.add("pinned");
-  }
+  const pager = tokenPager(w, address);
   return [
     h("div", { class: "tools" }, [
       h("span", { class: "soft" }, "colour by"),
-      choose,
-      modes,
-      rows && [
-        rows,
-        h(
-          "a",
-          {
-            class: "soft",
-            "data-key": "r",
-            href: address({ row: following || null, start: null, tok: null, mark: null }),
-          },
-          ["next row ", h("kbd", {}, "r")],
-        ),
-      ],
-      scale,
+      colourChooser(by, [w], "not recorded for this trajectory: treadle annotate computes it", address),
+      formChooser(as || "text", address),
+      item.rows_shown.length > 1 && rowChooser(item, row, address),
+      signalScale(by, w),
     ]),
     w.problem && h("p", { class: "problem" }, visible(w.problem)),
     drifted > 0 &&
@@ -1507,6 +1318,124 @@ async function showTokens(name, item, given) {
     h("div", { class: "tokenview" }, shown, side),
     pager && pager.cloneNode(true),
   ];
+}
+
+// The colours that tokens can have; those whose numbers none of the windows has are there, and say why they are off.
+function colourChooser(by, windows, missing, address) {
+  const button = ([key, signal]) => {
+    const isMissing = signal.needs && !windows.some((w) => w[signal.needs]);
+    const attributes = {
+      type: "button",
+      "aria-pressed": String(key === by),
+      disabled: isMissing,
+      title: isMissing ? missing : signal.told,
+      onclick: () => go(address({ by: key })),
+    };
+    return h("button", attributes, key);
+  };
+  const attributes = { class: "seg", role: "group", "aria-label": "Colour tokens by" };
+  return h("div", attributes, Object.entries(SIGNALS).map(button));
+}
+
+function formChooser(as, address) {
+  const button = (form) => {
+    const attributes = {
+      type: "button",
+      "aria-pressed": String(form === as),
+      "data-key": form === as ? null : "v",
+      title: form === "table" ? "key v: sampler and trainer beside each other" : "key v: as text",
+      onclick: () => go(address({ as: form === "text" ? null : form })),
+    };
+    return h("button", attributes, form);
+  };
+  return h("div", { class: "seg", role: "group", "aria-label": "Show tokens as" }, ["text", "table"].map(button));
+}
+
+function rowChooser(item, row, address) {
+  const rows = item.rows_shown;
+  const to = (position) => address({ row: position || null, start: null, tok: null, mark: null });
+  const kind = (one) => (one.position ? `(${one.parent === null ? "own beginning" : "fork"})` : "(main)");
+  const option = (one) =>
+    h("option", { value: one.position, selected: one.position === row }, `row ${one.position} ${kind(one)}`);
+  const following = rows[(rows.findIndex((one) => one.position === row) + 1) % rows.length].position;
+  return [
+    h("select", { "aria-label": "Row", onchange: (event) => go(to(Number(event.target.value))) }, rows.map(option)),
+    h("a", { class: "soft", "data-key": "r", href: to(following) }, "next row ", h("kbd", {}, "r")),
+  ];
+}
+
+function signalScale(by, w) {
+  const { scale } = SIGNALS[by];
+  const step = ([shade, word], at) => {
+    const told = word && h("span", {}, word);
+    return [at === 0 && told, h("i", { class: shade, title: word || null }), at > 0 && told];
+  };
+  const versions = by === "version" ? [...new Set(w.versions.filter((version) => version >= 0))].slice(0, 12) : [];
+  const version = (number) => [h("i", { class: "v" + (1 + (number % 6)) }), number];
+  return h("span", { class: "scale" }, scale.map(step), versions.map(version));
+}
+
+// What is told of the token under the pointer or the arrow keys; first, what the colours are.
+function tokenSide(signal) {
+  const told = signal.told[0].toUpperCase() + signal.told.slice(1);
+  return h("aside", { class: "side", "aria-live": "polite" }, [
+    h("p", { class: "soft" }, told, ". Grey tokens were not sampled. Move over a token, or use the arrow keys."),
+  ]);
+}
+
+function tokenPager(w, address) {
+  const after = w.start + w.ids.length;
+  if (w.start === 0 && after >= w.total) return null;
+  const page = (pressed, start, label) =>
+    h("a", { "data-key": pressed, class: "soft", href: address({ start: start || null, tok: null }) }, label);
+  return h("p", { class: "tools" }, [
+    w.start > 0 && page("p", Math.max(0, w.start - 1500), "previous tokens"),
+    h("span", {}, `${num(w.start)} – ${num(after)} of ${num(w.total)}`),
+    after < w.total && page("n", after, "next tokens"),
+  ]);
+}
+
+function markTokens(shown, mark) {
+  const [from, to] = span(mark);
+  if (from === null) return;
+  for (const token of shown.querySelectorAll("[data-at]"))
+    token.classList.toggle("marked", token.dataset.at >= from && token.dataset.at < to);
+}
+
+// A token that was chosen, by a click or the arrow keys, is part of the address; one under the pointer is not.
+function followTokens(shown, side, w, given, address) {
+  const select = (token) => {
+    shown.querySelectorAll(".on").forEach((other) => other.classList.remove("on"));
+    token.classList.add("on");
+    side.replaceChildren();
+    fill(side, describeToken(w, Number(token.dataset.at) - w.start));
+  };
+  const pin = (token) => {
+    select(token);
+    history.replaceState(null, "", address({ tok: token.dataset.at }));
+    document.getElementById("main").dataset.shown = location.hash;
+  };
+  const on = (act) => (event) => {
+    const token = event.target.closest("[data-at]");
+    if (token) act(token);
+  };
+  shown.addEventListener("pointerover", on(select));
+  shown.addEventListener("click", on(pin));
+  const line = given.as === "table" ? 1 : 10;
+  const moves = { ArrowRight: 1, ArrowDown: line, ArrowLeft: -1, ArrowUp: -line };
+  shown.dataset.arrows = "1";
+  shown.arrow = (pressed) => {
+    const all = [...shown.querySelectorAll("[data-at]")];
+    const at = all.findIndex((token) => token.classList.contains("on")) + moves[pressed];
+    const next = all[Math.max(0, Math.min(all.length - 1, at))];
+    if (!next) return;
+    pin(next);
+    next.scrollIntoView({ block: "nearest" });
+  };
+  const pinned = given.tok !== undefined && shown.querySelector(`[data-at="${Number(given.tok)}"]`);
+  if (!pinned) return;
+  select(pinned);
+  pinned.classList.add("pinned");
 }
 
 // Why the trainer's side of a row is empty: it never computed one, or the run did not keep it.
@@ -1825,147 +1754,107 @@ const when = (line) =>
 async function showDiff(name, given) {
   if (!given.other) return showChoices(name, given);
   const found = await ask("diff", { run: name, ...given });
-  const by = given.by in SIGNALS ? given.by : "logprob",
-    signal = SIGNALS[by];
+  const by = given.by in SIGNALS ? given.by : "logprob";
   const address = (changed) => link(["run", name, "diff"], { ...given, ...changed });
-  const away = found.lines[1].run !== found.lines[0].run;
+  const [left, right] = found.lines;
   const skip = Number(given.skip || 0);
-  const swapped = link(["run", found.lines[1].run, "diff"], {
+  const side = (at) => diffSide(found, at, given, SIGNALS[by], address);
+  const group = link(["run", name, "group"], { uid: left.uid, step: left.step });
+  const swapped = link(["run", right.run, "diff"], {
     ...given,
-    id: given.other,
-    row: given.other_row,
-    other: given.id,
-    other_row: given.row,
-    other_run: away ? name : null,
+    ...{ id: given.other, row: given.other_row, other: given.id, other_row: given.row },
+    other_run: right.run === left.run ? null : name,
   });
-  const near = (offset) => {
-    const { siblings, id } = found.lines[1],
-      next = siblings[siblings.indexOf(id) + offset];
-    return (
-      next !== undefined &&
-      next !== found.lines[0].id &&
-      h(
-        "a",
-        {
-          class: "soft",
-          "data-key": offset < 0 ? "[" : "]",
-          href: address({ other: next, other_row: null, skip: null }),
-        },
-        [offset < 0 ? "previous sample" : "next sample"],
-      )
-    );
-  };
-  const side = (at) => {
-    const line = found.lines[at],
-      w = found.sides[at],
-      key = at ? "other_row" : "row";
-    const rows =
-      line.rows > 1 &&
-      h(
-        "select",
-        {
-          "aria-label": `Row of the ${at ? "right" : "left"} side`,
-          onchange: (event) =>
-            go(address({ [key]: event.target.value === "0" ? null : event.target.value, skip: null })),
-        },
-        [
-          Array.from({ length: Math.min(line.rows, 256) }, (_, row) =>
-            h("option", { value: row, selected: row === line.row }, `row ${row}`),
-          ),
-        ],
-      );
-    const other = link(
-      ["run", found.lines[1 - at].run, "diff"],
-      at ? { id: given.id, row: given.row } : { id: given.other, row: given.other_row },
-    );
-    return h("section", { "aria-label": at ? "Right side" : "Left side" }, [
-      h("h2", { ...names(line, line.row) }, [
-        h(
-          "a",
-          {
-            href: link(["run", line.run, "t", line.id, "tokens"], {
-              row: line.row || null,
-              start: found.starts[at] || null,
-            }),
-          },
-          [visible(sideName(line))],
-        ),
-      ]),
-      h("p", { class: "soft" }, [
-        away && [visible(line.run), " · "],
-        when(line),
-        " · ",
-        line.status === "failed" ? "failed" : `reward ${num(line.reward)}`,
-        ` · ${plural(line.tokens, "sampled token")} · ${line.reason}`,
-      ]),
-      h("p", { class: "tools" }, rows, h("a", { class: "soft", href: other }, "change"), at > 0 && [near(-1), near(1)]),
-      w.start < found.starts[at]
-        ? h("p", { class: "soft" }, `It ends after ${plural(w.total, "token")}.`)
-        : tokenFlow(w, signal, found.first[at] ?? -1),
-    ]);
-  };
-  const colours = h("div", { class: "seg", role: "group", "aria-label": "Colour tokens by" }, [
-    Object.entries(SIGNALS).map(([key, other]) =>
-      h(
-        "button",
-        {
-          type: "button",
-          "aria-pressed": String(key === by),
-          disabled: other.needs && !found.sides.some((w) => w[other.needs]),
-          title: other.needs && !found.sides.some((w) => w[other.needs]) ? "not recorded for these two" : other.told,
-          onclick: () => go(address({ by: key })),
-        },
-        [key],
-      ),
-    ),
-  ]);
-  const alone = given.from === "responses";
-  const what = alone ? "Their responses are" : "They are";
-  const difference = found.same
-    ? `${what} the same ${plural(found.shared, "token")}.`
-    : found.shared
-      ? `${what} the same for ${plural(found.shared, "token")}, then they part at the outlined token.`
-      : `${alone ? "Their responses" : "They"} differ from the first token on.`;
-  const from =
-    !found.same_prompt &&
-    (alone
-      ? h("a", { href: address({ from: null, skip: null }) }, "Compare from the prompts on")
-      : h("a", { href: address({ from: "responses", skip: null }) }, [
-          "Their prompts differ: compare the responses alone",
-        ]));
-  const pager =
-    (skip > 0 || found.more) &&
-    h("p", { class: "tools" }, [
-      skip > 0 &&
-        h("a", { "data-key": "p", class: "soft", href: address({ skip: Math.max(0, skip - 400) || null }) }, [
-          "previous tokens",
-        ]),
-      found.more && h("a", { "data-key": "n", class: "soft", href: address({ skip: skip + 400 }) }, "next tokens"),
-    ]);
+  const from = diffBeginning(found, given, address);
   return [
-    h("h1", {}, [
-      "Difference ",
-      h("small", {}, [
-        h(
-          "a",
-          {
-            "data-key": "u",
-            href: link(["run", name, "group"], { uid: found.lines[0].uid, step: found.lines[0].step }),
-          },
-          [visible(found.lines[0].uid)],
-        ),
-      ]),
-    ]),
-    h("p", { class: "lede" }, difference, from && [" ", from, "."]),
+    h("h1", {}, "Difference ", h("small", {}, h("a", { "data-key": "u", href: group }, visible(left.uid)))),
+    h("p", { class: "lede" }, describeDifference(found, given), from && [" ", from, "."]),
     h("div", { class: "tools" }, [
       h("span", { class: "soft" }, "colour by"),
-      colours,
+      colourChooser(by, found.sides, "not recorded for these two", address),
       h("a", { class: "soft", "data-key": "x", href: swapped }, "swap sides ", h("kbd", {}, "x")),
     ]),
     !found.same && skip === 0 && showParting(found),
     h("div", { class: "pair" }, side(0), side(1)),
-    pager,
+    diffPager(found, skip, address),
   ];
+}
+
+function describeDifference(found, given) {
+  const alone = given.from === "responses";
+  const same = `${alone ? "Their responses are" : "They are"} the same`;
+  if (found.same) return `${same} ${plural(found.shared, "token")}.`;
+  if (!found.shared) return `${alone ? "Their responses" : "They"} differ from the first token on.`;
+  return `${same} for ${plural(found.shared, "token")}, then they part at the outlined token.`;
+}
+
+// Rows of other tasks have other prompts: then their responses can be compared alone.
+function diffBeginning(found, given, address) {
+  if (found.same_prompt) return null;
+  const alone = given.from === "responses";
+  const href = address({ from: alone ? null : "responses", skip: null });
+  return h("a", { href }, [
+    alone ? "Compare from the prompts on" : "Their prompts differ: compare the responses alone",
+  ]);
+}
+
+function diffPager(found, skip, address) {
+  if (skip === 0 && !found.more) return null;
+  const page = (pressed, to, label) =>
+    h("a", { "data-key": pressed, class: "soft", href: address({ skip: to || null }) }, label);
+  return h("p", { class: "tools" }, [
+    skip > 0 && page("p", Math.max(0, skip - 400), "previous tokens"),
+    found.more && page("n", skip + 400, "next tokens"),
+  ]);
+}
+
+function diffSide(found, at, given, signal, address) {
+  const line = found.lines[at],
+    w = found.sides[at],
+    beside = found.lines[1 - at];
+  const own = link(["run", line.run, "t", line.id, "tokens"], {
+    row: line.row || null,
+    start: found.starts[at] || null,
+  });
+  const kept = at ? { id: given.id, row: given.row } : { id: given.other, row: given.other_row };
+  return h("section", { "aria-label": at ? "Right side" : "Left side" }, [
+    h("h2", names(line, line.row), h("a", { href: own }, visible(sideName(line)))),
+    h("p", { class: "soft" }, [
+      line.run !== beside.run && [visible(line.run), " · "],
+      when(line),
+      " · ",
+      line.status === "failed" ? "failed" : `reward ${num(line.reward)}`,
+      ` · ${plural(line.tokens, "sampled token")} · ${line.reason}`,
+    ]),
+    h("p", { class: "tools" }, [
+      line.rows > 1 && diffRows(line, at, address),
+      h("a", { class: "soft", href: link(["run", beside.run, "diff"], kept) }, "change"),
+      at > 0 && [siblingLink(found, -1, address), siblingLink(found, 1, address)],
+    ]),
+    w.start < found.starts[at]
+      ? h("p", { class: "soft" }, `It ends after ${plural(w.total, "token")}.`)
+      : tokenFlow(w, signal, found.first[at] ?? -1),
+  ]);
+}
+
+function diffRows(line, at, address) {
+  const change = (event) => {
+    const row = event.target.value === "0" ? null : event.target.value;
+    go(address({ [at ? "other_row" : "row"]: row, skip: null }));
+  };
+  const option = (_, row) => h("option", { value: row, selected: row === line.row }, `row ${row}`);
+  const attributes = { "aria-label": `Row of the ${at ? "right" : "left"} side`, onchange: change };
+  return h("select", attributes, Array.from({ length: Math.min(line.rows, 256) }, option));
+}
+
+// The sample before or after the right one, unless it is the left one.
+function siblingLink(found, offset, address) {
+  const [left, { siblings, id }] = found.lines;
+  const other = siblings[siblings.indexOf(id) + offset];
+  if (other === undefined || other === left.id) return null;
+  const href = address({ other, other_row: null, skip: null });
+  const attributes = { class: "soft", "data-key": offset < 0 ? "[" : "]", href };
+  return h("a", attributes, offset < 0 ? "previous sample" : "next sample");
 }
 
 // The token at which two rows part, as the sampler and, where it is recorded, the trainer saw it on each side.
