@@ -44,7 +44,7 @@ from treadle.gateway.tools import KNOWN_TOOLS, KnownTools
 from treadle.rollout.parsers import Untyped
 from treadle.rollout.session import Session
 from treadle.rollout.tools.validators import validate_anything
-from treadle.types import Completion, StopReason
+from treadle.types import Completion, Message, StopReason
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,10 +53,20 @@ class RenderedRequest:
 
     keys: Sequence[bytes]
     tools: bytes
+    repeat: bytes
     node: TreeNode
     segment: tuple[bytes, ...]
-    ids: tuple[int, ...] | None
-    """Of the messages after `node`, for a request that is placed there."""
+    added: "AddedMessages | None"
+    """What follows `node`, for a request that is placed there; None where a turn was sampled there before."""
+
+
+@dataclass(frozen=True, slots=True)
+class AddedMessages:
+    """The messages of a request after the last turn that it repeats: as templates take them, and as ids if known."""
+
+    folded: Sequence[Message]
+    notes: tuple[str, ...]
+    ids: tuple[int, ...] | None = None
 
 
 @dataclass(slots=True, eq=False)
@@ -124,28 +134,27 @@ class Conversation:
 
         In a thread: other sessions of the worker are not held up. RequestError where it cannot fit any row.
         """
-        keys, tools = await asyncio.to_thread(lambda: (request.keys(), self._root_key(request)))
+        keys, tools, repeat = await asyncio.to_thread(self._keys_of, request)
         place = self._tree.locate(request.messages, keys, tools, request.agent_id)
         segment, given = tuple(keys[place.start :]), request.messages[place.start :]
         if segment in place.node.points:
-            return RenderedRequest(keys, tools, place.node, segment, None)
-        calls, node = self._calls_of(request.messages), place.node
+            return RenderedRequest(keys, tools, repeat, place.node, segment, None)
 
-        def work() -> tuple[int, ...]:
+        def work() -> AddedMessages:
             self._session.check_texts(message.text for message in given if message.role != "assistant")
-            folded, _ = fold(given, calls, at_start=not isinstance(node, TurnNode))
+            added, node = self._fold(request, place), place.node
             if isinstance(node, TurnNode):
-                return node.session.render_after(node.mark, folded)
-            return self._session.render_root(folded, request.tools)
+                return replace(added, ids=node.session.render_after(node.mark, added.folded))
+            return replace(added, ids=self._session.render_root(added.folded, request.tools))
 
         with self._explaining():
-            return RenderedRequest(keys, tools, node, segment, await asyncio.to_thread(work))
+            return RenderedRequest(keys, tools, repeat, place.node, segment, await asyncio.to_thread(work))
 
     def ask(self, request: TurnRequest, rendered: RenderedRequest | None = None) -> Exchange:
         """Place a request in the tree and start to sample, or find the exchange it repeats; RequestError if refused."""
         self.counters.requests[request.dialect] += 1
-        keys, tools = (rendered.keys, rendered.tools) if rendered else (request.keys(), self._root_key(request))
-        key = request.repeat_key(keys, tools)
+        known = (rendered.keys, rendered.tools, rendered.repeat) if rendered else self._keys_of(request)
+        keys, tools, key = known
         for exchange in self._exchanges.get(key, ()):
             if not exchange.is_awaited:
                 exchange.is_awaited = True
@@ -163,6 +172,11 @@ class Conversation:
         exchange.task = asyncio.create_task(self._sample(exchange, point, rows, asked_at))
         exchange.task.add_done_callback(_retrieve)
         return exchange
+
+    def _keys_of(self, request: TurnRequest) -> tuple[Sequence[bytes], bytes, bytes]:
+        """The keys of its messages, its root key, and what a repetition of it has, too."""
+        keys, tools = request.keys(), self._root_key(request)
+        return keys, tools, request.repeat_key(keys, tools)
 
     def _root_key(self, request: TurnRequest) -> bytes:
         """The root key of a request; known tools are the same objects, so they are not hashed again."""
@@ -245,7 +259,8 @@ class Conversation:
         with self._explaining():
             point = place.node.points.get(segment)
             if point is None:
-                session = self._open_row(request, place, rendered.ids if is_rendered and rendered else None)
+                added = rendered.added if is_rendered and rendered else None
+                session = self._open_row(request, place, added or self._fold(request, place))
                 point = place.node.add_point(segment, session)
                 self._rows.append(session)
             form = self._turn_form(request)
@@ -257,11 +272,14 @@ class Conversation:
         self._num_asked += request.n
         return point, rows
 
-    def _open_row(self, request: TurnRequest, place: Place, ids: tuple[int, ...] | None) -> Session:
+    def _fold(self, request: TurnRequest, place: Place) -> AddedMessages:
+        given, is_root = request.messages[place.start :], not isinstance(place.node, TurnNode)
+        return AddedMessages(*fold(given, self._calls_of(request.messages), at_start=is_root))
+
+    def _open_row(self, request: TurnRequest, place: Place, added: AddedMessages) -> Session:
         """A row that ends with the messages of a request: the row of its last turn, a branch of it, or a new root."""
-        node, given = place.node, request.messages[place.start :]
-        folded, notes = fold(given, self._calls_of(request.messages), at_start=not isinstance(node, TurnNode))
-        self.counters.add_notes(notes)
+        node, folded, ids = place.node, added.folded, added.ids
+        self.counters.add_notes(added.notes)
         if not isinstance(node, TurnNode):
             session = self._session.root(folded, request.tools, ids)
             self.counters.roots += 1

@@ -11,6 +11,7 @@ Waits: a stream waits for its turn with an event every `KEEP_ALIVE_S`; a whole r
 
 import asyncio
 import json
+import re
 from collections.abc import Awaitable, Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -43,6 +44,10 @@ MAX_JSON_MARKS = 500_000
 
 SESSION_BODIES = 2
 """How many bodies of the largest size requests of one session may hold together."""
+
+
+_SURROGATE = re.compile(rb"\\u[dD]")
+"""An escape that may be half of a surrogate pair."""
 
 
 class ApiDialect(Protocol):
@@ -438,7 +443,7 @@ def _check_marks(body: bytes) -> None:
 def _read_json(body: bytes) -> Mapping[str, Any]:
     try:
         value = json.loads(body, parse_constant=_refuse_constant)
-        if b"\\u" in body and (b"\\ud" in body or b"\\uD" in body):
+        if b"\\" in body and _SURROGATE.search(body):
             json.dumps(value, ensure_ascii=False).encode()
     except UnicodeEncodeError:
         raise RequestError("the body holds half of a surrogate pair, which is not text") from None
