@@ -40,9 +40,10 @@ from treadle.data.renderer import Renderer
 from treadle.engine.scripted import ScriptedEngine
 from treadle.errors import PromptFailure
 from treadle.gateway.agent_program import AgentProgram, default_environment, fill, template_values, write_files
-from treadle.gateway.conversation import Conversation, Exchange, RenderedRequest
+from treadle.gateway.conversation import Conversation, Exchange
 from treadle.gateway.folding import fold
 from treadle.gateway.http_server import ConnectionLost, HttpConnection, HttpRequest
+from treadle.gateway.placement import RenderedRequest
 from treadle.gateway.request import TurnRequest
 from treadle.gateway.server import GatewayServer
 from treadle.rollout.parsers import parser
@@ -152,7 +153,7 @@ def summarize(conversation: Recorded, session: Session, engine: RecordingEngine,
     mine = 0
     for exchange in conversation.exchanges:
         request, turn = exchange.request, exchange.turns[0]
-        calls = conversation._calls_of(request.messages)
+        calls = conversation._placement.calls_of(request.messages)
         try:
             prompt = renderer.prompt(
                 rendered_anew(fold(request.messages, calls, at_start=True)[0], renderer), request.tools

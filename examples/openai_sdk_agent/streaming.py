@@ -1,6 +1,6 @@
 """The same agent with a plain client and streams: it shows what the model writes while it waits.
 
-    treadle train examples/openai_sdk_agent/train.yaml \
+    treadle train openai_sdk_agent \
         rollout.agent.loops.function_agent.kwargs.function=examples.openai_sdk_agent.streaming:solve
 """
 

@@ -664,3 +664,15 @@ def test_a_bug_behind_a_request_is_a_500_and_ends_the_session(caplog: pytest.Log
         )
 
     served(use)
+
+
+@pytest.mark.parametrize("escape", ["\\ud83d", "\\uDE00", "\\n\\\\ud\\udc00"])
+def test_half_of_a_surrogate_pair_is_an_error_in_words_and_a_whole_one_is_text(escape: str) -> None:
+    async def use(it: Served) -> None:
+        whole = b'{"model": "policy", "messages": [{"role": "user", "content": "a\\ud83d\\ude00 \\n \\\\u"}]}'
+        assert (await it.http.post("/v1/chat/completions", content=whole)).status_code == 200
+        half = whole.replace(b"\\ud83d\\ude00", escape.encode())
+        refused = await it.http.post("/v1/chat/completions", content=half)
+        assert refused.status_code == 400 and "half of a surrogate pair" in refused.json()["error"]["message"]
+
+    served(use)

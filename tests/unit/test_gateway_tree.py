@@ -10,12 +10,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.gateways import TOOLS, Agent, agent, assistant, results, trained
+from tests.gateways import DIALECTS, TOOLS, Agent, agent, assistant, results, trained
 from tests.rollouts import CALL, GOLDEN, renderer, rollout, save_model, say
 from treadle.config import ModelConfig
 from treadle.data.renderer import Renderer
 from treadle.errors import EngineFailure
-from treadle.gateway.request import ContextExhausted, Overloaded, RequestError, SessionOver
+from treadle.gateway.request import ChatMessage, ContextExhausted, Overloaded, RequestError, SessionOver, TurnRequest
+from treadle.gateway.tools import KnownTools
+from treadle.rollout.session import Session
 from treadle.types import Completion, StopReason
 
 USER = {"role": "user", "content": "Add 1 and 2."}
@@ -148,6 +150,39 @@ def test_sub_agents_that_say_the_same_go_on_with_their_own_turns(dialect: str) -
         return f"turn {sum(message['role'] == 'assistant' for message in request.messages)}"
 
     run(use, script=script)
+
+
+@pytest.mark.parametrize("dialect", ["chat", "messages", "responses"])
+def test_tools_that_are_sent_again_are_read_once(dialect: str) -> None:
+    parse, known = DIALECTS[dialect].parse_request, KnownTools()
+    given = {"input": "Hi."} if dialect == "responses" else {"messages": [USER]}
+
+    def tools(count: int) -> list[dict[str, Any]]:
+        sent = [{"name": f"add{at}", "description": "Add."} for at in range(count)]
+        return [{"type": "function", "function": one} for one in sent] if dialect == "chat" else sent
+
+    first, again = (parse({**given, "tools": tools(2)}, known).tools for _ in range(2))
+    assert first is again and len(parse({**given, "tools": tools(3)}, known).tools) == 3
+    assert parse({**given, "tools": tools(2)}).tools == first
+
+
+def test_a_request_that_was_rendered_in_a_thread_is_placed_without_that_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def use(it: Agent) -> None:
+        parse = DIALECTS["chat"].parse_request
+        answer = await it.chat(USER)
+        history = [USER, assistant(answer), {"role": "user", "content": "Go on."}]
+        request = parse({"model": "policy", "messages": history, "tools": TOOLS})
+        rendered = await it.conversation.render(request)
+        with monkeypatch.context() as patched:
+            patched.setattr(ChatMessage, "key", None)
+            patched.setattr(TurnRequest, "repeat_key", None)
+            patched.setattr(Session, "render_after", None)
+            exchange = it.conversation.ask(request, rendered)
+        await it.receive(exchange)
+        (row,) = await it.rows()
+        assert trained([row]) == Counter(it.engine.sampled) and len(row.turns) == 2
+
+    run(use, script=say("One.", "Two."))
 
 
 def test_n_choices_are_siblings_that_train() -> None:

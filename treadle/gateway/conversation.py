@@ -1,8 +1,7 @@
 """Gateway conversation: the requests that one agent makes in one session, placed in its tree, sampled, and delivered.
 
-Owns the exchanges in progress, the rows that turns are sampled in, which of them train, and the counters. Knows no HTTP
-and no dialect. Invariant: each sampled token is in exactly one row, behind the very ids it was sampled after; a row is
-left, never overwritten.
+Owns the exchanges in progress, which of their turns train, and the counters; the rows are `RowPlacement`'s. Knows no HTTP
+and no dialect. Invariant: each sampled token is in exactly one row, behind the very ids it was sampled after.
 
 Waits: an exchange waits for the engine, in a task of its own that a lost connection does not end. A request with the
 same body as one whose answer was not delivered, and that no connection waits for any more, is given that answer.
@@ -11,52 +10,30 @@ same body as one whose answer was not delivered, and that no connection waits fo
 import asyncio
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from hashlib import blake2b
 from typing import Any, Literal
 
 from treadle.aio import cancel_and_wait
-from treadle.data.reasoning_tags import ReasoningTags
-from treadle.errors import EngineFailure, Failure, PromptFailure, RequestRefused, RowFull
+from treadle.errors import EngineFailure, Failure, RequestRefused
 from treadle.gateway.counters import GatewayCounters
-from treadle.gateway.folding import fold
 from treadle.gateway.partial_turn import PartialTurn
+from treadle.gateway.placement import RenderedRequest, RowPlacement
 from treadle.gateway.request import (
     POLICY_MODEL,
-    ChatCall,
-    ChatMessage,
     Choice,
-    ContextExhausted,
     Finish,
     Overloaded,
     ReplySet,
-    RequestError,
     SessionOver,
-    Tool,
-    TurnReply,
     TurnRequest,
-    refuse,
 )
-from treadle.gateway.session_tree import Fork, Place, Point, SessionTree, TreeNode, TurnNode
-from treadle.gateway.tools import KNOWN_TOOLS, KnownTools
-from treadle.rollout.parsers import Untyped
+from treadle.gateway.session_tree import Point, TurnNode
+from treadle.gateway.tools import KnownTools
+from treadle.gateway.turn_reader import read_turn
 from treadle.rollout.session import Session
-from treadle.rollout.tools.validators import validate_anything
-from treadle.types import Completion, StopReason
-
-
-@dataclass(frozen=True, slots=True)
-class RenderedRequest:
-    """What is costly about a large request, computed in a thread before it is placed."""
-
-    keys: Sequence[bytes]
-    tools: bytes
-    node: TreeNode
-    segment: tuple[bytes, ...]
-    ids: tuple[int, ...] | None
-    """Of the messages after `node`, for a request that is placed there."""
+from treadle.types import StopReason
 
 
 @dataclass(slots=True, eq=False)
@@ -95,27 +72,21 @@ class Conversation:
         self._retries = retries
         self._streams_tokens = streams_tokens
         self._num_streamed = 0
-        self._tree = SessionTree(self._drops_reasoning)
-        self._rows: list[Session] = []
+        self.counters = GatewayCounters()
+        self._placement = RowPlacement(session, self.counters)
+        self._tree = self._placement.tree
         self._exchanges: dict[bytes, list[Exchange]] = {}
         """Those whose answers were not delivered, by the digest of the request."""
-        self._calls: dict[str, ChatCall] = {}
         self.known_tools = KnownTools()
-        self._root_keys: list[tuple[tuple[Tool, ...], str, bytes]] = []
-        """Those of the last requests, by tools and model."""
         self._num_asked = 0
         self._clock = 0
         self._failures_in_a_row = 0
         self._failed_points: set[Point] = set()
         """Where an engine failed, and nothing was sampled since."""
-        self._broken: dict[Session, tuple[str, tuple[str, ...]]] = {}
-        """Rows in which a turn broke off, with its opening and its stop strings: it can go on only like that."""
-        self.counters = GatewayCounters()
+        self._last_failure: EngineFailure | None = None
         self.over = asyncio.Event()
         """A limit, or a failure, has ended the session: its agent is to be stopped."""
         self.failure: BaseException | None = None
-        self.has_run_out = False
-        """Whether the run's limits cut the last turn off, or left no room for one; not what its agent asked for."""
 
     # --- requests
 
@@ -124,28 +95,17 @@ class Conversation:
 
         In a thread: other sessions of the worker are not held up. RequestError where it cannot fit any row.
         """
-        keys, tools = await asyncio.to_thread(lambda: (request.keys(), self._root_key(request)))
-        place = self._tree.locate(request.messages, keys, tools, request.agent_id)
-        segment, given = tuple(keys[place.start :]), request.messages[place.start :]
-        if segment in place.node.points:
-            return RenderedRequest(keys, tools, place.node, segment, None)
-        calls, node = self._calls_of(request.messages), place.node
+        return await self._placement.render(request)
 
-        def work() -> tuple[int, ...]:
-            self._session.check_texts(message.text for message in given if message.role != "assistant")
-            folded, _ = fold(given, calls, at_start=not isinstance(node, TurnNode))
-            if isinstance(node, TurnNode):
-                return node.session.render_after(node.mark, folded)
-            return self._session.render_root(folded, request.tools)
-
-        with self._explaining():
-            return RenderedRequest(keys, tools, node, segment, await asyncio.to_thread(work))
+    async def count_tokens(self, request: TurnRequest) -> int:
+        """How many tokens the prompt of a request has, rendered anew, in a thread."""
+        return await self._placement.count_tokens(request)
 
     def ask(self, request: TurnRequest, rendered: RenderedRequest | None = None) -> Exchange:
         """Place a request in the tree and start to sample, or find the exchange it repeats; RequestError if refused."""
         self.counters.requests[request.dialect] += 1
-        keys, tools = (rendered.keys, rendered.tools) if rendered else (request.keys(), self._root_key(request))
-        key = request.repeat_key(keys, tools)
+        known = (rendered.keys, rendered.tools, rendered.repeat) if rendered else self._placement.keys_of(request)
+        keys, tools, key = known
         for exchange in self._exchanges.get(key, ()):
             if not exchange.is_awaited:
                 exchange.is_awaited = True
@@ -154,7 +114,8 @@ class Conversation:
         self._check_open(request.n)
         self._note(request)
         place = self._tree.locate(request.messages, keys, tools, request.agent_id)
-        point, rows = self._place(request, place, tuple(keys[place.start :]), rendered)
+        point, rows = self._placement.place(request, place, tuple(keys[place.start :]), rendered)
+        self._num_asked += request.n
         exchange = Exchange(key, request, rows)
         if request.stream and self._streams_tokens:
             exchange.partials = [self._open_partial(request, row) for row in rows]
@@ -163,15 +124,6 @@ class Conversation:
         exchange.task = asyncio.create_task(self._sample(exchange, point, rows, asked_at))
         exchange.task.add_done_callback(_retrieve)
         return exchange
-
-    def _root_key(self, request: TurnRequest) -> bytes:
-        """The root key of a request; known tools are the same objects, so they are not hashed again."""
-        for tools, model, key in self._root_keys:
-            if model == request.model and tools == request.tools:
-                return key
-        key = request.root_key()
-        self._root_keys = [(request.tools, request.model, key), *self._root_keys[: KNOWN_TOOLS - 1]]
-        return key
 
     def deliver(self, exchange: Exchange) -> None:
         """All of an answer has left for its agent."""
@@ -192,17 +144,6 @@ class Conversation:
             exchange.is_delivered = False
             self._exchanges.setdefault(exchange.key, []).append(exchange)
 
-    async def count_tokens(self, request: TurnRequest) -> int:
-        """How many tokens the prompt of a request has, rendered anew, in a thread."""
-        calls = self._calls_of(request.messages)
-
-        def work() -> int:
-            messages, _ = fold(request.messages, calls, at_start=True)
-            return len(self._session.render_root(messages, request.tools))
-
-        with self._explaining():
-            return await asyncio.to_thread(work)
-
     def _check_open(self, n: int) -> None:
         if self.over.is_set() or self._session.done:
             raise SessionOver(f"the session is over: {self._session.ended or 'it has failed'}")
@@ -217,91 +158,6 @@ class Conversation:
     def _note(self, request: TurnRequest) -> None:
         self.counters.add_options(request.ignored, request.asked)
         self.counters.add_notes(request.notes)
-
-    # --- placing
-
-    @contextmanager
-    def _explaining(self) -> Iterator[None]:
-        """What keeps a conversation from being shown, as an agent is told."""
-        try:
-            yield
-        except RowFull as full:
-            self.has_run_out = True
-            raise ContextExhausted(full.num_tokens, full.max_tokens) from None
-        except PromptFailure as failure:
-            raise RequestError(f"the conversation cannot be shown to this model: {failure}") from None
-
-    def _place(
-        self, request: TurnRequest, place: Place, segment: tuple[bytes, ...], rendered: RenderedRequest | None
-    ) -> tuple[Point, list[Session]]:
-        """The point at which a request is sampled, and a row for each of its turns."""
-        if request.messages[-1].role == "assistant":
-            raise RequestError("the last message is an assistant's: this gateway does not go on with a message")
-        if request.choice is Choice.REQUIRED and not self._session.call_opening(request.forced_tool):
-            raise refuse(
-                "tool_choice", "calls cannot be forced in this format of tool calls (rollout.multi_turn.format)"
-            )
-        is_rendered = rendered is not None and rendered.node is place.node and rendered.segment == segment
-        with self._explaining():
-            point = place.node.points.get(segment)
-            if point is None:
-                session = self._open_row(request, place, rendered.ids if is_rendered and rendered else None)
-                point = place.node.add_point(segment, session)
-                self._rows.append(session)
-            form = self._turn_form(request)
-            rows = [self._take_row(point, form) for _ in range(request.n)]
-        for turn, echo in place.echoes:
-            if not turn.is_echoed:
-                turn.is_echoed = True
-                self.counters.echoes[echo] += 1
-        self._num_asked += request.n
-        return point, rows
-
-    def _open_row(self, request: TurnRequest, place: Place, ids: tuple[int, ...] | None) -> Session:
-        """A row that ends with the messages of a request: the row of its last turn, a branch of it, or a new root."""
-        node, given = place.node, request.messages[place.start :]
-        folded, notes = fold(given, self._calls_of(request.messages), at_start=not isinstance(node, TurnNode))
-        self.counters.add_notes(notes)
-        if not isinstance(node, TurnNode):
-            session = self._session.root(folded, request.tools, ids)
-            self.counters.roots += 1
-            why, repeated = place.edited, session.length
-        elif node.is_continued:
-            session = node.session.branch(node.mark, folded, ids)
-            why, repeated = place.edited or Fork.REWOUND, node.session.length_at(node.mark)
-        else:
-            node.session.extend(folded, ids)
-            node.is_continued = True
-            session, why, repeated = node.session, place.edited, 0
-        if why is not None:
-            self.counters.add_fork(why, repeated)
-        if why in (Fork.EDITED, Fork.REDUCED):
-            self.counters.echoes[why] += 1
-        return session
-
-    def _turn_form(self, request: TurnRequest) -> tuple[str, tuple[str, ...]]:
-        """What a turn is opened with, and the texts that end it."""
-        opening = self._session.call_opening(request.forced_tool) if request.choice is Choice.REQUIRED else ""
-        return opening, (*self._session.stop_strings, *request.stop)
-
-    def _take_row(self, point: Point, form: tuple[str, tuple[str, ...]]) -> Session:
-        """A row to sample one turn in: one that ends there, or a new branch."""
-        for row in reversed(point.free):
-            if self._broken.get(row, form) == form:
-                point.free.remove(row)
-                return row
-        session = point.session.branch(point.mark)
-        self._rows.append(session)
-        self.counters.add_fork(Fork.SIBLING, session.length)
-        return session
-
-    def _calls_of(self, messages: Sequence[ChatMessage]) -> Mapping[str, ChatCall]:
-        """Every call that a tool's result may answer, by id; for those we minted, with the id that the model wrote."""
-        return {**{call.id: call for message in messages for call in message.calls}, **self._calls}
-
-    def _drops_reasoning(self, message: ChatMessage, following: Sequence[ChatMessage]) -> bool:
-        user_follows = any(later.role == "user" for later in following)
-        return self._session.drops_reasoning(has_calls=bool(message.calls), user_follows=user_follows)
 
     # --- sampling
 
@@ -326,7 +182,7 @@ class Conversation:
         """A turn that is shown as it is sampled, in a row that ends with its prompt."""
         can_call = request.tools and request.choice is not Choice.NONE
         self._num_streamed += 1
-        opening, stops = self._turn_form(request)
+        opening, stops = self._placement.turn_form(request)
         tags, is_whole = row.reasoning_tags, bool(opening) or row.frames_turns
         return PartialTurn(
             row.decode,
@@ -343,7 +199,7 @@ class Conversation:
         """One turn, committed to the tree before the end of it is sent."""
         request, row = exchange.request, exchange.rows[at]
         partial = exchange.partials[at] if exchange.partials else None
-        opening, stops = form = self._turn_form(request)
+        opening, stops = form = self._placement.turn_form(request)
         prompt_tokens, is_thinking = row.length, row.ends_with(row.reasoning_tags.open)
         try:
             sampling = {"stop": stops} if request.stop else {}
@@ -352,45 +208,18 @@ class Conversation:
                 max_tokens=request.max_tokens, opening=opening, on_tokens=on_tokens, **sampling
             )
         except BaseException:
-            self._broken[row] = form
-            point.free.append(row)
+            self._placement.leave_broken(point, row, form)
             raise
-        self._broken.pop(row, None)
-        reply = self._read(completion, request, row, stops, is_thinking, partial)
+        self._placement.mend(row)
+        mark = self._new_id() if partial is None else partial.mark
+        reply = read_turn(completion, request, row, stops, is_thinking, partial, mark)
         reply = replace(reply, prompt_tokens=prompt_tokens)
         asked = request.max_tokens
-        self.has_run_out = reply.finish is Finish.LENGTH and (asked is None or reply.sampled_tokens < asked)
+        self._placement.has_run_out = reply.finish is Finish.LENGTH and (asked is None or reply.sampled_tokens < asked)
         turn = self._tree.add_turn(point, reply, row, request.model, asked_at, request.agent_id)
-        self._calls.update({call.id: call for call in reply.calls})
+        self._placement.minted.update({call.id: call for call in reply.calls})
         exchange.turns.append(turn)
         return turn
-
-    def _read(
-        self,
-        completion: Completion,
-        request: TurnRequest,
-        row: Session,
-        stops: Sequence[str],
-        is_thinking: bool,
-        partial: PartialTurn | None,
-    ) -> TurnReply:
-        """A completion as an agent reads it; what was shown of it already, as `partial`, stays what it was."""
-        mark = self._new_id() if partial is None else partial.mark
-        parsed = row.split(completion, may_call=bool(request.tools) and request.choice is not Choice.NONE)
-        reasoning, text = parsed.reasoning, parsed.content
-        if not row.frames_turns and not (partial is not None and partial.is_plain):
-            reasoning, text = split_reasoning(text, row.reasoning_tags, is_thinking)
-        calls = tuple(
-            ChatCall(call.name, _typed(call.arguments), f"call_{mark}{at}", call.id)
-            for at, call in enumerate(parsed.calls)
-        )
-        stop_string = row.stop_string_of(completion, stops) if stops else ""
-        finish = Finish.LENGTH if completion.stop is StopReason.LENGTH else Finish.CALLS if calls else Finish.STOP
-        if stop_string in request.stop and stop_string and finish is Finish.STOP:
-            finish = Finish.STOP_STRING
-        sampled = len(completion.ids)
-        created = int(time.time()) if partial is None else partial.created
-        return TurnReply(mark, text, reasoning, calls, finish, stop_string, 0, sampled, created)
 
     def _new_id(self, number: str = "") -> str:
         """A mark for the next turn: the same when a killed run is run again, and another one in every session."""
@@ -432,7 +261,7 @@ class Conversation:
                 )
             else:
                 last = kept[turn.mark.row] = turn
-        for row in self._rows:
+        for row in self._placement.rows:
             turn_kept = kept.get(row.mark().row)
             row.keep_until(turn_kept.mark if turn_kept else None)
         if last is not None:
@@ -450,7 +279,7 @@ class Conversation:
                 await cancel_and_wait(exchange.task)
                 under_way += [row for row in exchange.rows if row not in done]
         left = []
-        for row in dict.fromkeys(self._rows):
+        for row in dict.fromkeys(self._placement.rows):
             tokens, text = row.unfinished()
             if tokens or row in under_way:
                 self.counters.unfinished += 1
@@ -462,11 +291,14 @@ class Conversation:
         """Whether an engine is at work for it."""
         return any(not one.task.done() for exchanges in self._exchanges.values() for one in exchanges)
 
+    @property
+    def has_run_out(self) -> bool:
+        """Whether the run's limits cut the last turn off, or left no room for one; not what its agent asked for."""
+        return self._placement.has_run_out
+
     def open_failure(self) -> Failure | None:
         """The failure of an engine that no later answer made good."""
         return self._last_failure if self._failed_points else None
-
-    _last_failure: EngineFailure | None = None
 
     def _main_model(self) -> str:
         """The model that trains: the policy by its name; the one used most where an agent only asks for other names."""
@@ -500,25 +332,6 @@ class Conversation:
             same.remove(exchange)
         if not same:
             self._exchanges.pop(exchange.key, None)
-
-
-def split_reasoning(text: str, tags: ReasoningTags, is_thinking: bool = False) -> tuple[str, str]:
-    """The reasoning at the start of a turn, and what is said after it. `is_thinking`: the prompt has opened it."""
-    thought, found, said = text.partition(tags.close)
-    if found:
-        return thought.replace(tags.open, "", 1).strip(), said.strip()
-    if text.lstrip().startswith(tags.open):
-        return text.lstrip()[len(tags.open) :].strip(), ""
-    return (text.strip(), "") if is_thinking else ("", text)
-
-
-def _typed(value: Any) -> Any:
-    """Arguments as JSON values: text that a format writes without its type is a JSON value where it reads as one."""
-    if isinstance(value, Untyped):
-        return validate_anything(value)
-    if isinstance(value, Mapping):
-        return {name: _typed(item) for name, item in value.items()}
-    return [_typed(item) for item in value] if isinstance(value, list | tuple) else value
 
 
 def _retrieve(task: "asyncio.Task[Any]") -> None:

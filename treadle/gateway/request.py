@@ -9,7 +9,7 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
-from hashlib import blake2b
+from hashlib import blake2b, sha256
 from typing import Any, Literal
 
 POLICY_MODEL = "policy"
@@ -56,7 +56,7 @@ class ChatMessage:
         written = json.dumps(calls, sort_keys=True, ensure_ascii=False) if calls else ""
         parts = [part.encode("utf-8", "surrogatepass") for part in (self.text.strip(), self.reasoning.strip(), written)]
         lengths = f"{self.role} {len(parts[0])} {len(parts[1])} ".encode()
-        return blake2b(b"".join((lengths, *parts)), digest_size=16).digest()
+        return sha256(b"".join((lengths, *parts))).digest()[:16]
 
 
 class Choice(StrEnum):

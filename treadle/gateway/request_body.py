@@ -6,6 +6,7 @@ before where that would hold the interpreter.
 
 import asyncio
 import json
+import re
 from collections.abc import Callable, Mapping
 from typing import Any, NoReturn, TypeVar
 
@@ -16,6 +17,9 @@ LARGE_BODY_BYTES = 100_000
 
 MAX_JSON_MARKS = 500_000
 """Values of a body, about: to read JSON holds the interpreter, in a thread too."""
+
+_SURROGATE = re.compile(rb"\\u[dD]")
+"""An escape that may be half of a surrogate pair."""
 
 T = TypeVar("T")
 
@@ -44,7 +48,7 @@ async def parse_body(body: bytes, parse: Callable[[Mapping[str, Any]], T]) -> T:
 def _read_json(body: bytes) -> Mapping[str, Any]:
     try:
         value = json.loads(body, parse_constant=_refuse_constant)
-        if b"\\u" in body and (b"\\ud" in body or b"\\uD" in body):
+        if b"\\" in body and _SURROGATE.search(body):
             json.dumps(value, ensure_ascii=False).encode()
     except UnicodeEncodeError:
         raise RequestError("the body holds half of a surrogate pair, which is not text") from None
