@@ -189,7 +189,7 @@ class ChatTemplate:
             if self.dialect.ignores_calls and message.get("tool_calls"):
                 raise PromptFailure("the chat template leaves out the tool calls of assistant turns")
 
-    def _apply(self, messages: list[dict[str, Any]], tools: list[dict[str, Any]], ask: bool) -> str:
+    def _apply(self, messages: list[dict[str, Any]], tools: Sequence[Any], ask: bool) -> str:
         for message in messages:
             if self.dialect.text_arguments:
                 _close_arguments(message)
