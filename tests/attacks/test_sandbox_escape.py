@@ -29,12 +29,14 @@ from treadle.config.reward import RewardConfig, RewardFunctionConfig
 from treadle.process.channel import HEADER
 from treadle.process.codec import RecordCodec
 from treadle.process.rpc import RpcReply
+from treadle.reward.context import RewardContext
 from treadle.reward.result import Fault, ScoreFailure
-from treadle.reward.sandbox import run_python
+from treadle.reward.sandbox import code, run_python
 from treadle.reward.sandbox.process import WorkerProcess, worker_environment
 from treadle.reward.sandbox.protocol import FunctionReply
 from treadle.reward.scorer import Scorer
 from treadle.sandbox.confine import load_libc
+from treadle.sandbox.hidden_paths import list_readable, usual_secrets
 from treadle.types import Outcome, Score, StopReason, Task, Trajectory
 
 HERE = __name__
@@ -327,7 +329,7 @@ def make_task(how: str | None = None, **extra: Any) -> Task:
     return Task("t", (), None, extra={"how": how, "driver": os.getpid(), **extra})
 
 
-def make_config(*, sandbox: bool = True, **keys: Any) -> RewardConfig:
+def make_config(*, sandbox: bool | None = True, **keys: Any) -> RewardConfig:
     functions = {"hostile": RewardFunctionConfig(path=f"{HERE}:hostile", sandbox=sandbox)}
     return RewardConfig(**{"functions": functions, "retries": 0, "timeout_s": 30.0, "memory_mb": 256, **keys})
 
@@ -389,6 +391,68 @@ def test_others_of_the_same_user_can_be_looked_into_where_there_is_no_fence(surr
     os.close(os.open(f"/proc/{victim}/mem", os.O_RDONLY))
 
 
+def read_what_is_hidden(extra: dict[str, Any]) -> float:
+    hidden = extra["hidden"]
+    there = Path(hidden)
+    around = (
+        f"/proc/self/root{hidden}",
+        f"/proc/{os.getpid()}/cwd/{os.path.relpath(hidden)}",
+        f"{there.parent}/../one/x",
+    )
+    folder = os.open(there.parent, os.O_RDONLY)
+    descriptor = os.open(hidden, os.O_PATH)
+    got = _tries(
+        *(lambda path=path: Path(path).read_text()[0] for path in (hidden, *around)),  # type: ignore[misc]
+        lambda: os.close(os.open(there.name, os.O_RDONLY, dir_fd=folder)),
+        lambda: os.close(os.open(f"/proc/self/fd/{descriptor}", os.O_RDONLY)),
+        lambda: subprocess.run(["cat", hidden], check=True, capture_output=True),
+        lambda: mmap.mmap(os.open(hidden, os.O_RDONLY), 0, prot=mmap.PROT_READ),
+    )
+    assert Path(extra["beside"]).read_text() == "data", "all else can be read"
+    assert Path(__file__).read_text() and os.listdir(there.parent)
+    return got
+
+
+@pytest.fixture
+def run_directory(tmp_path: Path) -> dict[str, Any]:
+    run = tmp_path / "runs" / "one"
+    run.mkdir(parents=True)
+    (run / "x").write_text("journal")
+    (tmp_path / "runs" / "data.txt").write_text("data")
+    return {"hidden": str(run / "x"), "beside": str(tmp_path / "runs" / "data.txt"), "run": str(run)}
+
+
+def test_code_in_a_sandbox_cannot_read_the_run_directory(run_directory: dict[str, Any]) -> None:
+    async def main(hidden: tuple[str, ...]) -> float:
+        async with await Scorer.create(make_config(), RewardContext(hidden=hidden)) as scorer:
+            return _value(await scorer.score(make_task("read_what_is_hidden", **run_directory), _say("x")))
+
+    assert asyncio.run(main((run_directory["run"],))) == 0.0
+    assert asyncio.run(main(())) == 8.0, "or that would show nothing"
+
+
+def test_nor_can_code_that_a_function_runs(run_directory: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(code, "_HIDDEN", [])
+    program = f"print(open({run_directory['hidden']!r}).read())"
+    assert run_python(program).stdout == "journal\n"
+    code.hide_from_code([run_directory["run"]])
+    done = run_python(program)
+    assert done.status == 1 and "PermissionError" in done.stderr and not done.stdout
+    assert run_python(f"print(open({run_directory['beside']!r}).read())").stdout == "data\n"
+
+
+def test_files_of_keys_are_hidden(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / ".ssh").mkdir()
+    (tmp_path / ".cache" / "huggingface" / "hub").mkdir(parents=True)
+    (tmp_path / ".cache" / "huggingface" / "token").write_text("hf-secret")
+    hidden = usual_secrets()
+    assert hidden == (str(tmp_path / ".ssh"), str(tmp_path / ".cache" / "huggingface" / "token"))
+    readable = set(list_readable(hidden))
+    assert str(tmp_path / ".cache" / "huggingface" / "hub") in readable and "/usr" in readable
+    assert not any(path.startswith(hidden) or str(tmp_path).startswith(path) for path in readable)
+
+
 def test_the_namespace_alone_keeps_the_driver_closed() -> None:
     program = """
 import os, sys
@@ -429,7 +493,7 @@ read = process.read_report
 process.read_report = lambda data: dataclasses.replace(read(data), missing={missing!r})
 
 async def main():
-    async with await Scorer.create(make_config()):
+    async with await Scorer.create(make_config(sandbox=None)):  # true would be refused
         print(confine.load_libc().prctl(3, 0, 0, 0, 0))  # PR_GET_DUMPABLE
 
 asyncio.run(main())

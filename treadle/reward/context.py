@@ -33,6 +33,8 @@ class RewardContext:
     """Keys of endpoints, by the environment variable that holds them."""
     gpus: Mapping[str, Sequence[Gpu]] = field(default_factory=dict)
     """Those of each model that a plan gave some."""
+    hidden: tuple[str, ...] = ()
+    """Paths that code in sandboxed functions cannot read: the run directory."""
 
 
 NO_CONTEXT = RewardContext()

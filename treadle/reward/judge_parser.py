@@ -31,7 +31,9 @@ class JudgeParser:
         self._name, self._scope, self._runs = name, scope, runs
 
     @classmethod
-    async def create(cls, name: str, judge: JudgeConfig, reward: RewardConfig) -> "JudgeParser | None":
+    async def create(
+        cls, name: str, judge: JudgeConfig, reward: RewardConfig, hidden: tuple[str, ...] = ()
+    ) -> "JudgeParser | None":
         """None where the judge has no parser; a ConfigError of `parser` where it cannot be used."""
         function = judge.parser_function()
         if function is None:
@@ -43,7 +45,7 @@ class JudgeParser:
                 runs = load_function(name, function.path, function.kwargs, judge.scope)
             else:
                 fenced = fenced_by_default(alone, function) is not None
-                runs = await RewardWorkerPool.create(alone, (name,), RateLimit(None), fenced)
+                runs = await RewardWorkerPool.create(alone, (name,), RateLimit(None), fenced, hidden)
             parser = cls(name, judge.scope, runs)
             if not {"text", ALL_COLUMNS} & set(parser.needs):
                 await parser.close()

@@ -148,7 +148,7 @@ async def _prepare(reward: RewardConfig, context: RewardContext, prepared: Prepa
             ScoreExtractor.create(judge)
             encoding = await prepare_judge_encoding(judge, context)
             prompt = RewardPrompt.create(judge.prompt, encoding.guard, judge.scope)
-            parser = await JudgeParser.create(name, judge, reward)
+            parser = await JudgeParser.create(name, judge, reward, context.hidden)
             prepared.judges[name] = (prompt, ScoreExtractor.create(judge, parser), encoding)
 
 

@@ -94,7 +94,7 @@ class Scorer:
         mistakes += prepared.mistakes
         pools: tuple[RewardWorkerPool, ...] = ()
         try:
-            pools = await _start_pools(reward, apart, rate, mistakes)
+            pools = await _start_pools(reward, apart, rate, mistakes, context.hidden)
             if mistakes:
                 raise ConfigError(mistakes)
             models = await RewardModels.start(reward, prepared, rate, context) if prepared.any else None
@@ -268,7 +268,7 @@ def refuse_unfenced(reward: RewardConfig, missing: Iterable[str]) -> Iterator[Mi
 
 
 async def _start_pools(
-    reward: RewardConfig, names: tuple[str, ...], rate: RateLimit, mistakes: list[Mistake]
+    reward: RewardConfig, names: tuple[str, ...], rate: RateLimit, mistakes: list[Mistake], hidden: tuple[str, ...]
 ) -> tuple[RewardWorkerPool, ...]:
     """Workers for plain functions, and others for sandboxed ones; what is wrong with them is added to `mistakes`."""
     pools: list[RewardWorkerPool] = []
@@ -277,7 +277,7 @@ async def _start_pools(
             chosen = tuple(name for name in names if _is_sandboxed(reward, reward.functions[name]) is sandbox)
             try:
                 if chosen:
-                    pools.append(await RewardWorkerPool.create(reward, chosen, rate, sandbox))
+                    pools.append(await RewardWorkerPool.create(reward, chosen, rate, sandbox, hidden))
             except ConfigError as error:
                 mistakes += error.mistakes
     except BaseException:

@@ -30,12 +30,14 @@ RESTART = RestartPolicy(attempts=1)
 class RewardWorkerPool:
     """Workers that have all loaded the same functions, sandboxed or not."""
 
-    def __init__(self, reward: RewardConfig, names: tuple[str, ...], rate: RateLimit, sandbox: bool) -> None:
+    def __init__(
+        self, reward: RewardConfig, names: tuple[str, ...], rate: RateLimit, sandbox: bool, hidden: tuple[str, ...]
+    ) -> None:
         self.names = names
         self.needs: Mapping[str, FunctionNeeds] = {}
         self.missing: tuple[str, ...] = ()
         """Restrictions that the sandbox lacks on this machine, in words."""
-        self._reward, self._rate, self._sandbox = reward, rate, sandbox
+        self._reward, self._rate, self._sandbox, self._hidden = reward, rate, sandbox, hidden
         self._places = asyncio.Semaphore(reward.num_workers)
         self._workers: set[WorkerProcess] = set()
         supervisors = (Supervisor(self._start, RESTART) for _ in range(reward.num_workers))
@@ -45,10 +47,18 @@ class RewardWorkerPool:
 
     @classmethod
     async def create(
-        cls, reward: RewardConfig, names: tuple[str, ...], rate: RateLimit, sandbox: bool = False
+        cls,
+        reward: RewardConfig,
+        names: tuple[str, ...],
+        rate: RateLimit,
+        sandbox: bool = False,
+        hidden: tuple[str, ...] = (),
     ) -> "RewardWorkerPool":
-        """A pool whose workers are all up; ConfigError or RunError, and no process left, otherwise."""
-        pool = cls(reward, names, rate, sandbox)
+        """A pool whose workers are all up; ConfigError or RunError, and no process left, otherwise.
+
+        `hidden`: what code of a model cannot read in them.
+        """
+        pool = cls(reward, names, rate, sandbox, hidden)
         try:
             starts = (supervisor.current() for supervisor in pool._idle)
             started = await asyncio.gather(*starts, return_exceptions=True)
@@ -98,7 +108,7 @@ class RewardWorkerPool:
             raise ScoreFailure(Fault.CRASH, f"could not be loaded again: {error}", names) from error
 
     async def _start(self) -> WorkerProcess:
-        worker = await WorkerProcess.start(self._reward, self.names, self._sandbox)
+        worker = await WorkerProcess.start(self._reward, self.names, self._sandbox, self._hidden)
         self._workers.add(worker)
         worker.gone.add_done_callback(lambda _: self._workers.discard(worker))
         if self._closed:

@@ -140,7 +140,9 @@ class RolloutService:
                 started.push_async_callback(worker.close)
             scorer = None
             if reward is not None:
-                context = RewardContext(model, renderer, router, start_engines, parts.api_keys, backend.reward_gpus)
+                hidden = () if parts.journal is None else (str(parts.journal.run_dir),)
+                gpus = backend.reward_gpus
+                context = RewardContext(model, renderer, router, start_engines, parts.api_keys, gpus, hidden)
                 scorer = await backend.start_scorer(reward, context)
                 started.push_async_callback(scorer.close)
             observers = [*parts.observers]

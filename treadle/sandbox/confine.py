@@ -3,12 +3,13 @@
     what                          by                        without it
     network, any new socket       seccomp, namespace        —
     writing, making, removing     Landlock                  seccomp refuses to open for writing
+    reading hidden paths          Landlock                  allowed, and said
     memory of other processes     seccomp, namespace        the driver is made non-dumpable
     signals to other processes    Landlock (kernel 6.12)    allowed, and said
     more memory, more CPU         rlimits, set by `limits`  —
 
 Owns the calls, by number, for x86_64 and aarch64. Each fence holds for the life of the process and of all it starts;
-nothing that runs inside can take it away. Reading files, importing, computing, starting processes stay possible.
+nothing that runs inside can take it away. Reading other files, importing, computing, starting processes stay possible.
 Invariant: what could not be put up is returned in words; a fence that is not named there stands.
 """
 
@@ -18,7 +19,10 @@ import platform
 import struct
 import sys
 from collections.abc import Collection, Iterable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
+
+from treadle.sandbox.hidden_paths import list_readable
 
 PR_SET_PDEATHSIG, PR_SET_DUMPABLE, PR_SET_SECCOMP, PR_SET_NO_NEW_PRIVS = 1, 4, 22, 38
 SECCOMP_MODE_FILTER = 2
@@ -211,15 +215,18 @@ def hide_where_needed(missing: Collection[str]) -> bool:
     return needed
 
 
-def apply_restrictions() -> tuple[str, ...]:
-    """Put every fence of this module around this process, but for the network namespace; what is missing, in words."""
+def apply_restrictions(hidden: Collection[str] = ()) -> tuple[str, ...]:
+    """Put every fence of this module around this process, but for the network namespace; what is missing, in words.
+
+    `hidden`: paths whose contents it cannot read from now on.
+    """
     if sys.platform != "linux":
         return (f"no seccomp and no Landlock: {sys.platform} has neither",)
     libc = load_libc()
     missing = []
     if libc.prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0) != 0:
         missing.append(f"new privileges are possible: {os.strerror(ctypes.get_errno())}")
-    missing += (landlocked := _landlock(libc))
+    missing += (landlocked := _landlock(libc, hidden))
     drop_capabilities(libc)
     program = build_filter(writing=not any("writing" in item for item in landlocked))
     if program is None:
@@ -229,13 +236,14 @@ def apply_restrictions() -> tuple[str, ...]:
     return tuple(missing)
 
 
-def _landlock(libc: ctypes.CDLL) -> list[str]:
-    """No writing but to /dev/null, no TCP, and no signal to and no look into processes outside; what is missing."""
+def _landlock(libc: ctypes.CDLL, hidden: Collection[str]) -> list[str]:
+    """No writing but to /dev/null, no reading of hidden paths, no TCP, and no signal to and no look into processes
+    outside; what is missing."""
     version = libc.syscall(LANDLOCK_CREATE_RULESET, None, ctypes.c_size_t(0), ctypes.c_uint(1))
     if version < 1:
         return ["no Landlock against writing and signals"]
-    write, truncate = 1 << 1, (1 << 14 if version >= 3 else 0)
-    handled = write | truncate | sum(1 << bit for bit in range(4, 13)) | (1 << 13 if version >= 2 else 0)
+    write, read, truncate = 1 << 1, (1 << 2 if hidden else 0), (1 << 14 if version >= 3 else 0)
+    handled = write | read | truncate | sum(1 << bit for bit in range(4, 13)) | (1 << 13 if version >= 2 else 0)
     fields = [handled, *([0b11] if version >= 4 else []), *([0b11] if version >= 6 else [])]
     rules = struct.pack(f"={len(fields)}Q", *fields)
     ruleset = libc.syscall(LANDLOCK_CREATE_RULESET, rules, ctypes.c_size_t(len(rules)), ctypes.c_uint(0))
@@ -243,8 +251,9 @@ def _landlock(libc: ctypes.CDLL) -> list[str]:
         return [f"no Landlock against writing and signals: {os.strerror(ctypes.get_errno())}"]
     null = os.open(os.devnull, os.O_PATH | os.O_CLOEXEC)
     try:
-        rule = struct.pack("=Qi", write | truncate, null)
-        libc.syscall(LANDLOCK_ADD_RULE, ruleset, 1, rule, ctypes.c_uint(0))
+        _add_rule(libc, ruleset, write | read | truncate, null)
+        for path in list_readable(hidden):
+            _allow_reading(libc, ruleset, read, path)
         libc.prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
         if libc.syscall(LANDLOCK_RESTRICT_SELF, ruleset, ctypes.c_uint(0)) != 0:
             return [f"no Landlock against writing and signals: {os.strerror(ctypes.get_errno())}"]
@@ -252,6 +261,19 @@ def _landlock(libc: ctypes.CDLL) -> list[str]:
         os.close(null)
         os.close(ruleset)
     return [] if version >= 6 else ["no fence against signals to other processes: the kernel is older than 6.12"]
+
+
+def _add_rule(libc: ctypes.CDLL, ruleset: int, rights: int, place: int) -> None:
+    libc.syscall(LANDLOCK_ADD_RULE, ruleset, 1, struct.pack("=Qi", rights, place), ctypes.c_uint(0))
+
+
+def _allow_reading(libc: ctypes.CDLL, ruleset: int, read: int, path: str) -> None:
+    with suppress(OSError):  # it went meanwhile, or is closed to this user anyway
+        place = os.open(path, os.O_PATH | os.O_CLOEXEC | os.O_NOFOLLOW)
+        try:
+            _add_rule(libc, ruleset, read, place)
+        finally:
+            os.close(place)
 
 
 def drop_capabilities(libc: ctypes.CDLL) -> None:

@@ -17,16 +17,27 @@ import selectors
 import subprocess
 import sys
 import time
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from treadle.process.tree import kill_tree
 from treadle.reward.sandbox.limits import bound_score
 from treadle.sandbox.confine import apply_restrictions, enter_empty_network
+from treadle.sandbox.hidden_paths import usual_secrets
 
 MAX_OUTPUT = 1 << 20
 """Bytes of standard output, and of standard error, from which the code is ended."""
 
 _BOOT = "import json, sys; sys.path[:] = json.loads(sys.argv[1]); from treadle.reward.sandbox.code import main; main()"
+
+
+_HIDDEN: list[str] = [*usual_secrets()]
+"""Paths that code cannot read."""
+
+
+def hide_from_code(paths: Iterable[str]) -> None:
+    """Hide these paths too, from code that is run after this."""
+    _HIDDEN[:] = dict.fromkeys((*_HIDDEN, *paths))
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,8 +51,9 @@ class CodeResult:
 
 
 def run_python(source: str, stdin: str = "", timeout_s: float = 5.0, memory_mb: int = 512) -> CodeResult:
-    """Run a Python program. It may read files and compute, and may not write, connect, or see the environment."""
-    arguments = (json.dumps(sys.path), str(timeout_s), str(memory_mb), str(len(source.encode())))
+    """Run a Python program. It may read files and compute, and may not write, connect, or see the environment; nor read
+    the run directory and the usual files of keys, where Landlock is to be had."""
+    arguments = (json.dumps(sys.path), str(timeout_s), str(memory_mb), str(len(source.encode())), json.dumps(_HIDDEN))
     environment = {"PATH": os.defpath, "LANG": "C.UTF-8", "PYTHONDONTWRITEBYTECODE": "1"}
     process = subprocess.Popen(
         [sys.executable, "-c", _BOOT, *arguments],
@@ -108,12 +120,12 @@ def _has_ended(process: subprocess.Popen[bytes], deadline_s: float) -> bool:
 
 def main() -> None:
     """The process: put up the fences, then be the program."""
-    timeout_s, memory_mb, size = float(sys.argv[2]), int(sys.argv[3]), int(sys.argv[4])
+    timeout_s, memory_mb, size, hidden = float(sys.argv[2]), int(sys.argv[3]), int(sys.argv[4]), json.loads(sys.argv[5])
     source = bytearray()
     while len(source) < size:
         source += os.read(0, size - len(source))
     enter_empty_network()
     bound_score(timeout_s, memory_mb)
-    apply_restrictions()
+    apply_restrictions(hidden)
     sys.argv[:] = ["program"]
     exec(compile(bytes(source), "<program>", "exec"), {"__name__": "__main__"})

@@ -31,6 +31,7 @@ from treadle.reward.sandbox.protocol import (
     read_report,
 )
 from treadle.reward.worker_output import PrintedLines
+from treadle.sandbox.hidden_paths import usual_secrets
 
 START_TIMEOUT_S = 60.0
 """How long a worker may take to import its functions."""
@@ -97,13 +98,15 @@ class WorkerProcess:
         """What it had used when the score began."""
 
     @classmethod
-    async def start(cls, reward: RewardConfig, names: tuple[str, ...], sandbox: bool = False) -> "WorkerProcess":
-        """A worker that has loaded these functions; all of them sandboxed, or none.
+    async def start(
+        cls, reward: RewardConfig, names: tuple[str, ...], sandbox: bool = False, hidden: tuple[str, ...] = ()
+    ) -> "WorkerProcess":
+        """A worker that has loaded these functions; all of them sandboxed, or none. `hidden`: what code cannot read.
 
         ConfigError where they cannot be used, ScoreFailure where the process dies or does not get ready.
         """
         with name_function(", ".join(names)):
-            process = await _launch(reward, names, sandbox)
+            process = await _launch(reward, names, sandbox, hidden)
             try:
                 report = read_report(process.started)
                 mistakes = [
@@ -197,7 +200,7 @@ class WorkerProcess:
         await self.process.end()
 
 
-async def _launch(reward: RewardConfig, names: tuple[str, ...], sandbox: bool) -> LocalProcess:
+async def _launch(reward: RewardConfig, names: tuple[str, ...], sandbox: bool, hidden: tuple[str, ...]) -> LocalProcess:
     """A process that has loaded these functions, or has found mistakes; ScoreFailure where it has done neither."""
     chosen = [(name, reward.functions[name]) for name in names]
     functions = tuple((name, function.path, function.kwargs, function.effective_scope()) for name, function in chosen)
@@ -205,7 +208,7 @@ async def _launch(reward: RewardConfig, names: tuple[str, ...], sandbox: bool) -
     spec = ProcessSpec(
         f"reward worker ({', '.join(names)})",
         "treadle.reward.sandbox.worker:serve_rewards",
-        pack(RewardWorkerSetup(functions, reward.cpu_time_s, reward.memory_mb, sandbox)),
+        pack(RewardWorkerSetup(functions, reward.cpu_time_s, reward.memory_mb, sandbox, (*usual_secrets(), *hidden))),
         START_TIMEOUT_S,
         codec=WORKER_CODEC,
         environment=worker_environment(variable for _, function in chosen for variable in function.env),

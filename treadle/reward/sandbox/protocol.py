@@ -49,12 +49,14 @@ WORKER_CODEC = ChannelCodec(to_parent=RecordCodec(replies=(FunctionReply,), max_
 
 @dataclass(frozen=True, slots=True)
 class RewardWorkerSetup:
-    """What a worker is told first: what to load (name, path, kwargs, scope), the limits, the kind."""
+    """What a worker is told first: what to load (name, path, kwargs, scope), the limits, the kind, and what code of a
+    model must not read."""
 
     functions: tuple[tuple[str, str, Mapping[str, Any], str], ...]
     cpu_time_s: float
     memory_mb: int
     sandbox: bool
+    hidden: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

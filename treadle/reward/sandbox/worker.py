@@ -42,6 +42,7 @@ from treadle.reward.result import (
     encode_failure,
     name_function,
 )
+from treadle.reward.sandbox.code import hide_from_code
 from treadle.reward.sandbox.limits import bound_memory, bound_score, kill_leftovers, limit_cpu
 from treadle.reward.sandbox.protocol import (
     FunctionReply,
@@ -64,9 +65,10 @@ def serve_rewards(parent: BlockingParent, packed: bytes) -> None:
     bound_memory(setup.memory_mb)
     functions, mistakes = _load(setup)
     kept = list_children(os.getpid())
+    hide_from_code(setup.hidden)
     if setup.sandbox:
         hide()
-        missing += apply_restrictions()
+        missing += apply_restrictions(setup.hidden)
         gc.freeze()  # pages that children share stay shared
     parent.started(write_report(list(functions.values()), mistakes, [item for item in missing if item]))
     arguments = b""
