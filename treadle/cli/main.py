@@ -18,7 +18,6 @@ from treadle.cli import check, config, init, inspect, plan, recipes, results, ro
 from treadle.cli.early_signals import restore_signals
 from treadle.cli.left_children import end_children_with_us
 from treadle.cli.parser import Parser, new_parser, parse
-from treadle.disk import explain_disk_error
 from treadle.errors import ConfigError, Failure, RunError
 from treadle.exit_status import STATUS_CONFIG, STATUS_FAILED, STATUS_INTERRUPTED
 from treadle.process.interrupt_watcher import discount_interrupt
@@ -203,6 +202,8 @@ def _run(run: object, parsed: object) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return STATUS_FAILED
     except OSError as error:
+        from treadle.disk import explain_disk_error  # takes sqlite3 and shutil
+
         disk = explain_disk_error(error, Path(error.filename or "."))
         if disk is None:
             raise
