@@ -38,7 +38,7 @@ def explain_trl_argument(name: str, value: object) -> str | None:
     """What an argument of TRL is called here; None for one that TRL does not have."""
     if name in _TRL_ARGUMENTS:
         return f"TRL's {name} is {_TRL_ARGUMENTS[name]} here"
-    from treadle.migrate.trl import DIRECT, TABLES
+    from treadle.migrate.trl_arguments import DIRECT, TABLES
 
     key = DIRECT.get(name) or (TABLES[name][0] if name in TABLES else None)
     if key is None:
