@@ -4,8 +4,7 @@ import json
 from functools import cache
 from typing import Any
 
-import httpx
-from openai import AsyncOpenAI
+from openai import AsyncOpenAI, DefaultAsyncHttpxClient
 
 from treadle.recipes.calculator.tools import calculate
 
@@ -27,9 +26,9 @@ MAX_TURNS = 4
 
 
 @cache
-def _http() -> httpx.AsyncClient:
+def _http() -> DefaultAsyncHttpxClient:
     """One connection pool for all sessions: a client of its own for each would take longer than the session."""
-    return httpx.AsyncClient(timeout=120)
+    return DefaultAsyncHttpxClient(timeout=120)
 
 
 async def solve(base_url: str, api_key: str, task: Any) -> None:
