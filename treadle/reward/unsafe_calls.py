@@ -15,6 +15,7 @@ from pathlib import Path
 from treadle.config import RewardConfig
 from treadle.config.plugin import source_file
 from treadle.config.reward import RewardFunctionConfig
+from treadle.config.source_tree import parse_source
 
 _BUILTINS = frozenset({"exec", "eval", "compile"})
 _OF_MODULES = {"os": frozenset({"system", "popen", "execv", "execve", "execvp", "spawnv", "posix_spawn"})}
@@ -65,7 +66,7 @@ def _first_call(file: Path) -> str | None:
         names = _pickled_names(file.read_bytes()) & _IN_PICKLES
         return f"{file.name} uses {min(names)}" if names else None
     try:
-        tree = ast.parse(file.read_bytes())
+        tree = parse_source(file.read_bytes())
     except (SyntaxError, ValueError):  # the real import reports it
         return None
     calls = sorted(
