@@ -355,8 +355,12 @@ class LoopThread:
                 abandon(task)
             log.exception("thread %s died", self._thread.name)
         finally:
-            self._loop.close()
-            self._fail_waiting()
+            try:
+                self._loop.close()
+            except OSError as error:  # a tool has closed its descriptors
+                self._died = self._died or f"thread {self._thread.name} cannot end: {describe_error(error)}"
+            finally:
+                self._fail_waiting()
 
     def _run(self) -> None:
         """Run the loop until it is stopped, or until a task ends with one of the errors that asyncio stops for."""

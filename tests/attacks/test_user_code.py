@@ -8,6 +8,7 @@ from concurrent.futures import TimeoutError as Late
 import pytest
 
 from tests.attacks.hostile import CALLER, DEEDS, PLAIN, HangsOnce, Meeting
+from tests.chaos import run_python
 from tests.rollouts import engine, renderer, rollout, say, tasks, turns_of
 from treadle.aio import LoopThread
 from treadle.config import AgentLoopConfig, FailureConfig, LimitsConfig, ModelConfig, RewardConfig, RewardFunctionConfig
@@ -242,6 +243,23 @@ def test_whoever_waits_for_a_thread_that_dies_hears_why():
     thread._thread.join(PATIENCE_S)
     with pytest.raises(RunError, match="all gone"):
         thread.submit(asyncio.sleep(0))
+
+
+CLOSES_ALL = """
+import asyncio, os
+from treadle.aio import LoopThread
+
+async def close_all():
+    os.closerange(3, 200)
+    await asyncio.sleep(600)
+
+LoopThread("test").submit(close_all()).result(100)
+"""
+
+
+def test_whoever_waits_hears_why_when_a_tool_closes_all_descriptors():
+    done = run_python(CLOSES_ALL)
+    assert "treadle.errors.RunError: thread test died: OSError" in done.stderr
 
 
 def score_of_caller(response):

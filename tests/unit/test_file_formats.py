@@ -67,7 +67,11 @@ def test_text_files_may_be_gzipped(tmp_path):
             gzip.compress(b'{"prompt": "a"}\n' * 99, mtime=0)[:-9],
             "is not a whole gzip file: Compressed file ended",
         ),
-        ("a.csv.gz", gzip.compress(b"prompt,answer\n1,2\n", mtime=0)[:-9], "is not a whole gzip file: Compressed file ended"),
+        (
+            "a.csv.gz",
+            gzip.compress(b"prompt,answer\n1,2\n", mtime=0)[:-9],
+            "is not a whole gzip file: Compressed file ended",
+        ),
         ("a.parquet.gz", b"", "is not one of .jsonl, .ndjson"),
     ],
 )

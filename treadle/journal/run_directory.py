@@ -18,7 +18,7 @@ import platform
 import socket
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -196,8 +196,9 @@ class RunLock:
 
     def release(self) -> None:
         """Release the directory for the next run."""
-        os.ftruncate(self._descriptor, 0)
-        os.close(self._descriptor)
+        with suppress(OSError):  # it was closed behind our back, by a tool in this process, and holds nothing any more
+            os.ftruncate(self._descriptor, 0)
+            os.close(self._descriptor)
 
     def forget(self) -> None:
         """Close a forked child's copy: the parent goes on holding the lock, and its death must free it."""

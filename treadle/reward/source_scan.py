@@ -19,6 +19,7 @@ from pathlib import Path
 
 from treadle.config.own_modules import find_source, is_own_module
 from treadle.config.plugin import find_in_working_directory, source_file
+from treadle.config.source_tree import parse_source
 from treadle.reward.text_runners import DATA_FRAMES, WHOLE_MODULES, runs_text
 
 _MAX_MODULES = 200
@@ -236,7 +237,7 @@ class SourceScan:
         if file is None:
             return None
         try:
-            return SourceModule("" if is_file else name, file, ast.parse(file.read_bytes()))
+            return SourceModule("" if is_file else name, file, parse_source(file.read_bytes()))
         except (SyntaxError, ValueError, RecursionError):  # the real import reports it
             return None
 
