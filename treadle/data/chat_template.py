@@ -189,13 +189,13 @@ class ChatTemplate:
             if self.dialect.ignores_calls and message.get("tool_calls"):
                 raise PromptFailure("the chat template leaves out the tool calls of assistant turns")
 
-    def _apply(self, messages: list[dict[str, Any]], tools: list[dict[str, Any]], ask: bool) -> str:
+    def _apply(self, messages: list[dict[str, Any]], tools: Sequence[Any], ask: bool) -> str:
         for message in messages:
             if self.dialect.text_arguments:
                 _close_arguments(message)
             if self.dialect.content_parts and isinstance(message.get("content"), str):
                 message["content"] = [{"type": "text", "text": message["content"]}]
-        given = tools or ([] if self.dialect.empty_tools else None)
+        given = list(tools) or ([] if self.dialect.empty_tools else None)
         return cast(
             str,
             self._tokenizer.apply_chat_template(messages, tools=given, add_generation_prompt=ask, **self._options),
