@@ -195,7 +195,7 @@ class ChatTemplate:
                 _close_arguments(message)
             if self.dialect.content_parts and isinstance(message.get("content"), str):
                 message["content"] = [{"type": "text", "text": message["content"]}]
-        given = tools or ([] if self.dialect.empty_tools else None)
+        given = list(tools) or ([] if self.dialect.empty_tools else None)
         return cast(
             str,
             self._tokenizer.apply_chat_template(messages, tools=given, add_generation_prompt=ask, **self._options),
