@@ -175,7 +175,7 @@ def graded(directory: Path, **keys: Any) -> Any:
 
     async def run() -> None:
         gradings = await Gradings.create(configured(BASE, keys).reward)
-        function = RewardFunction("tests", grade, (), {})
+        function = RewardFunction("tests", grade, (), (), {})
         await asyncio.gather(*(gradings.run(function, {}) for _ in range(4)))
         await gradings.close()
 
