@@ -94,9 +94,9 @@ def make_run(run_dir: Path, num_bytes: float) -> int:
 
 
 def measure(name: str, ask: Callable[[], object]) -> None:
-    began = time.perf_counter()
+    began, used = time.perf_counter(), time.process_time()
     ask()
-    print(f"  {name:44} {time.perf_counter() - began:8.3f} s")
+    print(f"  {name:44} {time.perf_counter() - began:8.3f} s, {time.process_time() - used:.3f} s of the processor")
 
 
 def ask_screens(run_dir: Path, step: int) -> None:
