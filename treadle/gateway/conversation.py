@@ -1,6 +1,6 @@
 """Gateway conversation: the requests that one agent makes in one session, placed in its tree, sampled, and delivered.
 
-Owns the exchanges in progress, which of their turns train, and the counters; the rows are `RowPlacement`'s. Knows no
+Owns the exchanges in progress, which of their turns train, and the counters; rows belong to `RowPlacement`. Knows no
 HTTP and no dialect. Invariant: each sampled token is in exactly one row, behind the very ids it was sampled after.
 
 Waits: an exchange waits for the engine, in a task of its own that a lost connection does not end. A request with the
