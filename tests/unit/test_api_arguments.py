@@ -124,6 +124,17 @@ def test_files_stay_files():
         assert prepared.inputs == {}
 
 
+def test_a_batch_is_no_larger_than_a_file_has_rows():
+    def batch(tasks: Any) -> int:
+        return simple(tasks=tasks).config.data.train_batch_size
+
+    Path("few.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
+    Path("many.csv").write_text("prompt,answer\n" + "1+1=,2\n" * 300)
+    Path("broken.json").write_text("[")
+    assert (batch("few.jsonl"), batch(["few.jsonl", "few.jsonl"]), batch("many.csv")) == (5, 10, 64)
+    assert batch("broken.json") == batch("gone.jsonl") == batch("seeds:3") == 64, "the run says what is wrong"
+
+
 class Columns:
     """What a pandas DataFrame looks like."""
 

@@ -24,7 +24,7 @@ from treadle.api.hints import (
     suggest_key,
 )
 from treadle.api.prepared_run import INPUTS, PreparedRun
-from treadle.api.tasks import Tasks, read_tasks
+from treadle.api.tasks import Tasks, count_rows, read_tasks
 from treadle.config import Config, SFTRunConfig, TrainConfig
 from treadle.config.load import build, read_config
 from treadle.config.parse import KeyPath, Layer, dotted, put_leaf
@@ -215,7 +215,7 @@ class _ArgumentReader:
         else:
             files = list(read.files)
         if key == "train_files":
-            self.num_tasks = read.num_rows
+            self.num_tasks = read.num_rows if read.num_rows is not None else count_rows(files, most=_BATCH_SIZE)
         self._put(("data", key), files, argument)
 
     def _read_reward(self, reward: Rewards) -> None:

@@ -10,9 +10,12 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import date, time
 from hashlib import blake2b
+from itertools import islice
+from pathlib import Path
 from typing import Any
 
 from treadle.api.hints import refuse_texts
+from treadle.data.file_formats import HUB, read_records
 from treadle.errors import ConfigError, Mistake
 from treadle.types import Task
 
@@ -63,6 +66,18 @@ def read_tasks(tasks: Tasks, argument: str) -> ReadTasks:
     if not lines:
         raise _wrong(argument, "has no rows", f"give {_FORMS}")
     return ReadTasks(content=("\n".join(lines) + "\n").encode(), num_rows=len(lines))
+
+
+def count_rows(files: Sequence[str], most: int) -> int | None:
+    """How many rows files have; None where there are `most` or more, or where something else makes the rows."""
+    if not all(source.startswith(HUB) or Path(source).expanduser().exists() for source in files):
+        return None
+    try:
+        rows = (row for file in files for row in read_records(file, file, "data.train_files"))
+        count = sum(1 for _ in islice(rows, most))
+    except ConfigError:
+        return None  # the run names what is wrong with them
+    return count if count < most else None
 
 
 def _rows(tasks: Any, argument: str) -> Iterator[Any]:
