@@ -44,7 +44,7 @@ class RecordingEngine:
         completion: Completion = await self.inner.generate(request)
         if self.tells and request.on_tokens is not None:
             for at, token in enumerate(completion.ids[:-1]):
-                request.on_tokens(request.said + at, (token,))
+                request.on_tokens(request.num_begun + at, (token,))
         if self.told is not None:
             await self.told.wait()
         if completion.ids:
@@ -54,7 +54,7 @@ class RecordingEngine:
     def _record(self, request: Request, ids: tuple[int, ...]) -> None:
         """A turn may be sampled in slices: each goes on after the ids of the one before."""
         for at, (before, sampled) in enumerate(self.sampled):
-            if request.said and before + sampled == request.ids:
+            if request.num_begun and before + sampled == request.ids:
                 self.sampled[at] = before, sampled + ids
                 return
         self.sampled.append((request.ids, ids))

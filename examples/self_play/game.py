@@ -1,7 +1,9 @@
 """A game of two players with a heap of matches: each takes one, two or three, and who takes the last one wins.
 
 Who leaves a multiple of four cannot lose, which self-play finds out. The players are shown the heap as a number; the
-last digit of what they write is their move (1 takes one, 2 two, 3 three, 4 one, and so on), and no digit loses.
+last digit of what they write is their move (1 takes one, 2 two, 3 three, 4 one, and so on). An answer without a digit
+loses, and so does one of more than 16 characters: else players learn to write until the game is cut off, which costs
+the one who is about to lose nothing.
 """
 
 import re
@@ -9,6 +11,8 @@ from random import Random
 
 from treadle.rollout import Action, Opening, Step
 from treadle.types import Task
+
+LONGEST = 16
 
 
 class Matches:
@@ -22,7 +26,7 @@ class Matches:
 
     def step(self, action: Action) -> Step:
         digits = re.findall(r"[0-9]", action.text)
-        taken = min(self._heap, (int(digits[-1]) - 1) % 3 + 1) if digits else 0
+        taken = min(self._heap, (int(digits[-1]) - 1) % 3 + 1) if digits and len(action.text) <= LONGEST else 0
         self._heap -= taken
         if taken and self._heap:
             return Step(str(self._heap))

@@ -366,7 +366,7 @@ class Failing:
         self.ids = renderer().encode(said) if said else ()
 
     async def generate(self, request):
-        if self.ids and not request.said:
+        if self.ids and not request.num_begun:
             return Completion(self.ids, (0.0,) * len(self.ids), (0,) * len(self.ids), StopReason.ABORT)
         raise EngineFailure("gone")
 

@@ -94,8 +94,8 @@ def test_nothing_else_prints() -> None:
 PROGRAMS = (
     "data/verifiers_shim.py",
     "process/foreign_main.py",
+    "process/guard.py",
     "process/interrupt_watcher.py",
-    "rollout/tools/mcp_guard.py",
     "sandbox/init.py",
 )
 """Processes without treadle's modules: their outputs are pipes that treadle reads, or they say a fixed sentence."""
