@@ -11,10 +11,10 @@ import pytest
 from tests.attacks.hostile import CALLER
 from tests.rollouts import engine, rollout, save_model, say, tasks, turns_of
 from treadle.config import AgentLoopConfig, FailureConfig, LimitsConfig
+from treadle.process import guard
 from treadle.rollout.manager import AgentLoopManager
 from treadle.rollout.remote_worker import num_processes
 from treadle.rollout.service import RolloutParts
-from treadle.rollout.tools.mcp_tools import GUARD
 from treadle.types import Batch
 
 HOSTILE = "tests.attacks.hostile"
@@ -127,7 +127,7 @@ def test_what_an_async_tool_started_ends_with_the_run(model):
 
 def test_what_an_mcp_server_started_in_a_session_of_its_own_ends_with_it():
     program = "import subprocess; print(subprocess.Popen(['sleep', '611'], start_new_session=True).pid, flush=True)"
-    command = [sys.executable, str(GUARD), sys.executable, "-c", program]
+    command = [sys.executable, guard.__file__, sys.executable, "-c", program]
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True, timeout=60, start_new_session=True, check=False)
     assert not Path(f"/proc/{int(done.stdout)}").exists()
 

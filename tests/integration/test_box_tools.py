@@ -202,7 +202,7 @@ def test_programs_of_a_virtual_environment_come_first(provider, tmp_path):
         (("rollout.sandbox.read_only=[/no/such]",), r"rollout\.sandbox\.read_only: there is no /no/such"),
         (("rollout.sandbox.path=[/no/such]",), r"rollout\.sandbox\.path: there is no directory /no/such"),
         (("rollout.sandbox.path=[/var]",), r"rollout\.sandbox\.path: boxes cannot read /var"),
-        (("rollout.sandbox.provider=tests.boxes:HalfABox",), r"has no stop, exec, launch"),
+        (("rollout.sandbox.provider=tests.boxes:HalfABox",), r"has no alive, stop, exec, launch"),
     ],
 )
 def test_places_and_classes_that_a_box_cannot_have_are_mistakes_of_the_config(words, why):
