@@ -76,9 +76,9 @@ def test_a_game_is_trained_by_self_play_and_played_against_an_opponent(monkeypat
 
 STREAMING = "rollout.agent.loops.function_agent.kwargs.function=examples.openai_sdk_agent.streaming:solve"
 SDK_AGENTS = {
-    "openai": ("openai_sdk_agent", "chat", []),
-    "openai, streams": ("openai_sdk_agent", "chat", [STREAMING]),
-    "anthropic": ("examples/anthropic_sdk_agent/train.yaml", "messages", []),
+    "treadle.recipes.openai_sdk_agent.agent": ("openai_sdk_agent", "chat", []),
+    "examples.openai_sdk_agent.streaming": ("openai_sdk_agent", "chat", [STREAMING]),
+    "examples.anthropic_sdk_agent.agent": ("examples/anthropic_sdk_agent/train.yaml", "messages", []),
 }
 
 
@@ -110,7 +110,7 @@ def calculates(request, rng) -> str:
 
 @pytest.mark.parametrize("name", SDK_AGENTS)
 def test_an_sdk_agent_trains_what_was_sampled_token_by_token(tmp_path, name):
-    section = loop_config("function_agent", {"function": f"examples.{name}:solve"}, num_workers=1)
+    section = loop_config("function_agent", {"function": f"{name}:solve"}, num_workers=1)
     _, recording = run_agents(section, save_model(tmp_path / "model"), tmp_path, calculates)
     for trajectory in check_exact(tmp_path, recording):
         assert len(trajectory.rows) == 1 and trajectory.extra["gateway"]["echoes"] == {"exact": 2}

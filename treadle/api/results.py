@@ -149,8 +149,8 @@ class Evaluation:
     ...                         rollout={"n": 4, "response_length": 16}, logging={"logger": []})
     >>> list(found.by_source), found.summary.num_trajectories
     (['small'], 4)
-    >>> found.trajectories()[0].messages[0]["content"]
-    '1+2='
+    >>> found.trajectories()[0].data_source
+    'small'
     """
 
     def __init__(self, run_dir: Path, summary: "Summary") -> None:
