@@ -62,7 +62,7 @@ class Browser:
         self.requests: list[str] = []
         """Every address that the page asked for."""
         self._deadline_s = deadline_s
-        self._number = 0
+        self._number = self._loads = 0
         self._buffer = b""
         self._folder = tempfile.TemporaryDirectory(prefix="treadle-browser-", ignore_cleanup_errors=True)
         to_read, self._write = os.pipe()
@@ -94,6 +94,16 @@ class Browser:
         """Another screen of the viewer, by the part of its address after `#`."""
         self.evaluate(f"location.hash = {json.dumps(fragment)}")
         self.wait(f"document.getElementById('main').dataset.shown === {json.dumps('#' + fragment)}")
+
+    def reload(self) -> None:
+        """The page anew, until the viewer has shown it: what is asked next is asked of the new document."""
+        loads, ends = self._loads, time.monotonic() + self._deadline_s
+        self._call("Page.reload")
+        while self._loads == loads:
+            assert time.monotonic() < ends, "the page was not loaded again"
+            self._call("Page.getNavigationHistory")  # reads the events that have come
+            time.sleep(0.05)
+        self.wait("document.getElementById('main').dataset.shown")
 
     def evaluate(self, expression: str) -> Any:
         """The value of a JavaScript expression, awaited; AssertionError where it throws."""
@@ -177,6 +187,8 @@ class Browser:
             self.console.append(str(found["exceptionDetails"].get("exception", {}).get("description")))
         elif method == "Log.entryAdded":
             self.console.append(found["entry"]["text"])
+        elif method == "Page.loadEventFired":
+            self._loads += 1
         elif method == "Network.requestWillBeSent":
             self.requests.append(found["request"]["url"])
         elif method == "Page.javascriptDialogOpening":
