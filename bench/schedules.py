@@ -25,7 +25,7 @@ from pathlib import Path
 from treadle.algorithm.kl import KLControl
 from treadle.config import TrainConfig, loads
 from treadle.data.task_feed import TaskFeed
-from treadle.data.tasks import TaskSource
+from treadle.data.task_source import TaskSource
 from treadle.engine.protocol import WeightUpdate
 from treadle.journal import Journal, JournalReader
 from treadle.observe.trackers import Trackers

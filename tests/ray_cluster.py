@@ -18,7 +18,8 @@ from treadle.cluster.ray.placement import ActorSlot, Reservation
 from treadle.cluster.ray.replicas import RayReplica, RayReplicas
 from treadle.config import ClusterConfig, Config, ModelConfig, RolloutConfig
 from treadle.config.plan import make_plan
-from treadle.engine.replica_supervisor import ReplicaSupervisor, RestartingEngine
+from treadle.engine.replica_supervisor import ReplicaSupervisor
+from treadle.engine.restarting_engine import RestartingEngine
 from treadle.engine.router import Router
 from treadle.process.supervisor import Recovery, RestartPolicy
 

@@ -14,7 +14,7 @@ from treadle.checkpoint.store import Progress
 from treadle.config import TrainConfig, loads
 from treadle.config.rollout import OnWeightUpdate
 from treadle.data.task_feed import load_feed
-from treadle.data.tasks import TaskSource
+from treadle.data.task_source import TaskSource
 from treadle.engine.protocol import WeightUpdate
 from treadle.journal import Journal
 from treadle.model.checksum import checksum

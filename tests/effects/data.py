@@ -13,7 +13,8 @@ from tests.effects.models import tiny_model
 from treadle.checkpoint.store import Checkpoints
 from treadle.config.root import DataConfig, LoggingConfig
 from treadle.data.task_feed import load_feed
-from treadle.data.tasks import TaskSource, load_training_tasks, load_validation_tasks
+from treadle.data.task_source import TaskSource
+from treadle.data.tasks import load_training_tasks, load_validation_tasks
 from treadle.errors import ConfigError
 from treadle.observe.trackers import Trackers
 from treadle.types import Group, Outcome, Score, StopReason, Task, Trajectory

@@ -15,7 +15,7 @@ from treadle.process.tree import list_tree
 from treadle.sandbox.box import InitBox
 from treadle.sandbox.cgroup import BoxCgroup
 from treadle.sandbox.container import DockerBox, PodmanBox
-from treadle.sandbox.init import pack, unpack
+from treadle.sandbox.init.processes import pack, unpack
 from treadle.sandbox.pool import BoxPool
 from treadle.sandbox.protocol import BoxSettings
 from treadle.sandbox.providers import check_provider
@@ -381,7 +381,7 @@ def test_containers_have_no_network_no_capabilities_and_limits(kind, monkeypatch
         "it counts every process of that user on the machine, and --pids-limit those of the box"
     )
     assert ("--read-only-tmpfs=false" in command) is (kind is PodmanBox), "podman's --read-only leaves /tmp writable"
-    assert joined.index("--entrypoint python3") < joined.index(" an-image -I -S /run/treadle-init.py")
+    assert joined.index("--entrypoint python3") < joined.index(" an-image -I -S -c ")
 
 
 def test_messages_are_read_as_they_were_written():

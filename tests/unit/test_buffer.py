@@ -13,7 +13,7 @@ from tests.rollouts import task
 from tests.schedules import Checkpoints, Rollout, Trial, words_for
 from tests.virtual_time import run
 from treadle.checkpoint.store import Progress
-from treadle.data.tasks import TaskSource
+from treadle.data.task_source import TaskSource
 from treadle.errors import EngineFailure, RunError
 from treadle.inspect.audit import audit
 from treadle.journal import Journal, JournalReader

@@ -24,7 +24,7 @@ from tests.tiny import tiny
 from treadle.config import FailureConfig, FilterGroupsConfig, RolloutConfig, ScriptedConfig
 from treadle.config.rollout import LimitsConfig
 from treadle.data.task_feed import TaskFeed
-from treadle.data.tasks import TaskSource
+from treadle.data.task_source import TaskSource
 from treadle.engine.native.engine import NativeEngine
 from treadle.engine.native.engine_thread import EngineThread
 from treadle.engine.protocol import Engine, WeightUpdate

@@ -9,7 +9,8 @@ import pytest
 
 from tests.rollouts import rollout
 from treadle.config import DataConfig
-from treadle.data.tasks import check_source_kwargs, is_function, load_training_tasks
+from treadle.data.generators import check_source_kwargs, is_function
+from treadle.data.tasks import load_training_tasks
 from treadle.errors import ConfigError, EnvironmentFailure, LoopFailure, RewardFailure, ToolFailure
 from treadle.gateway.verifiers_agent import VerifiersAgentLoop
 

@@ -8,7 +8,8 @@ import pytest
 from tests.letters import ask, decode, encode
 from tests.ray_engines import LettersEngine, letters
 from treadle.config.rollout import ScriptedConfig
-from treadle.engine.replica_supervisor import ReplicaSupervisor, RestartingEngine
+from treadle.engine.replica_supervisor import ReplicaSupervisor
+from treadle.engine.restarting_engine import RestartingEngine
 from treadle.types import Completion, Request, StopReason
 
 

@@ -16,8 +16,9 @@ from treadle.cluster.local import LocalReplicas
 from treadle.config.rollout import FailureConfig, LimitsConfig
 from treadle.engine.protocol import Engine, EngineGone, WeightUpdate
 from treadle.engine.replica_set import RoutingOptions
-from treadle.engine.replica_supervisor import ReplicaSupervisor, RestartingEngine
+from treadle.engine.replica_supervisor import ReplicaSupervisor
 from treadle.engine.requests import continuation_of
+from treadle.engine.restarting_engine import RestartingEngine
 from treadle.engine.router import Router
 from treadle.errors import EngineFailure, EnginesLost, RunError
 from treadle.process.supervisor import Recovery, RestartPolicy
@@ -732,7 +733,7 @@ def test_requests_that_find_only_a_frozen_engine_wait_for_its_replacement() -> N
 def test_a_frozen_engine_is_replaced_before_it_is_told_something_that_is_waited_for(
     order: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("treadle.engine.replica_supervisor.PROBE_TIMEOUT_S", 0.01)
+    monkeypatch.setattr("treadle.engine.restarting_engine.PROBE_TIMEOUT_S", 0.01)
 
     async def body() -> None:
         scene = Scene()

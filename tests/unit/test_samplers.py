@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from treadle.config.root import DataConfig, HardReplayConfig, SuccessBandConfig
 from treadle.data.samplers import HardReplay, SuccessBand, TaskResult, TaskSampler
 from treadle.data.task_feed import TaskFeed, load_feed
-from treadle.data.tasks import TaskSource, share_draws
+from treadle.data.task_source import TaskSource, share_draws
 from treadle.errors import ConfigError, EngineFailure
 from treadle.types import Group, Outcome, Score, StopReason, Task, Trajectory
 

@@ -14,14 +14,8 @@ from hypothesis import strategies as st
 
 from treadle.config import loads
 from treadle.config.root import DataConfig
-from treadle.data.tasks import (
-    SourceState,
-    TaskSource,
-    load_tasks,
-    load_training_tasks,
-    load_validation_tasks,
-    share_draws,
-)
+from treadle.data.task_source import SourceState, TaskSource, share_draws
+from treadle.data.tasks import load_tasks, load_training_tasks, load_validation_tasks
 from treadle.errors import ConfigError
 from treadle.types import Task
 

@@ -96,7 +96,8 @@ PROGRAMS = (
     "process/foreign_main.py",
     "process/guard.py",
     "process/interrupt_watcher.py",
-    "sandbox/init.py",
+    "sandbox/init/kernel.py",
+    "sandbox/init/server.py",
 )
 """Processes without treadle's modules: their outputs are pipes that treadle reads, or they say a fixed sentence."""
 

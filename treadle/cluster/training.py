@@ -22,7 +22,8 @@ from treadle.config.rules import check_rules
 from treadle.config.show import flatten, hide_in_words, hide_secret
 from treadle.data.renderer import Renderer
 from treadle.data.task_feed import load_feed
-from treadle.data.tasks import TaskSource, load_training_tasks, load_validation_tasks
+from treadle.data.task_source import TaskSource
+from treadle.data.tasks import load_training_tasks, load_validation_tasks
 from treadle.engine.gpus import plan_here
 from treadle.errors import ConfigError, RunError
 from treadle.inspect.findings import scan_run

@@ -16,7 +16,7 @@ from typing import Any, Protocol
 
 from treadle.config.plugin import load_object
 from treadle.config.root import DataConfig, HardReplayConfig, SuccessBandConfig
-from treadle.data.tasks import check_arguments
+from treadle.data.generators import check_arguments
 from treadle.errors import ConfigError, Mistake
 from treadle.types import Group, Task
 

@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 
 from treadle.config.root import DataConfig
 from treadle.data.samplers import KEY, TaskResult, TaskSampler, load_samplers
-from treadle.data.tasks import SourceState, TaskSource
+from treadle.data.task_source import SourceState, TaskSource
 from treadle.errors import ConfigError, Mistake
 from treadle.types import NOTHING, Group, Task
 

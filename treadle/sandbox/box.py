@@ -22,7 +22,8 @@ from treadle.aio import abandon
 from treadle.errors import SandboxFailure
 from treadle.process.tree import kill_tree
 from treadle.sandbox.cgroup import BoxCgroup
-from treadle.sandbox.init import NOT_STARTED, pack, unpack
+from treadle.sandbox.init.processes import pack, unpack
+from treadle.sandbox.init.server import NOT_STARTED
 from treadle.sandbox.protocol import BoxSettings, ExecResult
 
 START_S = 30.0
@@ -33,7 +34,14 @@ STOP_S = 10.0
 HOME = "/workspace"
 MAX_FILE = 1 << 28
 STDERR_KEPT = 4000
-INIT = Path(__file__).with_name("init.py")
+INIT = Path(__file__).with_name("init")
+INIT_ROOT = "/run/treadle-init"
+INIT_PLACE = f"{INIT_ROOT}/treadle/sandbox/init"
+"""Where a box finds it, under the name that its modules import each other by."""
+RUN_INIT = (
+    "import sys; sys.path.insert(0, sys.argv.pop(1)); from treadle.sandbox.init.server import main; main(sys.argv[1:])"
+)
+"""Code for the interpreter; its first argument is the root."""
 
 
 class _NamedCommand:

@@ -16,7 +16,7 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 
 from treadle.errors import SandboxFailure
-from treadle.sandbox.box import HOME, INIT, InitBox, interpreter
+from treadle.sandbox.box import HOME, INIT, INIT_PLACE, INIT_ROOT, RUN_INIT, InitBox, interpreter
 from treadle.sandbox.bridge import FORWARDER
 from treadle.sandbox.confine import build_box_filter
 from treadle.sandbox.egress import EgressProxy
@@ -41,7 +41,6 @@ CONFIGURATION = (
 FROZEN = ("sys", "sysrq-trigger", "irq", "bus", "fs", "acpi", "scsi")
 BLANK = ("kcore", "keys", "timer_list", "kallsyms", "slabinfo", "kpagecount", "kpageflags", "kpagecgroup")
 """Parts of /proc that are the machine's: settings of the kernel are read-only, and what tells of it is empty."""
-INIT_PLACE = "/run/treadle-init.py"
 USER = 1000
 TEMPORARY_BYTES = 16 << 20
 PROXY_PORT = 3128
@@ -193,7 +192,7 @@ class BubblewrapBox(InitBox):
             words += ["--bind", socket, f"/run/bridge-{at}"]
         words += ["--remount-ro", "/dev", "--remount-ro", "/", "--chdir", HOME]
         words += [word for descriptor in self._filter for word in ("--seccomp", str(descriptor))]
-        return [*words, interpreter(), "-I", "-S", INIT_PLACE, *self.init_arguments()]
+        return [*words, interpreter(), "-I", "-S", "-c", RUN_INIT, INIT_ROOT, *self.init_arguments()]
 
     def _files(self) -> list[str]:
         """Directories that can be read, at the place they have here."""

@@ -12,10 +12,9 @@ import shutil
 from typing import ClassVar
 
 from treadle.errors import SandboxFailure
-from treadle.sandbox.box import HOME, INIT, InitBox
+from treadle.sandbox.box import HOME, INIT, INIT_PLACE, INIT_ROOT, RUN_INIT, InitBox
 from treadle.sandbox.confine import build_box_filter
 
-INIT_PLACE = "/run/treadle-init.py"
 ENGINE_VARIABLES = ("PATH", "HOME", "XDG_RUNTIME_DIR", "XDG_CONFIG_HOME", "DOCKER_HOST", "CONTAINERS_CONF")
 REMOVE_S = 30.0
 _NUMBERS = itertools.count(1)
@@ -65,7 +64,7 @@ class ContainerBox(InitBox):
         words += ["--volume", f"{INIT}:{INIT_PLACE}:ro", "--entrypoint", "python3"]
         for path in settings.read_only:
             words += ["--volume", f"{path}:{path}:ro"]
-        return [*words, settings.image, "-I", "-S", INIT_PLACE, *self.init_arguments()]
+        return [*words, settings.image, "-I", "-S", "-c", RUN_INIT, INIT_ROOT, *self.init_arguments()]
 
     def init_arguments(self) -> list[str]:
         """The engine's own seccomp profile lets user namespaces and the host of a virtual machine through."""

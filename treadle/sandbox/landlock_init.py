@@ -15,7 +15,6 @@ import struct
 import sys
 from collections.abc import Iterable
 
-from treadle.sandbox import init
 from treadle.sandbox.confine import (
     LANDLOCK_ADD_RULE,
     LANDLOCK_CREATE_RULESET,
@@ -26,6 +25,7 @@ from treadle.sandbox.confine import (
     install_filter,
     load_libc,
 )
+from treadle.sandbox.init.server import main as serve_init
 
 PR_SET_CHILD_SUBREAPER = 36
 EXECUTE, WRITE, READ, READ_DIR, TRUNCATE = 1 << 0, 1 << 1, 1 << 2, 1 << 3, 1 << 14
@@ -85,4 +85,4 @@ def main(arguments: list[str]) -> None:
         os.close(ruleset)
         install_filter(libc)
 
-    init.main([home, *rest], confine, own_namespace=False)
+    serve_init([home, *rest], confine, own_namespace=False)

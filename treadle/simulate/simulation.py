@@ -19,7 +19,7 @@ from multiprocessing import get_context
 from treadle.algorithm.kl import KLControl
 from treadle.config import TrainConfig
 from treadle.data.task_feed import TaskFeed
-from treadle.data.tasks import TaskSource
+from treadle.data.task_source import TaskSource
 from treadle.errors import ConfigError, Mistake
 from treadle.observe.step_metrics import Spans
 from treadle.observe.trackers import Trackers

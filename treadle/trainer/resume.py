@@ -27,7 +27,7 @@ from pathlib import Path
 
 from treadle.config import TrainConfig
 from treadle.config.show import as_yaml, flatten, hide_secret
-from treadle.data.tasks import TaskSource
+from treadle.data.task_source import TaskSource
 from treadle.errors import ConfigError, Mistake, RunError
 from treadle.journal import DamagedRecord, Event, Journal, JournalReader, PartEntry, TrajectoryEntry
 from treadle.journal.codec import label, task_values

@@ -17,7 +17,7 @@ from typing import Any, Protocol
 from treadle.checkpoint.links import VALIDATION_LOSS, CheckpointScore
 from treadle.checkpoint.store import Checkpoints
 from treadle.config import SFTRunConfig
-from treadle.data.tasks import SourceState
+from treadle.data.task_source import SourceState
 from treadle.errors import NotFiniteError
 from treadle.journal import Journal
 from treadle.observe.step_metrics import Spans, add_up

@@ -22,16 +22,11 @@ from treadle.config import Config, SFTRunConfig, TrainConfig
 from treadle.config.load import load
 from treadle.config.rollout import ModelConfig, RolloutConfig
 from treadle.data.file_formats import TaskRow, label_source, read_records
+from treadle.data.generators import REASONING_GYM_PREFIX, generate_rows, is_function
 from treadle.data.renderer import Renderer
 from treadle.data.task_files import ChatExample, to_conversation
-from treadle.data.tasks import (
-    MAX_MISTAKES,
-    REASONING_GYM_PREFIX,
-    TaskSource,
-    generate_rows,
-    is_function,
-    share_draws,
-)
+from treadle.data.task_source import TaskSource, share_draws
+from treadle.data.tasks import MAX_MISTAKES
 from treadle.errors import ConfigError, Failure, Mistake
 from treadle.journal import JournalReader, TrajectoryEntry
 from treadle.journal.schema import FILE_NAME

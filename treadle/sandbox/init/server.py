@@ -4,90 +4,49 @@
     poll: messages, output of commands, their ends, deadlines ─► reply
 
 Runs inside the box (bubblewrap, a container) as process 1, or beside it (Landlock) as the parent of all that is
-confined. Imports four modules of the standard library and nothing of treadle, so that a box starts in milliseconds and
-needs no package. Files are read and written by a child that is confined like any command: a link that a command left
+confined. Files are read and written by a child that is confined like any command: a link that a command left
 leads no further than the command could go.
 Where the kernel does not count what a box has, this process does: ten times a second while a command runs, and once a
 second while something is left in the background. Too many processes or too much memory end everything; too many files
 do the same, and until some are removed no command can make one grow.
 Invariant: one reply for each request; output is bounded; after a deadline nothing of the command is left, nor what it
 left to process 1. No command can read, signal or trace this process.
-
-Messages are lists of byte strings: the length of the list's bytes, then for each string its length and itself.
-    exec   id timeout_ms most cwd stdin argc argv… NAME=value…     one command
-    spawn  id cwd argc argv… NAME=value…                          a process that stays, asked by `call`
-    call   id process timeout_ms most data                        data to its input; its line on descriptor 3 is the end
-    read   id timeout_ms most path                                a file
-    write  id timeout_ms path mode data                           a file, with the folders it needs
-    kill   id                                                     a command, or a process that stays
-    done   id code timed_out dropped stdout stderr line           what is sent back
 """
 
-import ctypes
 import os
 import resource
 import select
-import sys
-from contextlib import suppress
 from time import monotonic
+
+from treadle.sandbox.init.kernel import (
+    LIBC,
+    PIECE,
+    become,
+    children,
+    find_excess,
+    install_filter,
+    kill,
+    lower_limits,
+    read_file,
+    tree,
+    write_file,
+)
+from treadle.sandbox.init.processes import CLOSED, Running, Staying, pack, unpack
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:  # at the cost of no import
     from collections.abc import Callable
     from typing import NoReturn
 
-CLOSED = -1
 NOT_STARTED = 126
 """Exit status of a command that could not be started for want of processes or memory, as shells have it."""
 NOT_FOUND = 127
 MAX_MESSAGE = 1 << 30
 ROUNDS = 200
-PIECE = 65536
 WATCH_MS = 100
 IDLE_WATCH_MS = 1000
 PR_SET_DUMPABLE = 4
-PR_SET_SECCOMP = 22
-PR_SET_NO_NEW_PRIVS = 38
 SIGPIPE = 13
-LIBC = ctypes.CDLL(None)
-
-
-def pack(fields: "list[bytes]") -> bytes:
-    """A message as bytes."""
-    body = b"".join(len(field).to_bytes(4, "big") + field for field in fields)
-    return len(body).to_bytes(4, "big") + body
-
-
-def unpack(body: bytes) -> "list[bytes]":
-    """The fields of a message; ValueError where they do not fit."""
-    fields: list[bytes] = []
-    at = 0
-    while at < len(body):
-        size = int.from_bytes(body[at : at + 4], "big")
-        at += 4 + size
-        if at > len(body):
-            raise ValueError("a field is longer than its message")
-        fields.append(body[at - size : at])
-    return fields
-
-
-class Running:
-    """A command or a call that has no reply yet."""
-
-    def __init__(self, number: bytes, pid: int, most: int, deadline: float) -> None:
-        self.number, self.pid, self.most, self.deadline = number, pid, most, deadline
-        self.out, self.err, self.line = bytearray(), bytearray(), bytearray()
-        self.dropped = 0
-        self.timed_out = False
-        self.ended: int | None = None
-        self.process: Staying | None = None
-        """The process that stays, for a call."""
-        self.pipes: list[int] = []
-
-    def keep(self, buffer: bytearray, data: bytes) -> None:
-        room = max(0, self.most - len(buffer))
-        buffer += data[:room]
-        self.dropped += max(0, len(data) - room)
 
 
 class Init:
@@ -451,196 +410,6 @@ class Init:
                 item.ended = os.waitstatus_to_exitcode(status)
 
 
-class Staying:
-    """A process that stays: an interpreter or a shell, which ends each answer with a line on descriptor 3."""
-
-    def __init__(self, init: Init, number: bytes, pid: int, given: int, out: int, err: int, status: int) -> None:
-        self.init, self.number, self.pid, self.given, self.status = init, number, pid, given, status
-        self.call: Running | None = None
-        init.watch_end(pid)
-        self.early = Running(number, pid, 0, 0.0)
-        self.pipes = {out: "out", err: "err"}
-        init.watch(out, select.POLLIN, lambda: self.read(out))
-        init.watch(err, select.POLLIN, lambda: self.read(err))
-        init.watch(status, select.POLLIN, self.finish)
-
-    def read(self, descriptor: int) -> int:
-        try:
-            data = os.read(descriptor, PIECE)
-        except BlockingIOError:
-            return 0
-        if not data:
-            self.init.forget(descriptor)
-            del self.pipes[descriptor]
-            return 0
-        item = self.call or self.early
-        item.keep(item.out if self.pipes[descriptor] == "out" else item.err, data)
-        return len(data)
-
-    def ask(self, item: Running, data: bytes) -> None:
-        self.call = item
-        self.init.feed(self.given, data, close=False)
-
-    def finish(self) -> None:
-        try:
-            line = os.read(self.status, PIECE)
-        except BlockingIOError:
-            return
-        if not line:
-            self.init.forget(self.status)
-            self.status = CLOSED
-            return
-        item = self.call
-        if item is None:
-            return
-        item.keep(item.line, line)
-        if b"\n" not in line:
-            return
-        self.drain()
-        self.call = None
-        self.init.reply(item, 0)
-
-    def drain(self) -> None:
-        for descriptor in list(self.pipes):
-            while descriptor in self.pipes and self.read(descriptor):
-                pass
-
-    def end(self, code: int) -> None:
-        """The process is gone: the call that waits has its status."""
-        self.init.staying.pop(self.number, None)
-        self.drain()
-        item, self.call = self.call, None
-        for descriptor in self.pipes:
-            self.init.forget(descriptor)
-        if self.status != CLOSED:
-            self.init.forget(self.status)
-        if self.given in self.init.writers:
-            self.init.forget(self.given)
-        else:
-            os.close(self.given)
-        if item is not None:
-            self.init.reply(item, code)
-
-
-def children(pid: int) -> "list[int]":
-    found: list[int] = []
-    with suppress(OSError):
-        for task in os.listdir(f"/proc/{pid}/task"):
-            with open(f"/proc/{pid}/task/{task}/children") as listing:
-                found += [int(word) for word in listing.read().split()]
-    return found
-
-
-def tree(pid: int) -> "list[int]":
-    below = children(pid)
-    return [pid, *(member for child in below for member in tree(child))]
-
-
-def kill(pid: int) -> None:
-    with suppress(OSError):
-        os.kill(pid, 9)
-
-
-def lower_limits(limits: "list[tuple[int, int]]") -> None:
-    """Limits of the kernel for this process and all it starts, given as (number, value)."""
-    with suppress(OSError), open("/proc/self/oom_score_adj", "w") as setting:
-        setting.write("1000")
-    for number, value in limits:
-        hard = resource.getrlimit(number)[1]
-        value = value if hard == resource.RLIM_INFINITY else min(value, hard)
-        resource.setrlimit(number, (value, value))
-
-
-class FilterProgram(ctypes.Structure):
-    """A seccomp program, as the kernel takes it."""
-
-    _fields_ = [("length", ctypes.c_ushort), ("lines", ctypes.c_char_p)]
-
-
-def install_filter(program: bytes) -> None:
-    """Put a seccomp program around this process and all that it starts."""
-    filter_program = ctypes.byref(FilterProgram(len(program) // 8, program))
-    if LIBC.prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0) or LIBC.prctl(PR_SET_SECCOMP, 2, filter_program, 0, 0):
-        raise OSError("seccomp")
-
-
-def become(argv: "list[bytes]", cwd: bytes, environment: "list[bytes]") -> "NoReturn":
-    """Turn this process into a command."""
-    os.chdir(cwd)
-    names = dict(entry.split(b"=", 1) for entry in environment)
-    os.execvpe(argv[0], argv, names)
-
-
-def read_file(path: bytes, most: int) -> int:
-    """A regular file on standard output; a longer one is refused."""
-    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
-    size = 0
-    while size <= most:
-        data = os.read(descriptor, PIECE)
-        if not data:
-            return 0
-        size += len(data)
-        while data:
-            data = data[os.write(1, data) :]
-    os.write(2, b"it is longer than %d bytes" % most)
-    return 1
-
-
-def write_file(path: bytes, mode: int, size: int) -> int:
-    """Standard input as a file."""
-    folder = os.path.dirname(path)
-    if folder:
-        os.makedirs(folder, exist_ok=True)
-    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NONBLOCK, mode)
-    while size:
-        data = os.read(0, min(size, PIECE))
-        if not data:
-            return 1
-        size -= len(data)
-        while data:
-            data = data[os.write(descriptor, data) :]
-    return 0
-
-
-def find_excess(limits: "dict[str, int]", home: str) -> "tuple[str | None, str | None]":
-    """What the tree of this process has too much of: processes or memory; and files."""
-    members, full = tree(os.getpid())[1:], None
-    if "disk" in limits:
-        used = disk_of(home)
-        if used > limits["disk"]:
-            full = f"{used >> 20} MB of files, and {limits['disk'] >> 20} may be written"
-    if len(members) > limits.get("processes", 1 << 30):
-        return f"{len(members)} processes, and {limits['processes']} may run", full
-    if "memory" in limits:
-        used = sum(map(memory_of, members))
-        if used > limits["memory"]:
-            return f"{used >> 20} MB of memory, and {limits['memory'] >> 20} may be used", full
-    return None, full
-
-
-def memory_of(pid: int) -> int:
-    """Bytes that a process has for itself, or shares with others of its box."""
-    used = 0
-    with suppress(OSError), open(f"/proc/{pid}/status") as status:
-        for line in status:
-            if line.startswith(("RssAnon:", "RssShmem:", "VmSwap:")):
-                used += int(line.split()[1]) << 10
-    return used
-
-
-def disk_of(folder: str) -> int:
-    """Bytes of the files below a folder."""
-    used = 0
-    with suppress(OSError), os.scandir(folder) as entries:
-        for entry in entries:
-            with suppress(OSError):
-                if entry.is_dir(follow_symlinks=False):
-                    used += disk_of(entry.path)
-                else:
-                    used += entry.stat(follow_symlinks=False).st_blocks * 512
-    return used
-
-
 def main(arguments: "list[str]", confine: "Callable[[], None] | None" = None, own_namespace: bool = True) -> None:
     """Serve on standard input and output, which no command inherits.
 
@@ -661,7 +430,3 @@ def main(arguments: "list[str]", confine: "Callable[[], None] | None" = None, ow
     os.dup2(null, 1)
     os.set_blocking(source, False)
     Init(source, sink, limits, confine, own_namespace, excess).serve()
-
-
-if __name__ == "__main__":
-    main(sys.argv[1:])

@@ -1,0 +1,137 @@
+"""Kernel: the processes below this one, their limits, memory and files, for the init of a box.
+
+Owns what is asked of /proc and of system calls; refuses to know of requests. Imports the standard library alone.
+"""
+
+import ctypes
+import os
+import resource
+from contextlib import suppress
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:  # at the cost of no import
+    from typing import NoReturn
+
+PIECE = 65536
+PR_SET_SECCOMP = 22
+PR_SET_NO_NEW_PRIVS = 38
+LIBC = ctypes.CDLL(None)
+
+
+def children(pid: int) -> "list[int]":
+    found: list[int] = []
+    with suppress(OSError):
+        for task in os.listdir(f"/proc/{pid}/task"):
+            with open(f"/proc/{pid}/task/{task}/children") as listing:
+                found += [int(word) for word in listing.read().split()]
+    return found
+
+
+def tree(pid: int) -> "list[int]":
+    below = children(pid)
+    return [pid, *(member for child in below for member in tree(child))]
+
+
+def kill(pid: int) -> None:
+    with suppress(OSError):
+        os.kill(pid, 9)
+
+
+def lower_limits(limits: "list[tuple[int, int]]") -> None:
+    """Limits of the kernel for this process and all it starts, given as (number, value)."""
+    with suppress(OSError), open("/proc/self/oom_score_adj", "w") as setting:
+        setting.write("1000")
+    for number, value in limits:
+        hard = resource.getrlimit(number)[1]
+        value = value if hard == resource.RLIM_INFINITY else min(value, hard)
+        resource.setrlimit(number, (value, value))
+
+
+class FilterProgram(ctypes.Structure):
+    """A seccomp program, as the kernel takes it."""
+
+    _fields_ = [("length", ctypes.c_ushort), ("lines", ctypes.c_char_p)]
+
+
+def install_filter(program: bytes) -> None:
+    """Put a seccomp program around this process and all that it starts."""
+    filter_program = ctypes.byref(FilterProgram(len(program) // 8, program))
+    if LIBC.prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0) or LIBC.prctl(PR_SET_SECCOMP, 2, filter_program, 0, 0):
+        raise OSError("seccomp")
+
+
+def become(argv: "list[bytes]", cwd: bytes, environment: "list[bytes]") -> "NoReturn":
+    """Turn this process into a command."""
+    os.chdir(cwd)
+    names = dict(entry.split(b"=", 1) for entry in environment)
+    os.execvpe(argv[0], argv, names)
+
+
+def read_file(path: bytes, most: int) -> int:
+    """A regular file on standard output; a longer one is refused."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+    size = 0
+    while size <= most:
+        data = os.read(descriptor, PIECE)
+        if not data:
+            return 0
+        size += len(data)
+        while data:
+            data = data[os.write(1, data) :]
+    os.write(2, b"it is longer than %d bytes" % most)
+    return 1
+
+
+def write_file(path: bytes, mode: int, size: int) -> int:
+    """Standard input as a file."""
+    folder = os.path.dirname(path)
+    if folder:
+        os.makedirs(folder, exist_ok=True)
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NONBLOCK, mode)
+    while size:
+        data = os.read(0, min(size, PIECE))
+        if not data:
+            return 1
+        size -= len(data)
+        while data:
+            data = data[os.write(descriptor, data) :]
+    return 0
+
+
+def find_excess(limits: "dict[str, int]", home: str) -> "tuple[str | None, str | None]":
+    """What the tree of this process has too much of: processes or memory; and files."""
+    members, full = tree(os.getpid())[1:], None
+    if "disk" in limits:
+        used = disk_of(home)
+        if used > limits["disk"]:
+            full = f"{used >> 20} MB of files, and {limits['disk'] >> 20} may be written"
+    if len(members) > limits.get("processes", 1 << 30):
+        return f"{len(members)} processes, and {limits['processes']} may run", full
+    if "memory" in limits:
+        used = sum(map(memory_of, members))
+        if used > limits["memory"]:
+            return f"{used >> 20} MB of memory, and {limits['memory'] >> 20} may be used", full
+    return None, full
+
+
+def memory_of(pid: int) -> int:
+    """Bytes that a process has for itself, or shares with others of its box."""
+    used = 0
+    with suppress(OSError), open(f"/proc/{pid}/status") as status:
+        for line in status:
+            if line.startswith(("RssAnon:", "RssShmem:", "VmSwap:")):
+                used += int(line.split()[1]) << 10
+    return used
+
+
+def disk_of(folder: str) -> int:
+    """Bytes of the files below a folder."""
+    used = 0
+    with suppress(OSError), os.scandir(folder) as entries:
+        for entry in entries:
+            with suppress(OSError):
+                if entry.is_dir(follow_symlinks=False):
+                    used += disk_of(entry.path)
+                else:
+                    used += entry.stat(follow_symlinks=False).st_blocks * 512
+    return used
