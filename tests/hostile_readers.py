@@ -20,7 +20,7 @@ from treadle.gateway.counters import GatewayCounters
 from treadle.gateway.event_stream import write_whole
 from treadle.gateway.partial_turn import PartialTurn
 from treadle.gateway.request import ChatCall, ReplySet, RequestError, TurnReply
-from treadle.gateway.server import encode_events
+from treadle.gateway.responses import encode_events
 from treadle.gateway.turn_reader import split_reasoning
 from treadle.reward.builtin import code_tests
 from treadle.rollout.parsers import parser

@@ -10,10 +10,10 @@ import pytest
 from tests.attacks.hostile import CALLER, DEEDS, PLAIN, HangsOnce, Meeting
 from tests.chaos import run_python
 from tests.rollouts import engine, renderer, rollout, say, tasks, turns_of
-from treadle.aio import LoopThread
 from treadle.config import AgentLoopConfig, FailureConfig, LimitsConfig, ModelConfig, RewardConfig, RewardFunctionConfig
 from treadle.config.reward import JudgeConfig, JudgeEngineConfig
 from treadle.errors import ConfigError, RunError
+from treadle.loop_thread import LoopThread
 from treadle.rollout.manager import AgentLoopManager
 from treadle.rollout.service import RolloutKind, RolloutParts
 from treadle.types import Batch

@@ -20,7 +20,7 @@ from treadle.process.child_main import read_started, write_not_started
 from treadle.process.codec import DecodeError
 from treadle.process.rpc import RpcCancel, RpcError, RpcNotify, RpcReply, RpcRequest
 from treadle.rollout.protocol import Dropped
-from treadle.rollout.remote_worker import WORKER_CODEC, WaitReport
+from treadle.rollout.worker_process import WORKER_CODEC, WaitReport
 from treadle.types import Request, SamplingParams, Score, Trajectory
 
 encode, decode = WORKER_CODEC.encode, WORKER_CODEC.decode

@@ -17,7 +17,7 @@ from tests.gateways import TOOLS, Agent, agent, trained
 from tests.rollouts import CALL, renderer, rollout, say
 from treadle.config.rollout import AgentConfig, GatewayConfig
 from treadle.errors import ConfigError, EngineFailure
-from treadle.gateway import agents, connection_limits, http_server, server
+from treadle.gateway import agents, connection_limits, http_server, responses, server
 from treadle.gateway.request import TurnRequest
 from treadle.gateway.server import GatewayServer, GatewaySession
 from treadle.rollout.trajectory_builder import SessionRecord
@@ -191,7 +191,7 @@ def test_models_and_tokens_are_counted() -> None:
 def test_a_stream_starts_at_once_lives_on_and_ends_after_the_turn_is_committed(
     dialect: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(server, "KEEP_ALIVE_S", 0.01)
+    monkeypatch.setattr(responses, "KEEP_ALIVE_S", 0.01)
     path = {"chat": "/v1/chat/completions", "messages": "/v1/messages", "responses": "/v1/responses"}[dialect]
     alive = b": keep-alive" if dialect != "messages" else b"event: ping"
 

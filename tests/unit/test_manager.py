@@ -13,10 +13,10 @@ import pytest
 
 from tests.heartbeat import longest_stall_s
 from tests.rollouts import CALL, FINAL, engine, renderer, rollout, say, task, tasks
-from treadle.aio import LoopThread
 from treadle.config import FailureConfig, LimitsConfig, ModelConfig, RewardConfig, RewardFunctionConfig
 from treadle.errors import ConfigError, EngineFailure, MisuseError
 from treadle.journal import Journal, JournalReader
+from treadle.loop_thread import LoopThread
 from treadle.rollout.agent_loop import AgentLoopBase
 from treadle.rollout.manager import AgentLoopManager
 from treadle.rollout.service import RolloutKind, RolloutParts

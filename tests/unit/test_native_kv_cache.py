@@ -12,8 +12,9 @@ from tests.tiny import tiny
 from tests.unit.test_native_determinism import ROLLOUT, Stand, Talk, alone
 from treadle.config import ModelConfig, RolloutConfig
 from treadle.engine.native.input_batch import OutputRing
-from treadle.engine.native.kv_cache import FreeList, KVCacheShape, PagedKVCache, PagePool, SavedPages
+from treadle.engine.native.kv_cache import KVCacheShape, PagedKVCache, SavedPages
 from treadle.engine.native.merged_linear import MergedLinear
+from treadle.engine.native.page_pool import FreeList, PagePool
 from treadle.engine.native.prefix_cache import PrefixCache, SwapSpace
 from treadle.engine.native.sequence import SequenceState
 from treadle.errors import ConfigError

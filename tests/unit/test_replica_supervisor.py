@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 
 from tests import virtual_time
-from treadle.aio import LoopThread
 from treadle.cluster import local
 from treadle.cluster.local import LocalReplicas
 from treadle.config.rollout import FailureConfig, LimitsConfig
@@ -21,6 +20,7 @@ from treadle.engine.requests import continuation_of
 from treadle.engine.restarting_engine import RestartingEngine
 from treadle.engine.router import Router
 from treadle.errors import EngineFailure, EnginesLost, RunError
+from treadle.loop_thread import LoopThread
 from treadle.process.supervisor import Recovery, RestartPolicy
 from treadle.types import Completion, Request, SamplingParams, StopReason
 from treadle.weights.sync import WeightLock, WeightSync

@@ -22,7 +22,6 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
-from treadle.aio import LoopThread
 from treadle.checkpoint.atomic_directory import atomic_directory
 from treadle.checkpoint.store import copy_tokenizer
 from treadle.config import ModelConfig, OptimConfig, RolloutConfig
@@ -30,6 +29,7 @@ from treadle.data.renderer import Renderer
 from treadle.engine.native.engine import NativeEngine
 from treadle.engine.protocol import WeightUpdate
 from treadle.errors import ConfigError, Mistake, MisuseError
+from treadle.loop_thread import LoopThread
 from treadle.model.load import load_causal_model
 from treadle.policy.checkpoint_files import TRAINING, load_model, restore_training, save_model, save_training
 from treadle.policy.network import DecoderNetwork

@@ -36,7 +36,7 @@ from treadle.gateway.request import (
     refuse,
 )
 from treadle.gateway.request_body import read_body
-from treadle.gateway.server import KEEP_ALIVE_S, encode_events, error_response
+from treadle.gateway.responses import KEEP_ALIVE_S, encode_events, error_response
 from treadle.rollout.session import Session
 from treadle.types import Completion, StopReason
 

@@ -29,16 +29,8 @@ from treadle.gateway.completions_server import COMPLETIONS, answer_completions
 from treadle.gateway.connection_limits import ConnectionShare
 from treadle.gateway.conversation import Conversation
 from treadle.gateway.http_server import HttpConnection, HttpRequest, HttpResponse
-from treadle.gateway.server import (
-    HEALTH_PATHS,
-    GatewayServer,
-    GatewaySession,
-    HttpError,
-    RequestOwner,
-    dialect_of,
-    error_response,
-    read_key,
-)
+from treadle.gateway.responses import HttpError, dialect_of, error_response
+from treadle.gateway.server import HEALTH_PATHS, GatewayServer, GatewaySession, RequestOwner, read_key
 from treadle.journal import Journal, JournalReader
 from treadle.rollout.engines import start_engines
 from treadle.rollout.parsers import parser

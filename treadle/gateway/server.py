@@ -1,18 +1,14 @@
 """Gateway server: the routes of three API dialects over HTTP, and the keys of sessions. One for each agent worker.
 
-Owns which session a key opens, the stream of events with its keep-alives, and errors in a dialect's words. What a
-request means is the dialects', where it goes on is the conversation's.
+Owns which session a key opens. What a request means is the dialects', where it goes on is the conversation's, how it is
+answered is `responses`.
 Invariant: a key opens one session while that is open, and nothing else does; a turn is committed before its last byte
 is sent, and where it trains before its first; whatever a client does is a status for it and nothing for others; an
 error of our own fails the session, even where its agent goes on as if nothing had happened.
-
-Waits: a stream waits for its turn with an event every `KEEP_ALIVE_S`; a whole response just waits.
 """
 
 import asyncio
-import json
-from collections.abc import Awaitable, Callable, Iterator, Mapping
-from contextlib import suppress
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from hashlib import sha256
 from hmac import compare_digest
@@ -22,60 +18,35 @@ from typing import Any, Protocol, cast
 from treadle.aio import describe_error
 from treadle.config.rollout import GatewayConfig
 from treadle.errors import ConfigError, LoopFailure, Mistake
-from treadle.gateway import anthropic_messages, openai_chat, openai_responses
+from treadle.gateway import anthropic_messages, openai_responses
 from treadle.gateway.connection_limits import ConnectionShare
-from treadle.gateway.conversation import Conversation, Exchange
-from treadle.gateway.event_stream import Event, EventWriter, PartialStream
+from treadle.gateway.conversation import Conversation
 from treadle.gateway.http_server import ConnectionLost, HttpConnection, HttpRequest, HttpResponse, HttpServer
-from treadle.gateway.request import POLICY_MODEL, Overloaded, ReplySet, RequestError, TurnRequest
+from treadle.gateway.request import POLICY_MODEL, RequestError, TurnRequest
 from treadle.gateway.request_body import LARGE_BODY_BYTES, parse_body, read_body
+from treadle.gateway.responses import (
+    DIALECTS,
+    ApiDialect,
+    HttpError,
+    OnLost,
+    dialect_of,
+    encode_events,
+    error_response,
+    has_answer,
+    send_stream,
+    send_whole,
+)
 from treadle.gateway.tools import KnownTools
-
-KEEP_ALIVE_S = 3.0
-"""Between two signs of life of a stream that has nothing to say yet."""
-
-RETRY_AFTER_S = 1
 
 SESSION_BODIES = 2
 """How many bodies of the largest size requests of one session may hold together."""
 
 
-class ApiDialect(Protocol):
-    """The functions of a dialect's module."""
-
-    NAME: str
-
-    def parse_request(self, body: Mapping[str, Any], known: KnownTools | None = None) -> TurnRequest: ...
-
-    def format_response(self, answer: ReplySet) -> dict[str, Any]: ...
-
-    def open_events(self) -> EventWriter: ...
-
-    def format_error(self, error: RequestError) -> dict[str, Any]: ...
-
-    def format_error_events(self, error: RequestError) -> Iterator[Event]: ...
-
-
-DIALECTS: Mapping[str, ApiDialect] = {
-    "/v1/chat/completions": openai_chat,
-    "/v1/responses": openai_responses,
-    "/v1/messages": anthropic_messages,
-}
 COUNT_TOKENS = "/v1/messages/count_tokens"
 NOTES = "/v1/notes"
 """Where a grader reports a reward, and notes, with the session's second key."""
 
 HEALTH_PATHS = ("/", "/health", "/healthz", "/api/hello", "/v1")
-_COMMENT, _PING = b": keep-alive\n\n", b'event: ping\ndata: {"type": "ping"}\n\n'
-
-
-class HttpError(RequestError):
-    """An error that HTTP has a status for."""
-
-    def __init__(self, status: int, kind: str, message: str) -> None:
-        super().__init__(message)
-        self.status = status
-        self.kind = kind
 
 
 @dataclass(eq=False, slots=True)
@@ -284,100 +255,15 @@ class GatewayServer:
             return
         try:
             if parsed.stream:
-                await _send_stream(dialect, exchange, connection, parsed)
+                await send_stream(dialect, exchange, connection, parsed)
             else:
-                await _send_whole(dialect, exchange, connection)
+                await send_whole(dialect, exchange, connection)
         except (ConnectionLost, asyncio.CancelledError):
             conversation.lose(exchange)
             raise
-        if exchange.is_awaited and _has_answer(exchange):
+        if exchange.is_awaited and has_answer(exchange):
             conversation.deliver(exchange)
-            connection.on_lost = _OnLost(conversation, exchange)
-
-
-@dataclass(slots=True)
-class _OnLost:
-    """A connection that breaks after its answer was sent: its client may not have read all of it."""
-
-    conversation: Conversation
-    exchange: Exchange
-
-    def __call__(self, is_broken: bool) -> None:
-        if is_broken:
-            self.conversation.lose(self.exchange)
-
-
-async def _send_whole(dialect: ApiDialect, exchange: Exchange, connection: HttpConnection) -> None:
-    answer = await _wait(exchange, connection, None)
-    await connection.respond(HttpResponse(200, dialect.format_response(answer)))
-
-
-def _has_answer(exchange: Exchange) -> bool:
-    return exchange.task.done() and not exchange.task.cancelled() and exchange.task.exception() is None
-
-
-async def _send_stream(
-    dialect: ApiDialect, exchange: Exchange, connection: HttpConnection, request: TurnRequest
-) -> None:
-    """A stream: what can be shown while it is sampled, else everything when the turn is whole."""
-    await connection.start_stream("text/event-stream")
-    ping = _PING if dialect is anthropic_messages else _COMMENT
-    empty = ReplySet((), request.model, request.include_usage, request.tools, request.namespaces)
-    stream = PartialStream(dialect.open_events(), exchange.partials, empty)
-
-    async def send_some() -> None:
-        await connection.send(encode_events(stream.events()) or ping)
-
-    try:
-        answer = await _wait(exchange, connection, send_some)
-        answer = replace(answer, include_usage=request.include_usage)  # one given again may be asked for otherwise
-        events = stream.finish(answer)
-        if events is None:
-            exchange.is_awaited = False  # the same request gets the whole answer
-            raise Overloaded("another replica went on with this answer otherwise than it began: send the request again")
-    except RequestError as error:
-        events = dialect.format_error_events(error)
-    await connection.send(encode_events(events), is_last=True)
-
-
-async def _wait(
-    exchange: Exchange, connection: HttpConnection, send_some: Callable[[], Awaitable[None]] | None
-) -> ReplySet:
-    """The answer, unless the connection is lost first: it goes on being sampled then.
-
-    `send_some` is called when there is more to show, and every `KEEP_ALIVE_S`.
-    """
-    woken = asyncio.Event()
-    connection.on_lost = lambda _: woken.set()
-    for turn in exchange.partials if send_some is not None else ():
-        turn.on_change = woken.set
-    exchange.task.add_done_callback(lambda _: woken.set())
-    try:
-        while not exchange.task.done():
-            woken.clear()
-            with suppress(TimeoutError):
-                async with asyncio.timeout(KEEP_ALIVE_S):
-                    await woken.wait()
-            if connection.is_lost:
-                raise ConnectionLost
-            if send_some is not None and not exchange.task.done():
-                await send_some()
-    finally:
-        connection.on_lost = None
-        for turn in exchange.partials:
-            turn.on_change = None
-    if exchange.task.cancelled():
-        raise HttpError(503, "over", "the session has ended")
-    return exchange.task.result()
-
-
-def encode_events(events: Iterator[Event]) -> bytes:
-    """Events as a stream has them."""
-    pieces = []
-    for name, data in events:
-        written = data if isinstance(data, str) else json.dumps(data, ensure_ascii=False)
-        pieces.append(f"event: {name}\ndata: {written}\n\n" if name else f"data: {written}\n\n")
-    return "".join(pieces).encode("utf-8", "replace")
+            connection.on_lost = OnLost(conversation, exchange)
 
 
 def _digest(key: str) -> bytes:
@@ -393,20 +279,6 @@ def read_key(path: str, headers: Mapping[str, str]) -> tuple[str, str]:
     scheme, _, token = headers.get("authorization", "").partition(" ")
     bearer = token.strip() if scheme.lower() == "bearer" else ""
     return headers.get("x-api-key", "").strip() or bearer, path
-
-
-def dialect_of(path: str) -> ApiDialect:
-    if path.startswith("/v1/messages"):
-        return DIALECTS["/v1/messages"]
-    return DIALECTS.get(path, DIALECTS["/v1/chat/completions"])
-
-
-def error_response(dialect: ApiDialect, error: RequestError) -> HttpResponse:
-    headers = {"retry-after": str(RETRY_AFTER_S)} if error.kind == "overloaded" else {}
-    status = 529 if isinstance(error, Overloaded) and dialect is anthropic_messages else error.status
-    if error.kind != "overloaded" and error.status < 500:
-        headers["x-should-retry"] = "false"
-    return HttpResponse(status, dialect.format_error(error), headers)
 
 
 async def _parse(dialect: ApiDialect, body: bytes, known: KnownTools) -> TurnRequest:

@@ -14,11 +14,12 @@ from collections.abc import AsyncIterator, Container, Coroutine, Iterator, Seque
 from types import TracebackType
 from typing import Any, Self
 
-from treadle.aio import BoundedBuffer, LoopThread, describe_error
+from treadle.aio import BoundedBuffer, describe_error
 from treadle.config import ModelConfig, RewardConfig, RolloutConfig
 from treadle.config.rollout import OnWeightUpdate
 from treadle.engine.protocol import WeightUpdate
 from treadle.errors import MisuseError
+from treadle.loop_thread import LoopThread
 from treadle.rollout.completion_log import NOTHING_RECOVERED, RecoveredTask
 from treadle.rollout.dispatch import FindUnscored, no_trajectory
 from treadle.rollout.protocol import Dropped

@@ -1,70 +1,46 @@
 """Agent worker in another process, for loops and tools that block or need more than one core: on this machine, or on a
 cluster.
 
-Owns the jobs it was given, and what may come back from there. The engines and the scorer stay with the manager: a
-worker sends each request up its channel and gets its completion back. Tools have run in that process, so what it sends
-is read by `WORKER_CODEC` and never as a pickle.
+Owns the jobs it was given; what runs them there is `worker_process`. The engines and the scorer stay with the manager:
+a worker sends each request up its channel and gets its completion back.
 
     RemoteAgentWorker   the manager's end: a job waits for its result, or for the end of the process; then that attempt
                         has failed, and the next job starts another process
-    serve_worker        the process: runs jobs until its channel closes, and ends what its tools left running
 
-Every second a worker reports what its sessions wait for. One that reports nothing runs code that holds the interpreter:
-past the deadline of such code the worker is killed. Sessions that may have been at fault have failed; the others begin
-again.
+A worker that reports nothing runs code that holds the interpreter: past the deadline of such code it is killed.
+Sessions that may have been at fault have failed; the others begin again.
 """
 
 import asyncio
 from collections.abc import Callable, Iterator
-from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import Any, Self
 
 from treadle.aio import GIVE_UP_S
 from treadle.config import ModelConfig, RolloutConfig
 from treadle.config.rollout import BOX_TOOLS
-from treadle.context_vars import Captured, capture, restore
+from treadle.context_vars import capture
 from treadle.engine.in_flight import WaitInterrupted
 from treadle.engine.protocol import TokenGenerator
 from treadle.errors import (
-    EngineFailure,
-    EnvironmentFailure,
     Failure,
     LoopFailure,
-    PromptFailure,
     RequestRefused,
-    RewardFailure,
-    ToolFailure,
 )
 from treadle.observe import Wait
-from treadle.process.channel import ChannelClosed, ChannelCodec, pickle_by_fields
+from treadle.process.channel import ChannelClosed, ChannelCodec
 from treadle.process.child_handle import ProcessSpec
-from treadle.process.child_main import ParentConnection
-from treadle.process.codec import RecordCodec
 from treadle.process.launcher import Launcher, RemoteProcess, SubprocessLauncher
-from treadle.process.rpc import RpcPeer
 from treadle.process.supervisor import RestartPolicy, Supervisor
 from treadle.rollout.environments.schemes import runs_here
 from treadle.rollout.protocol import Dropped, Job
 from treadle.rollout.tools.function import FunctionTool, ToolMode, load_tools
-from treadle.rollout.worker import STAGE_FAILURES, AgentLoopWorker
+from treadle.rollout.worker import STAGE_FAILURES
+from treadle.rollout.worker_process import REPORT_S, WORKER_CODEC, AgentWorkerSetup, SentJob, WaitReport, serve_worker
 from treadle.types import (
-    Completion,
     Outcome,
-    Request,
-    Row,
-    SamplingParams,
-    Task,
-    Timing,
-    ToolCall,
-    ToolResult,
     Trajectory,
-    Turn,
 )
-
-REPORT_S = 1.0
-"""How often a worker reports what its sessions wait for."""
 
 PROBE_S = 0.5
 """How long a worker that hangs has to write its stack trace, before it is killed."""
@@ -105,129 +81,6 @@ def _has_user_loop(rollout: RolloutConfig) -> bool:
 
 def _is_users(path: str) -> bool:
     return ":" in path and not path.startswith("treadle.")
-
-
-@dataclass(frozen=True, slots=True)
-class AgentWorkerSetup:
-    """First message to a worker process."""
-
-    rollout: RolloutConfig
-    model: ModelConfig
-    sends_text: bool = True
-    """Whether engines want the conversation, too, and not its tokens alone."""
-
-
-@dataclass(frozen=True, slots=True)
-class SentJob:
-    """A job on its way to a worker, with the context variables of the caller."""
-
-    job: Job
-    context: Captured
-
-
-@dataclass(frozen=True, slots=True)
-class WaitReport:
-    """What the sessions of a worker wait for. `since` is an age here: clocks differ between machines."""
-
-    waits: tuple[Wait, ...]
-
-
-pickle_by_fields(
-    *(SentJob, Job, Task, Request, SamplingParams, Completion, Trajectory, Row),
-    *(Turn, ToolCall, ToolResult, Outcome, Timing),
-)
-
-
-def _check_row(row: Row) -> None:
-    lengths = {len(row.ids), len(row.mask), len(row.logprobs), len(row.versions)}
-    if len(lengths) != 1 or len(row.processed_logprobs) not in (0, len(row.ids)):
-        raise ValueError("a row whose ids, mask, logprobs and versions differ in length")
-    if min(row.prompt_ids, default=0) < 0 or min(row.ids, default=0) < 0 or not {0, 1}.issuperset(row.mask):
-        raise ValueError("a row with negative ids, or a mask of other numbers than 0 and 1")
-
-
-def _fail_unsendable(trajectory: Trajectory, problem: str) -> Trajectory:
-    """A failed trajectory in place of one that cannot be sent, with the reason."""
-    fix = "give loops and tools extra values of plain JSON, or set rollout.agent.num_workers=0"
-    outcome = Outcome.failed(LoopFailure(f"the trajectory cannot leave its worker process: {problem}; {fix}"))
-    return Trajectory(
-        trajectory.uid,
-        trajectory.sample,
-        (),
-        outcome,
-        timing=trajectory.timing,
-        attempt=trajectory.attempt,
-        data_source=trajectory.data_source,
-    )
-
-
-_FAILURES = (
-    *(PromptFailure, EngineFailure, RequestRefused, ToolFailure),
-    *(EnvironmentFailure, LoopFailure, RewardFailure),
-)
-
-WORKER_CODEC = RecordCodec(
-    requests=(Request,),
-    notifies=(WaitReport,),
-    replies=(Trajectory, Dropped),
-    errors=tuple(kind.__name__ for kind in _FAILURES),
-    checks={Row: _check_row},
-    replace_reply=_fail_unsendable,
-)
-"""What a worker sends."""
-
-
-class UpstreamEngine:
-    """Engine of a worker process: sends requests to the manager."""
-
-    peer: RpcPeer
-
-    def __init__(self, sends_text: bool = True) -> None:
-        self._sends_text = sends_text
-
-    async def generate(self, request: Request) -> Completion:
-        if not self._sends_text:
-            request = replace(request, messages=(), tools=())
-        if request.on_tokens is not None:
-            request = replace(request, on_tokens=None)  # tokens come with the answer
-        completion: Completion = await self.peer.request(request)
-        return completion
-
-    def announce(self, wait: Wait) -> None:
-        """Report the next stage of a session before it begins: its code may never return."""
-        with suppress(ChannelClosed):
-            self.peer.notify(WaitReport((replace(wait, since=0.0),)), at_once=True)
-
-
-async def serve_worker(parent: ParentConnection, setup: AgentWorkerSetup) -> None:
-    """Set up a worker, then run jobs until the manager's end closes."""
-    engine = UpstreamEngine(setup.sends_text)
-    worker = await AgentLoopWorker.create(
-        rollout=setup.rollout, model=setup.model, engine=engine, announce=engine.announce
-    )
-    engine.peer = parent.peer(partial(_run_sent, worker), Failure)
-    parent.started()
-    reporting = asyncio.create_task(_report(worker, engine.peer))
-    try:
-        await engine.peer.serve()
-    finally:
-        reporting.cancel()
-        await worker.close()
-
-
-async def _run_sent(worker: AgentLoopWorker, sent: SentJob) -> Trajectory | Dropped:
-    """Make one attempt, in a task of its own: the context variables are its own too."""
-    restore(sent.context)
-    return await worker.run(sent.job)
-
-
-async def _report(worker: AgentLoopWorker, peer: RpcPeer) -> None:
-    clock = asyncio.get_running_loop().time
-    with suppress(ChannelClosed):
-        while True:
-            now = clock()
-            peer.notify(WaitReport(tuple(replace(wait, since=now - wait.since) for wait in worker.waits())))
-            await asyncio.sleep(REPORT_S)
 
 
 @dataclass(slots=True)
@@ -296,7 +149,7 @@ class RemoteAgentWorker:
         limits = self._setup.rollout.limits
         spec = ProcessSpec(
             self._name,
-            f"{__name__}:{serve_worker.__name__}",
+            f"{serve_worker.__module__}:{serve_worker.__name__}",
             self._setup,
             limits.launch_timeout_s,
             "rollout.limits.launch_timeout_s",

@@ -27,7 +27,7 @@ from treadle.process.supervisor import RestartPolicy, Supervisor
 from treadle.reward.context import RewardContext
 from treadle.reward.scorer import Scorer
 from treadle.rollout.engines import start_engines
-from treadle.rollout.remote_worker import UpstreamEngine
+from treadle.rollout.worker_process import UpstreamEngine
 from treadle.types import NOTHING, Request, Score, Task, Trajectory
 
 RESTART = RestartPolicy(attempts=3, first_wait_s=0.5)

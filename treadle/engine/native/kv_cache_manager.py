@@ -10,7 +10,8 @@ Invariant: pages are held by sequences that have a row and by the prefix cache, 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from treadle.engine.native.kv_cache import FreeList, PageCopy, PagedKVCache, PagePool
+from treadle.engine.native.kv_cache import PageCopy, PagedKVCache
+from treadle.engine.native.page_pool import FreeList, PagePool
 from treadle.engine.native.prefix_cache import PrefixCache, PrefixHit, SwappedTokens, SwapSpace
 from treadle.engine.native.sequence import SequenceState
 

@@ -15,7 +15,8 @@ from collections import Counter, OrderedDict
 from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass
 
-from treadle.engine.native.kv_cache import PagedKVCache, PagePool, SavedPages
+from treadle.engine.native.kv_cache import PagedKVCache, SavedPages
+from treadle.engine.native.page_pool import PagePool
 
 
 @dataclass(frozen=True, slots=True)
