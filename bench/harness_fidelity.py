@@ -41,9 +41,8 @@ from treadle.engine.scripted import ScriptedEngine
 from treadle.errors import PromptFailure
 from treadle.gateway.agent_program import AgentProgram, default_environment, fill, template_values, write_files
 from treadle.gateway.conversation import Conversation, Exchange
-from treadle.gateway.folding import fold
 from treadle.gateway.http_server import ConnectionLost, HttpConnection, HttpRequest
-from treadle.gateway.placement import RenderedRequest
+from treadle.gateway.placement import RenderedRequest, fold
 from treadle.gateway.request import TurnRequest
 from treadle.gateway.server import GatewayServer
 from treadle.rollout.parsers import parser

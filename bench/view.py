@@ -36,8 +36,7 @@ from treadle.journal import Journal, RowAnnotation
 from treadle.types import Outcome, Row, Score, StopReason, Timing, Trajectory, Turn
 from treadle.view.difference import RowPlace, compare_rows
 from treadle.view.find import Indexes, find
-from treadle.view.gap_index import GapIndex
-from treadle.view.row_index import RowIndex
+from treadle.view.row_index import GapIndex, RowIndex
 from treadle.view.run_pages import RunPages
 from treadle.view.server import SCAN_S, TIMELINE_S, ViewerServer
 from treadle.view.text_index import TextIndex

@@ -14,8 +14,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from tests.browser import Browser
 from treadle.view.find import Indexes, find
-from treadle.view.gap_index import GapIndex
-from treadle.view.row_index import RowIndex
+from treadle.view.row_index import GapIndex, RowIndex
 from treadle.view.run_pages import RunPages
 from treadle.view.server import ViewerServer
 from treadle.view.text_index import TextIndex

@@ -18,10 +18,9 @@ from treadle.errors import RunError
 from treadle.gateway import anthropic_messages, openai_chat, openai_responses
 from treadle.gateway.counters import GatewayCounters
 from treadle.gateway.event_stream import write_whole
-from treadle.gateway.partial_turn import PartialTurn
 from treadle.gateway.request import ChatCall, ReplySet, RequestError, TurnReply
 from treadle.gateway.responses import encode_events
-from treadle.gateway.turn_reader import split_reasoning
+from treadle.gateway.turn_reader import PartialTurn, split_reasoning
 from treadle.reward.builtin import code_tests
 from treadle.rollout.parsers import parser
 from treadle.sandbox.protocol import ExecResult

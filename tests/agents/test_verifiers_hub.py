@@ -13,7 +13,7 @@ from tests.gateways import trained
 from tests.integration.test_gateway_agents import Recording
 from tests.rollouts import engine, rollout, save_model
 from treadle.config import AgentLoopConfig, FailureConfig, RewardConfig
-from treadle.data.hubs import list_verifiers_tasks
+from treadle.data.generators import list_verifiers_tasks
 from treadle.rollout.manager import AgentLoopManager
 from treadle.rollout.service import RolloutParts
 from treadle.types import Request, Status

@@ -35,8 +35,7 @@ from treadle.reward.sandbox import code, run_python
 from treadle.reward.sandbox.process import WorkerProcess, worker_environment
 from treadle.reward.sandbox.protocol import FunctionReply
 from treadle.reward.scorer import Scorer
-from treadle.sandbox.confine import load_libc
-from treadle.sandbox.hidden_paths import list_readable, usual_secrets
+from treadle.sandbox.confine import list_readable, load_libc, usual_secrets
 from treadle.types import Outcome, Score, StopReason, Task, Trajectory
 
 HERE = __name__

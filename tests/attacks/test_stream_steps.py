@@ -8,8 +8,8 @@ from collections.abc import Sequence
 
 import pytest
 
-from treadle.gateway import partial_turn
-from treadle.gateway.partial_turn import PartialTurn
+from treadle.gateway import turn_reader
+from treadle.gateway.turn_reader import PartialTurn
 
 SMALL, LARGE = 1_000, 4_000
 MOST = 6.0
@@ -36,13 +36,13 @@ class Steps:
 
 @pytest.fixture(autouse=True)
 def counted(monkeypatch: pytest.MonkeyPatch) -> None:
-    find = partial_turn._find
+    find = turn_reader._find
 
     def count(text: str, tags: Sequence[str]) -> int:
         Steps.count += len(text)
         return find(text, tags)
 
-    monkeypatch.setattr(partial_turn, "_find", count)
+    monkeypatch.setattr(turn_reader, "_find", count)
 
 
 def decode(ids: Sequence[int]) -> str:

@@ -16,7 +16,7 @@ import pytest
 
 import treadle
 from treadle.cli.main import main
-from treadle.inspect import annotate
+from treadle.inspect import replay
 from treadle.journal.codec import seal
 from treadle.journal.run_directory import RunLock
 from treadle.view.run_pages import RunPages
@@ -152,7 +152,7 @@ def test_a_replay_that_differs_says_by_how_much(trained, tmp_path, monkeypatch):
     assert re.search(told, printed)
     assert "1 step gave other weights than the run: annotations are near, and not exact" in printed
     sizes = iter((4_000_000, 9_000_000))
-    monkeypatch.setattr(annotate, "journal_bytes", lambda run_dir: next(sizes))
+    monkeypatch.setattr(replay, "journal_bytes", lambda run_dir: next(sizes))
     printed = run(f"treadle annotate {copy} 2")[1]
     assert "differ by 0 at most" in printed  # what was recorded is replaced
     assert "the journal is 5.0 MB larger; only a run that goes on keeps to logging.journal_max_mb" in printed

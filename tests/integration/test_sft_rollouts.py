@@ -13,8 +13,7 @@ from treadle.config import ModelConfig, SFTRunConfig
 from treadle.data.renderer import Renderer
 from treadle.errors import ConfigError
 from treadle.journal import JournalReader
-from treadle.model.tokenizer import resolve_model_path
-from treadle.model.vocabulary import Vocabulary
+from treadle.model.tokenizer import Vocabulary, resolve_model_path
 from treadle.rollout import Action, Opening, Step
 from treadle.trainer.sft_data import load_sft_rows
 from treadle.types import Task

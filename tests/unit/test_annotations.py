@@ -15,7 +15,7 @@ from treadle.algorithm.advantage_inputs import rows_of
 from treadle.cli.main import main
 from treadle.config.root import LoggingConfig
 from treadle.config.training import POLICY_LOSSES, AlgorithmConfig, PolicyLossConfig, RolloutCorrectionConfig
-from treadle.inspect import annotate
+from treadle.inspect import replay
 from treadle.journal import Journal, RowAnnotation
 from treadle.model.checksum import checksum
 from treadle.observe.step_metrics import Spans
@@ -147,11 +147,11 @@ def test_they_are_dropped_with_the_tokens_they_are_of(tmp_path):
 
 def test_annotations_are_committed_a_few_rows_at_a_time(monkeypatch):
     """So that the write-ahead log of a large step stays small; a row that is larger than a batch is one."""
-    monkeypatch.setattr(annotate, "_BATCH_BYTES", 200)
+    monkeypatch.setattr(replay, "_BATCH_BYTES", 200)
     rows = [note(f"t{at}", [0.0] * length) for at, length in enumerate((20, 20, 20, 100, 1, 1))]
-    batches = list(annotate._batches(rows))
+    batches = list(replay._batches(rows))
     assert [[row.uid for row in batch] for batch in batches] == [["t0", "t1"], ["t2"], ["t3"], ["t4", "t5"]]
-    assert list(annotate._batches([])) == []
+    assert list(replay._batches([])) == []
 
 
 def test_annotating_what_cannot_be_replayed_is_refused(tmp_path, capsys):

@@ -17,8 +17,7 @@ from treadle.config.rollout import ModelConfig
 from treadle.config.training import AlgorithmConfig, OptimConfig, RefConfig, TrainerConfig
 from treadle.data.renderer import Renderer
 from treadle.errors import ConfigError, RunError
-from treadle.model.tokenizer import resolve_model_path
-from treadle.model.vocabulary import require_same_vocabulary
+from treadle.model.tokenizer import require_same_vocabulary, resolve_model_path
 from treadle.policy.reference import SingleReference
 from treadle.trainer.step import StepParts, train_step
 from treadle.trainer.teacher_prompt import TeacherPrompt

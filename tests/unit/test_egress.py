@@ -9,7 +9,7 @@ import pytest
 
 from tests.boxes import in_box, why_not
 from treadle.config import SandboxConfig, loads
-from treadle.config.egress import parse_egress, split_authority
+from treadle.config.sandbox import parse_egress, split_authority
 from treadle.errors import ConfigError
 from treadle.rollout.tools import Toolbox
 from treadle.sandbox.egress import MAX_CONNECTIONS, MAX_HEAD_BYTES, MAX_NAMES, OTHERS, EgressProxy, ProxyDeadlines

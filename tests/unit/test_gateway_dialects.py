@@ -7,8 +7,8 @@ import pytest
 from tests.gateways import DIALECTS
 from treadle.gateway.counters import MAX_OPTIONS, OTHERS, GatewayCounters
 from treadle.gateway.event_stream import write_whole
-from treadle.gateway.folding import fold
 from treadle.gateway.options import CONSTRAINING
+from treadle.gateway.placement import fold
 from treadle.gateway.request import (
     ChatCall,
     ChatMessage,

@@ -13,8 +13,8 @@ from tests.gateways import DIALECTS, TOOLS, Agent, agent
 from tests.rollouts import CALL, renderer, say
 from tests.unit.test_gateway_server import Served, served
 from treadle.gateway.event_stream import PartialStream, write_whole
-from treadle.gateway.partial_turn import PartialTurn
 from treadle.gateway.request import ReplySet
+from treadle.gateway.turn_reader import PartialTurn
 
 BODIES = {
     "chat": {"messages": [{"role": "user", "content": "Go."}]},

@@ -180,7 +180,7 @@ def test_steps_that_name_no_seat_are_failures(returned, problem):
 
 def test_an_opponent_with_another_tokenizer_is_refused(tmp_path):
     from treadle.errors import ConfigError
-    from treadle.rollout.opponents import Opponents
+    from treadle.rollout.seats import Opponents
 
     other = save_model(tmp_path / "other")
     config = rollout(opponents=(other.path,), environment="x:Y")

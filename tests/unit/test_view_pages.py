@@ -14,8 +14,7 @@ from treadle.types import Outcome, StopReason
 from treadle.view import run_pages, trajectory_pages
 from treadle.view.difference import RowPlace, compare_rows, locate
 from treadle.view.find import Indexes, find
-from treadle.view.gap_index import GapIndex
-from treadle.view.row_index import RowIndex
+from treadle.view.row_index import GapIndex, RowIndex
 from treadle.view.run_pages import RunPages
 from treadle.view.text_index import TextIndex, read_question
 from treadle.view.token_text import TokenText, decoded

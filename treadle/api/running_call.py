@@ -3,23 +3,31 @@
 A blocking call runs in the thread that makes it, as a command does, Ctrl-C included; where that thread has a running
 event loop (a notebook cell), and for the coroutines, in a thread of its own. Stopping it, by Ctrl-C or by
 cancelling the awaiting task, is the same everywhere: the step under way is finished and saved.
+An interrupted command ends with status 130 and one line, and so does a script that does not catch the interrupt: left
+to Python it ends with a traceback, or with status 1 where a library's clean-up hides the interrupt. In a REPL, in a
+notebook and where the script catches it, KeyboardInterrupt is an exception like any other.
 """
 
 import asyncio
+import atexit
+import os
 import shutil
 import sys
 import threading
+import traceback
 from concurrent.futures import Future
+from contextlib import suppress
 from contextvars import copy_context
+from types import TracebackType
 from typing import TYPE_CHECKING, Generic, TypeVar
 
-from treadle.api.interrupts import make_interrupt
 from treadle.api.prepared_run import PreparedRun
 from treadle.api.results import Evaluation, Run
 from treadle.config import SFTRunConfig, TrainConfig
 from treadle.errors import ConfigError
+from treadle.exit_status import STATUS_INTERRUPTED
 from treadle.journal import set_aside
-from treadle.terminal import note
+from treadle.terminal import note, warn
 
 if TYPE_CHECKING:
     from treadle.cluster.signals import StopSignals
@@ -207,3 +215,22 @@ class RolloutCall(RunningCall[Evaluation]):
 
     def _stop(self) -> None:
         self._stopping.set()
+
+
+def make_interrupt(message: str) -> KeyboardInterrupt:
+    """The exception to raise. A script that does not catch it ends with its message and status 130."""
+    interrupt, before = KeyboardInterrupt(message), sys.excepthook
+
+    def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        if error is not interrupt or hasattr(sys, "ps1") or sys.flags.interactive:
+            before(kind, error, trace)
+            return
+        warn("".join(traceback.format_exception_only(error)).rstrip())
+        atexit._run_exitfuncs()
+        for stream in (sys.stdout, sys.stderr):
+            with suppress(OSError, ValueError, AttributeError):
+                stream.flush()
+        os._exit(STATUS_INTERRUPTED)
+
+    sys.excepthook = hook
+    return interrupt

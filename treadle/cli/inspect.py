@@ -132,7 +132,7 @@ def annotate(arguments: Arguments) -> int:
     """
     config = _load_training(arguments.run_dir)
 
-    from treadle.inspect.annotate import annotate_run, journal_bytes, start_of_replay
+    from treadle.inspect.replay import annotate_run, journal_bytes, start_of_replay
 
     start = start_of_replay(arguments.run_dir, arguments.step)
     if start is not None:

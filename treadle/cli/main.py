@@ -1,4 +1,9 @@
-"""Command entry point: all commands, and how errors leave the program."""
+"""Command entry point: all commands, and how errors leave the program.
+
+What tools and loops started in the process of a command, and did not end, ends with it; workers do the same for what
+runs in them. For commands alone: a Python program that calls treadle has children of its own, and so may a shell that
+became this process. Those that were there before are spared.
+"""
 
 import atexit
 import os
@@ -16,11 +21,11 @@ from typing import NoReturn
 from treadle import __version__
 from treadle.cli import check, config, init, inspect, plan, recipes, results, rollout, serve, sft, simulate, train, view
 from treadle.cli.early_signals import restore_signals
-from treadle.cli.left_children import end_children_with_us
 from treadle.cli.parser import Parser, new_parser, parse
 from treadle.errors import ConfigError, Failure, RunError
 from treadle.exit_status import STATUS_CONFIG, STATUS_FAILED, STATUS_INTERRUPTED
 from treadle.process.interrupt_watcher import discount_interrupt
+from treadle.process.tree import adopt_orphans, kill_children, list_children
 from treadle.terminal import show_cursor, warn
 
 RUNS = (train.train, sft.sft, rollout.rollout, serve.serve, check.check)
@@ -212,3 +217,23 @@ def _run(run: object, parsed: object) -> int:
         else:  # our own output, wherever it goes
             warn(f"cannot write: {error.strerror}")
         return STATUS_FAILED
+
+
+def end_children_with_us() -> Callable[[], None]:
+    """Adopt what children leave behind, and kill all of it as the last thing of this process; returns what does it."""
+    before, us = list_children(os.getpid()), os.getpid()
+
+    def end() -> None:
+        if os.getpid() == us:  # a process that was forked from here may end, too
+            kill_children(spare=before | _helpers())
+
+    adopt_orphans()
+    atexit.register(end)  # the first to be registered is the last to be called: packages end theirs in order
+    return end
+
+
+def _helpers() -> set[int]:
+    """The process in which Python keeps what is shared, and which ends by itself: it cleans up after all others."""
+    tracker = sys.modules.get("multiprocessing.resource_tracker")
+    pid = tracker._resource_tracker._pid if tracker is not None else None
+    return set() if pid is None else {pid}

@@ -29,8 +29,7 @@ from treadle.errors import ConfigError, RunError
 from treadle.inspect.findings import scan_run
 from treadle.inspect.timeline import write_timeline
 from treadle.journal import Journal, logging_to, set_aside
-from treadle.model.tokenizer import resolve_model_path
-from treadle.model.vocabulary import require_same_vocabulary
+from treadle.model.tokenizer import require_same_vocabulary, resolve_model_path
 from treadle.observe.trackers import Trackers
 from treadle.rollout import AgentLoopManager, RolloutParts
 from treadle.rollout.provenance import RunInputs

@@ -1,10 +1,14 @@
-"""User's own modules: told from Python's, from installed packages and from treadle, by their files. None is imported.
+"""User's own modules: told from Python's, installed packages' and treadle's by their files, and parsed; none imported
 
 A part of a package is looked for in the package's directories, since Python would import the package to find it.
+Sources are parsed under a lock, and again after a SystemError: CPython counts the depth of all syntax trees that are
+being made in one place, so that two threads which make one each may fail where either alone would not.
 """
 
+import ast
 import sys
 import sysconfig
+import threading
 from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
@@ -52,3 +56,19 @@ def _find_part(part: str, places: Sequence[Path]) -> tuple[Path | None, list[Pat
 def _is_installed(file: Path) -> bool:
     """In a directory of installed packages, of this environment or of another one that this one shows."""
     return not _PACKAGES.isdisjoint(file.parts) or any(file.is_relative_to(place) for place in _INSTALLED)
+
+
+_LOCK = threading.Lock()
+"""For our own threads; those of other packages do not know it."""
+_TRIES = 5
+
+
+def parse_source(source: str | bytes) -> ast.Module:
+    """The tree; SyntaxError or ValueError where it is no Python."""
+    with _LOCK:
+        for _ in range(_TRIES - 1):
+            try:
+                return ast.parse(source)
+            except SystemError:
+                continue
+        return ast.parse(source)

@@ -1,13 +1,18 @@
-"""Task generators: tasks that no file holds, from seeds, from reasoning-gym, or from a function of one's own.
+"""Task generators: tasks that no file holds, from seeds, reasoning-gym, verifiers, or a function of one's own
 
 Owns `seeds:COUNT` for environments that write their own prompts, `reasoning_gym:NAME`, and `package.module:function`,
 with the arguments of `data.source_kwargs`. Validation has seeds of its own, also for reasoning-gym, so the same
 generator in `data.train_files` and `data.val_files` gives different tasks; a function is called as it is asked to be.
 Invariant: the same name, arguments and seed give the same tasks of reasoning-gym; whatever a function breaks with is a
 ConfigError that names it.
+`verifiers:NAME` is a taskset of the verifiers project: its own interpreter lists the tasks, for `LIST_TIMEOUT_S` at
+most. A task is a key of the taskset; its prompt here is for readers. The agent loop `verifiers_agent` plays it: prompt,
+tools, harness and reward are the taskset's own.
 """
 
+import json
 import re
+import subprocess
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from inspect import signature
 from pathlib import Path
@@ -16,7 +21,6 @@ from typing import Any
 from treadle.config.plugin import load_object
 from treadle.config.root import DataConfig
 from treadle.data.file_formats import HUB, TaskRow
-from treadle.data.hubs import VERIFIERS_PREFIX
 from treadle.data.task_files import to_task
 from treadle.errors import ConfigError, Mistake, TreadleError, nearest
 from treadle.types import Task
@@ -159,3 +163,47 @@ def _make_dataset(name: str, options: Mapping[str, Any], source: str, key: str) 
     except (TypeError, ValueError, AssertionError) as error:
         problem = f"reasoning-gym refuses these arguments: {error}"
         raise ConfigError([Mistake(f"data.source_kwargs.{name}", problem, value=dict(options))]) from error
+
+
+VERIFIERS_PREFIX = "verifiers:"
+VERIFIERS_SHIM = Path(__file__).with_name("verifiers_shim.py")
+VERIFIERS_LOOP = "verifiers_agent"
+
+LIST_TIMEOUT_S = 600.0
+"""Tasksets may download their data when they are listed."""
+
+_LOCAL: Mapping[str, Any] = {"harness": {"id": "null"}, "runtime": {"type": "subprocess"}}
+"""verifiers' agent where nothing else is asked for: a chat loop on this machine."""
+
+
+def verifiers_env(name: str, env: Mapping[str, Any]) -> str:
+    """verifiers' env config as JSON: the taskset by name, and what is asked for beside that."""
+    taskset = {"id": name, **env.get("taskset", {})}
+    return json.dumps({"agent": _LOCAL, **env, "taskset": taskset}, sort_keys=True)
+
+
+def list_verifiers_tasks(source: str, options: Mapping[str, Any], key: str) -> Iterator[Task]:
+    """The tasks of a taskset; a ConfigError says why there are none."""
+    name = source.removeprefix(VERIFIERS_PREFIX)
+    where = f"data.source_kwargs.{name}"
+    python, env, unknown = options.get("python"), options.get("env", {}), options.keys() - {"python", "env"}
+    if unknown:
+        raise ConfigError([Mistake(where, f"takes python and env, not {', '.join(sorted(unknown))}")])
+    if not isinstance(python, str) or not Path(python).is_file():
+        fix = "give the interpreter of an environment with verifiers: {python: /opt/verifiers/bin/python}"
+        raise ConfigError([Mistake(f"{where}.python", "must be an interpreter that has verifiers", python, fix=fix)])
+    if not isinstance(env, Mapping):
+        raise ConfigError([Mistake(f"{where}.env", "must be a map: verifiers' env config", env)])
+    command = [python, str(VERIFIERS_SHIM), "tasks", verifiers_env(name, env)]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=LIST_TIMEOUT_S)
+    except subprocess.TimeoutExpired:
+        raise ConfigError([Mistake(key, f"verifiers took over {LIST_TIMEOUT_S:.0f} s to list it", source)]) from None
+    if done.returncode:
+        said = done.stderr.strip().splitlines()
+        problem = f"verifiers cannot list it: {said[-1][:400] if said else f'status {done.returncode}'}"
+        raise ConfigError([Mistake(key, problem, source, fix=f"install its package where {python} finds it")])
+    for row in json.loads(done.stdout.strip().splitlines()[-1])["tasks"]:
+        extra = {"verifiers": {"taskset": name, "key": row["key"]}}
+        messages = ({"role": "user", "content": row["prompt"]},)
+        yield Task(f"{source}:{row['key'][:32]}", messages, data_source=source, agent=VERIFIERS_LOOP, extra=extra)

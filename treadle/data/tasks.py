@@ -13,15 +13,16 @@ from treadle.data.file_formats import SOURCE_FORMS, TaskRow, label_source, read_
 from treadle.data.generators import (
     REASONING_GYM_PREFIX,
     SEEDS_PREFIX,
+    VERIFIERS_PREFIX,
     check_source_kwargs,
     generate_rows,
     generate_seeds,
     generate_tasks,
     is_function,
+    list_verifiers_tasks,
     name_function,
     read_options,
 )
-from treadle.data.hubs import VERIFIERS_PREFIX, list_verifiers_tasks
 from treadle.data.task_files import compile_template, to_task
 from treadle.data.task_source import TaskSource, share_draws
 from treadle.errors import ConfigError, Mistake

@@ -1,11 +1,17 @@
-"""Agent program: one process for one session, the directory it works in, and what it is told of its task.
+"""Agent program and grader program: a process for one session, the directory it works in, what it is told of its task
 
 Owns the directory's name, the process under its guard (`treadle/process/guard.py`), the end of what it writes, and the
-templates of its command line, environment and files. Knows no session and no HTTP.
-Invariant: the same sample of the same task has the same directory in every start of a run, so that an agent which shows
-its directory to the model asks after a crash what it asked before; two programs never share one. When `run` returns,
-nothing that the program started is left (Linux; elsewhere, nothing of its process group).
-Waits: for the guard; ended from outside, everything gets TERM, and KILL `TERM_S` later.
+templates of its command line, environment and files. Knows no HTTP. Invariant: the same sample of the same task has the
+same directory in every start of a run, so that an agent which shows its directory to the model asks after a crash what
+it asked before; two programs never share one. When `run` returns, nothing that the program started is left (Linux;
+elsewhere, nothing of its process group). Waits: for the guard; ended from outside, everything gets TERM, and KILL
+`TERM_S` later.
+
+A grader gives the reward after the agent has ended. It gets the task, a directory with what the agent has made, the
+address for rewards and notes in `TREADLE_NOTES_URL`, and the session's second key as the first line of its standard
+input: every program of the same user can read an environment for as long as the process lives, and what was read from a
+pipe is gone. Its home and its working directory are its own and empty: nothing that the agent has written is run or
+imported by accident. Any status but 0 is a failure of the reward.
 """
 
 import asyncio
@@ -24,10 +30,12 @@ from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
-from treadle.errors import LoopFailure, blame, nearest
+from treadle.errors import LoopFailure, RewardFailure, blame, nearest
 from treadle.gateway.request import POLICY_MODEL
+from treadle.gateway.server import NOTES, GatewaySession
 from treadle.process import guard
 from treadle.process.tree import kill_tree
+from treadle.rollout.session import Session
 from treadle.types import Task
 
 TERM_S = guard.TERM_S
@@ -300,3 +308,47 @@ def write_files(directory: Path, files: Mapping[str, str]) -> None:
         path = directory / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text)
+
+
+class GraderProgram:
+    """One grader, for all sessions of a loop."""
+
+    def __init__(self, argv: Sequence[str], inherited: Mapping[str, str]) -> None:
+        self._argv = [str(word) for word in argv]
+        self._inherited = inherited
+
+    async def run(self, session: Session, opened: GatewaySession, url: str, directory: Path) -> None:
+        """Grade what an agent has left in its directory; what it posts is in `opened` then."""
+        values = template_values(session.task, url, "", directory)
+        home = await asyncio.to_thread(tempfile.TemporaryDirectory, prefix="treadle-grader-")
+        environment = {
+            **self._inherited,
+            "HOME": home.name,
+            "TMPDIR": home.name,
+            "PYTHONUNBUFFERED": "1",
+            "TREADLE_NOTES_URL": f"{url}{NOTES}",
+        }
+        program = AgentProgram([fill(word, values) for word in self._argv], environment, Path(home.name))
+        try:
+            status = await program.run(stdin=f"{opened.notes_key}\n".encode())
+        except LoopFailure as failure:
+            raise RewardFailure(f"the grader: {failure}") from failure
+        finally:
+            await asyncio.to_thread(home.cleanup)
+        if status != 0:
+            raise RewardFailure(f"the grader: {program.explain(status)}")
+
+    async def run_on_files(
+        self, session: Session, opened: GatewaySession, url: str, files: Mapping[str, bytes]
+    ) -> None:
+        """Grade files that came out of a box, in a directory that holds these alone."""
+        with await asyncio.to_thread(tempfile.TemporaryDirectory, prefix="treadle-graded-") as directory:
+            await asyncio.to_thread(_write_bytes, Path(directory), files)
+            await self.run(session, opened, url, Path(directory))
+
+
+def _write_bytes(directory: Path, files: Mapping[str, bytes]) -> None:
+    for name, content in files.items():
+        path = directory / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(content)

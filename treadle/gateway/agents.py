@@ -28,6 +28,7 @@ from treadle.gateway.agent_program import (
     TERM_S,
     AgentDirectory,
     AgentProgram,
+    GraderProgram,
     default_environment,
     fill,
     template_problems,
@@ -36,7 +37,6 @@ from treadle.gateway.agent_program import (
 )
 from treadle.gateway.boxed_agent import BoxedAgent
 from treadle.gateway.conversation import Conversation
-from treadle.gateway.grader import GraderProgram
 from treadle.gateway.request import POLICY_MODEL
 from treadle.gateway.server import GatewayServer, GatewaySession
 from treadle.gateway.session_tree import TurnNode

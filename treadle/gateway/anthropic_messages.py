@@ -16,11 +16,14 @@ from treadle.gateway.request import (
     Choice,
     ContextExhausted,
     Finish,
+    KnownTools,
+    ParsedTools,
     ReplySet,
     RequestError,
     Tool,
     TurnReply,
     TurnRequest,
+    function_tool,
     read_blocks,
     read_call,
     read_count,
@@ -30,7 +33,6 @@ from treadle.gateway.request import (
     read_text,
     refuse,
 )
-from treadle.gateway.tools import KnownTools, ParsedTools, function_tool
 
 NAME = "messages"
 

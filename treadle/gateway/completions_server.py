@@ -22,12 +22,12 @@ from treadle.gateway.conversation import Conversation
 from treadle.gateway.event_stream import Event
 from treadle.gateway.http_server import ConnectionLost, HttpConnection, HttpResponse
 from treadle.gateway.options import CONSTRAINING, REFUSED, OptionRules, RequestOptions
-from treadle.gateway.partial_turn import PartialTurn
 from treadle.gateway.request import (
     ContextExhausted,
     Overloaded,
     RequestError,
     SessionOver,
+    read_body,
     read_count,
     read_list,
     read_object,
@@ -35,8 +35,8 @@ from treadle.gateway.request import (
     read_text,
     refuse,
 )
-from treadle.gateway.request_body import read_body
 from treadle.gateway.responses import KEEP_ALIVE_S, encode_events, error_response
+from treadle.gateway.turn_reader import PartialTurn
 from treadle.rollout.session import Session
 from treadle.types import Completion, StopReason
 

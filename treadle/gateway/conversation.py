@@ -18,20 +18,19 @@ from typing import Any, Literal
 from treadle.aio import cancel_and_wait
 from treadle.errors import EngineFailure, Failure, RequestRefused
 from treadle.gateway.counters import GatewayCounters
-from treadle.gateway.partial_turn import PartialTurn
 from treadle.gateway.placement import RenderedRequest, RowPlacement
 from treadle.gateway.request import (
     POLICY_MODEL,
     Choice,
     Finish,
+    KnownTools,
     Overloaded,
     ReplySet,
     SessionOver,
     TurnRequest,
 )
 from treadle.gateway.session_tree import Point, TurnNode
-from treadle.gateway.tools import KnownTools
-from treadle.gateway.turn_reader import read_turn
+from treadle.gateway.turn_reader import PartialTurn, read_turn
 from treadle.rollout.session import Session
 from treadle.types import StopReason
 

@@ -7,8 +7,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any, Protocol
 
-from treadle.gateway.partial_turn import PartialTurn
 from treadle.gateway.request import ReplySet, TurnReply
+from treadle.gateway.turn_reader import PartialTurn
 
 Event = tuple[str, dict[str, Any] | str]
 """Its name, empty where the dialect has none, and its data."""

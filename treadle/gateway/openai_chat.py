@@ -14,11 +14,14 @@ from treadle.gateway.request import (
     Choice,
     ContextExhausted,
     Finish,
+    KnownTools,
+    ParsedTools,
     ReplySet,
     RequestError,
     Role,
     TurnReply,
     TurnRequest,
+    function_tool,
     read_blocks,
     read_call,
     read_count,
@@ -28,7 +31,6 @@ from treadle.gateway.request import (
     read_text,
     refuse,
 )
-from treadle.gateway.tools import KnownTools, ParsedTools, function_tool
 
 NAME = "chat"
 

@@ -16,13 +16,16 @@ from treadle.gateway.options import CONSTRAINED, rules
 from treadle.gateway.request import (
     ChatMessage,
     Finish,
+    KnownTools,
     NamespacedTool,
+    ParsedTools,
     ReplySet,
     RequestError,
     Role,
     Tool,
     TurnReply,
     TurnRequest,
+    function_tool,
     read_blocks,
     read_call,
     read_count,
@@ -31,7 +34,6 @@ from treadle.gateway.request import (
     read_text,
     refuse,
 )
-from treadle.gateway.tools import KnownTools, ParsedTools, function_tool
 
 NAME = "responses"
 

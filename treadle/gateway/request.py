@@ -1,16 +1,22 @@
-"""Gateway request and reply: one form for what the three API dialects ask, and for what the model answered.
+"""Gateway request and reply: one form for what the three API dialects ask, and for what the model answered
 
-Owns the internal records, the canonical form of a message, and the errors of a request. Knows no dialect, no token and
-no HTTP. Invariant: two messages have the same `key` exactly if they mean the same to a chat template: a list of text
-blocks is its text, null is "", arguments are JSON values, and ids and caching hints are left out.
+Owns the internal records, the canonical form of a message, the tools of a request, what a body may hold, and the errors
+of a request. Knows no dialect, no token and no HTTP. A large body is read in a thread, and refused before where that
+would hold the interpreter.
+Invariants: two messages have the same `key` exactly if they mean the same to a chat template: a list of text blocks is
+its text, null is "", arguments are JSON values, and ids and caching hints are left out. Requests of a session whose
+tools are the same JSON get the same objects: agents send tens of kilobytes of them with every request, and they are
+read and hashed once.
 """
 
+import asyncio
 import json
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from hashlib import blake2b, sha256
-from typing import Any, Literal
+from typing import Any, Literal, NoReturn, TypeVar
 
 POLICY_MODEL = "policy"
 """The name of the model that trains, as agents ask for it."""
@@ -285,3 +291,103 @@ def read_blocks(content: Any, what: str, text_types: Sequence[str]) -> str:
             raise refuse(f"{what}[{at}].type", f"{kind!r} is not supported: this model reads text")
         texts.append(read_text(block.get("text", block.get("refusal")), f"{what}[{at}].text"))
     return "\n".join(texts)
+
+
+LARGE_BODY_BYTES = 100_000
+"""What is larger is read and rendered in a thread."""
+
+MAX_JSON_MARKS = 500_000
+"""Values of a body, about: to read JSON holds the interpreter, in a thread too."""
+
+_SURROGATE = re.compile(rb"\\u[dD]")
+"""An escape that may be half of a surrogate pair."""
+
+T = TypeVar("T")
+
+
+class TooManyValues(RequestError):
+    """A body of more values than are read."""
+
+    kind = "request_too_large"
+    status = 413
+
+
+async def read_body(body: bytes) -> Mapping[str, Any]:
+    """The JSON object of a body; RequestError where it is none."""
+    return await parse_body(body, lambda value: value)
+
+
+async def parse_body(body: bytes, parse: Callable[[Mapping[str, Any]], T]) -> T:
+    """What `parse` makes of the JSON object of a body."""
+    if len(body) <= LARGE_BODY_BYTES:
+        return parse(_read_json(body))
+    if sum(map(body.count, (b"[", b"{", b","))) > MAX_JSON_MARKS:
+        raise TooManyValues(f"the body has more than {MAX_JSON_MARKS} brackets and commas")
+    return await asyncio.to_thread(lambda: parse(_read_json(body)))
+
+
+def _read_json(body: bytes) -> Mapping[str, Any]:
+    try:
+        value = json.loads(body, parse_constant=_refuse_constant)
+        if b"\\" in body and _SURROGATE.search(body):
+            json.dumps(value, ensure_ascii=False).encode()
+    except UnicodeEncodeError:
+        raise RequestError("the body holds half of a surrogate pair, which is not text") from None
+    except (ValueError, RecursionError):
+        raise RequestError("the body is not JSON") from None
+    if not isinstance(value, dict):
+        raise RequestError("the body must be a JSON object")
+    return value
+
+
+def _refuse_constant(word: str) -> NoReturn:
+    raise ValueError(f"{word} is not JSON")
+
+
+KNOWN_TOOLS = 4
+"""Sets of tools that a session keeps: its sub-agents have some of their own."""
+
+
+def function_tool(name: Any, description: Any, parameters: Any) -> Tool:
+    """A function's schema in OpenAI's shape."""
+    if not isinstance(name, str) or not name:
+        raise RequestError("a tool needs a name")
+    schema = parameters if isinstance(parameters, dict) else {"type": "object", "properties": {}}
+    described = {"description": description} if isinstance(description, str) and description else {}
+    return {"type": "function", "function": {"name": name, **described, "parameters": schema}}
+
+
+@dataclass(frozen=True, slots=True)
+class ParsedTools:
+    """The functions of a request under the names that the model is shown."""
+
+    shown: tuple[Tool, ...] = ()
+    deferred: Mapping[str, Tool] = field(default_factory=dict)
+    """Those that the model is shown only when a search has found them."""
+    namespaces: Mapping[str, NamespacedTool] = field(default_factory=dict)
+    """Tools that came in a namespace, by the name that the model is shown."""
+    notes: tuple[str, ...] = ()
+    ignored: Mapping[str, Any] = field(default_factory=dict)
+    """Options of tools that have no effect, and the first value of each."""
+
+    def label(self, namespace: str, name: str) -> str:
+        """What a tool is shown as."""
+        asked = NamespacedTool(namespace, name)
+        return next((label for label, tool in self.namespaces.items() if tool == asked), name)
+
+
+class KnownTools:
+    """Tools of the last requests of a session, as they were sent and as they were parsed."""
+
+    def __init__(self) -> None:
+        self._known: list[tuple[Any, ParsedTools]] = []
+
+    def parse(self, raw: Any, parse: Callable[[Any], ParsedTools]) -> ParsedTools:
+        """RequestError for tools that cannot be shown. Threads may call it at the same time."""
+        known = self._known
+        for sent, parsed in known:
+            if sent == raw:
+                return parsed
+        parsed = parse(raw)
+        self._known = [(raw, parsed), *known[: KNOWN_TOOLS - 1]]
+        return parsed

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from treadle.config import RolloutConfig
-from treadle.data.hubs import VERIFIERS_SHIM, verifiers_env
+from treadle.data.generators import VERIFIERS_SHIM, verifiers_env
 from treadle.errors import ConfigError, EnvironmentFailure, Failure, LoopFailure, Mistake, RewardFailure, ToolFailure
 from treadle.gateway.agents import ProgramAgentLoop
 from treadle.rollout.session import Session

@@ -1,14 +1,17 @@
-"""Tokenizer loading, and the model directory behind `model.path`.
+"""Tokenizer loading, the model directory behind `model.path`, and whether two models share a vocabulary
 
 Owns the meaning of `model.path` and `model.tokenizer_path`: a bundled name, a local directory, the run directory of a
 training run (its best checkpoint, else its newest), or a repository that is already in the local Hugging Face cache.
 Knows nothing about chat templates or weights.
 Invariant: nothing here ever opens a connection, so a path that does not exist fails at once.
+Vocabularies are compared by what their ids mean, token by token and with those that are special: classes and names of
+tokenizers say nothing. Two that are called equal read the same ids as the same text.
 """
 
 import json
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol, cast
 
@@ -159,3 +162,43 @@ def _fix(path: str) -> str:
     if re.fullmatch(r"[\w.-]+/[\w.-]+", path):
         return f"download it first (hf download {path}), or give a local directory"
     return "give a directory that holds config.json and tokenizer.json"
+
+
+@dataclass(frozen=True, slots=True)
+class Vocabulary:
+    """What the ids of a tokenizer mean."""
+
+    ids: Mapping[str, int]
+    special: Mapping[str, int]
+
+    @classmethod
+    def of(cls, model: ModelConfig) -> "Vocabulary":
+        """The vocabulary of a model's tokenizer."""
+        tokenizer = load_tokenizer(model)
+        ids = tokenizer.backend_tokenizer.get_vocab() if tokenizer.is_fast else cast(Any, tokenizer).get_vocab()
+        added = tokenizer.added_tokens_decoder
+        return cls(ids, {token.content: at for at, token in added.items() if token.special})
+
+    def difference(self, other: "Vocabulary") -> str | None:
+        """Where the two differ, in words; None where they do not."""
+        if self.ids != other.ids:
+            named = sorted({*self.ids, *other.ids}, key=lambda token: (self.ids.get(token, -1), token))
+            differing = [token for token in named if self.ids.get(token) != other.ids.get(token)]
+            first = differing[0]
+            return (
+                f"{len(self.ids):,} tokens and {len(other.ids):,}, of which {len(differing):,} differ: {first!r} is "
+                f"{self.ids.get(first, 'absent')} in one and {other.ids.get(first, 'absent')} in the other"
+            )
+        if self.special != other.special:
+            unlike = sorted({*self.special.items()} ^ {*other.special.items()})
+            return f"the special tokens differ: {unlike[0][0]!r} is special in one of them alone"
+        return None
+
+
+def require_same_vocabulary(model: ModelConfig, path: str, key: str, origin: object = None) -> None:
+    """Refuse another model, at `path` by the config key `key`, whose tokenizer gives other ids than the policy's."""
+    resolve_model_path(path, key, origin)
+    other = ModelConfig(path=path, trust_remote_code=model.trust_remote_code)
+    if (difference := Vocabulary.of(model).difference(Vocabulary.of(other))) is not None:
+        problem = f"its tokenizer is not that of model.path, so its probabilities are of other tokens: {difference}"
+        raise ConfigError([Mistake(key, problem, path, origin, "give a model with the same tokenizer")])

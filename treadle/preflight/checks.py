@@ -27,8 +27,7 @@ from treadle.data.tasks import load_tasks, load_training_tasks
 from treadle.engine.gpus import visible_gpus
 from treadle.errors import ConfigError, Failure, Mistake, RunError
 from treadle.exit_status import memory_limit
-from treadle.model.tokenizer import resolve_model_path
-from treadle.model.vocabulary import require_same_vocabulary
+from treadle.model.tokenizer import require_same_vocabulary, resolve_model_path
 from treadle.observe.trackers import HOST, TRACKERS
 from treadle.preflight import memory
 from treadle.preflight.report import PreflightReport

@@ -17,9 +17,8 @@ from dataclasses import dataclass
 from importlib.util import resolve_name
 from pathlib import Path
 
-from treadle.config.own_modules import find_source, is_own_module
+from treadle.config.own_modules import find_source, is_own_module, parse_source
 from treadle.config.plugin import find_in_working_directory, source_file
-from treadle.config.source_tree import parse_source
 from treadle.reward.text_runners import DATA_FRAMES, WHOLE_MODULES, runs_text
 
 _MAX_MODULES = 200

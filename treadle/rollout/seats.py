@@ -1,19 +1,30 @@
-"""Seats of an episode: one row for each agent, played by the policy or by an opponent.
+"""Seats of an episode: one row for each agent, played by the policy or by an opponent (an engine of its own)
 
 Owns who plays which seat, when a seat's row begins, and which turn a reward belongs to. A seat begins when it first
 moves: its prompt is its opening, and all that it was told until then. Without `rollout.multi_turn.opponents` the policy
 plays every seat. Against opponents it plays one: samples of a task take the seats in turn, and the task's uid decides
 which opponent it meets, so that all samples of a task meet the same one.
+An opponent is an engine with weights of its own, one for each of `rollout.multi_turn.opponents`. Its weights never
+change while it runs: a checkpoint stays the opponent that it was. It computes on processors; the policy's devices are
+the policy's alone.
 """
 
-from collections.abc import Sequence
+import random
+from collections.abc import Mapping, Sequence
+from contextlib import AsyncExitStack
 from zlib import crc32
 
+from treadle.config import ModelConfig, RolloutConfig
 from treadle.config.rollout import MultiTurnConfig
-from treadle.errors import EnvironmentFailure
+from treadle.data.renderer import Renderer
+from treadle.engine.protocol import TokenGenerator
+from treadle.engine.router import Router
+from treadle.errors import EngineFailure, EnvironmentFailure, RunError
+from treadle.model.tokenizer import require_same_vocabulary
+from treadle.rollout.engines import start_engines
 from treadle.rollout.environment import Opening, Step
 from treadle.rollout.session import Session
-from treadle.types import Message, Task
+from treadle.types import Completion, Message, Request, Task
 
 
 def choose_opponent(task: Task, multi_turn: MultiTurnConfig) -> str:
@@ -89,3 +100,60 @@ def _merge_users(messages: Sequence[Message]) -> list[Message]:
         else:
             merged.append(message)
     return merged
+
+
+OPPONENTS_KEY = "rollout.multi_turn.opponents"
+
+
+class Opponents:
+    """The engines of the policy and of its opponents, as one. Started by `start`; `close` ends those of opponents."""
+
+    def __init__(self, policy: Router, routers: Mapping[str, Router], started: AsyncExitStack) -> None:
+        self._policy = policy
+        self._routers = routers
+        self._started = started
+
+    @classmethod
+    async def start(cls, rollout: RolloutConfig, model: ModelConfig, renderer: Renderer, policy: Router) -> "Opponents":
+        """An engine for each opponent; a ConfigError where one has another tokenizer than the policy."""
+        section = RolloutConfig(
+            **{
+                **rollout.values(),
+                "nnodes": 0,
+                "n_gpus_per_node": 0,
+                "replicas_per_node": 1,
+                "free_cache_engine": False,
+            }
+        )
+        routers: dict[str, Router] = {}
+        async with AsyncExitStack() as started:
+            for path in rollout.multi_turn.opponents:
+                require_same_vocabulary(model, path, OPPONENTS_KEY, rollout.origin("multi_turn.opponents"))
+                weights = ModelConfig(**{**model.values(), "path": path, "adapter": None})
+                try:
+                    found = await start_engines(section, weights, renderer, None)
+                except (EngineFailure, RunError) as error:
+                    raise RunError(f"the engine of the opponent {path} did not start: {error}") from error
+                name, rng = f"router of the opponent {path}", random.Random(rollout.seed)
+                router = routers[path] = Router(
+                    found.engines, limits=rollout.limits, failures=rollout.failures, rng=rng, name=name
+                )
+                started.push_async_callback(router.close)
+                if found.supervisor is not None:
+                    found.supervisor.connect(router, None)
+                    started.push_async_callback(found.supervisor.close)
+            return cls(policy, routers, started.pop_all())
+
+    async def generate(self, request: Request) -> Completion:
+        """From the opponent that the request names, or from the policy."""
+        engine: TokenGenerator = self._routers[request.opponent] if request.opponent else self._policy
+        return await engine.generate(request)
+
+    def forget(self, session: str) -> None:
+        """A session has ended."""
+        for router in (self._policy, *self._routers.values()):
+            router.forget(session)
+
+    async def close(self) -> None:
+        """End the opponents' engines."""
+        await self._started.aclose()

@@ -29,9 +29,9 @@ from treadle.reward.context import RewardContext
 from treadle.rollout.completion_log import CompletionLog
 from treadle.rollout.dispatch import Dispatcher, FindUnscored, RolloutRequest, no_trajectory
 from treadle.rollout.engines import RolloutBackend, start_engines
-from treadle.rollout.opponents import Opponents
 from treadle.rollout.protocol import Dropped, ManagedWorker, RolloutObserver
 from treadle.rollout.provenance import RunInputs
+from treadle.rollout.seats import Opponents
 from treadle.rollout.startup_checks import check_template
 from treadle.terminal import warn
 from treadle.types import NOTHING, Batch, Completion, Request, SamplingParams, Task, Trajectory

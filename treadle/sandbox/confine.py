@@ -11,6 +11,9 @@
 Owns the calls, by number, for x86_64 and aarch64. Each fence holds for the life of the process and of all it starts;
 nothing that runs inside can take it away. Reading other files, importing, computing, starting processes stay possible.
 Invariant: what could not be put up is returned in words; a fence that is not named there stands.
+Landlock allows and never forbids: so what lies beside the hidden paths is allowed, from the root down. Names in a
+directory stay visible, as imports need them; contents of files under a hidden path are not. A file that is made beside
+one later, in a directory above it, cannot be read either.
 """
 
 import ctypes
@@ -21,8 +24,7 @@ import sys
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
-
-from treadle.sandbox.hidden_paths import list_readable
+from pathlib import Path
 
 PR_SET_PDEATHSIG, PR_SET_DUMPABLE, PR_SET_SECCOMP, PR_SET_NO_NEW_PRIVS = 1, 4, 22, 38
 SECCOMP_MODE_FILTER = 2
@@ -295,3 +297,33 @@ def die_with_starter() -> None:
     """Be killed when the thread that started this process ends."""
     if sys.platform == "linux":
         load_libc().prctl(PR_SET_PDEATHSIG, 9, 0, 0, 0)
+
+
+_SECRETS = (
+    *(".ssh", ".aws", ".azure", ".kube", ".docker", ".gnupg", ".netrc", ".pgpass", ".git-credentials", ".pypirc"),
+    *(".config/gcloud", ".config/gh", ".huggingface", ".cache/huggingface/token", ".cache/huggingface/stored_tokens"),
+)
+"""Under the home directory: where programs keep keys."""
+
+
+def usual_secrets() -> tuple[str, ...]:
+    """Files and directories of the user's that hold keys."""
+    home = os.path.expanduser("~")
+    return tuple(path for path in (os.path.join(home, name) for name in _SECRETS) if os.path.lexists(path))
+
+
+def list_readable(hidden: Collection[str]) -> Iterator[str]:
+    """Everything that is not hidden, as few paths as that takes: nothing of them is above a hidden one, or under it."""
+    closed = {Path(os.path.realpath(path)) for path in hidden}
+    above = {parent for path in closed for parent in path.parents}
+    for directory in sorted(above - {path for path in above if path in closed}):
+        if any(parent in closed for parent in directory.parents):
+            continue
+        try:
+            entries = sorted(os.scandir(directory), key=lambda entry: entry.name)
+        except OSError:
+            continue
+        for entry in entries:
+            path = directory / entry.name
+            if path not in closed and path not in above and not entry.is_symlink():
+                yield str(path)

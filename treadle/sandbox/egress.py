@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from ipaddress import IPv4Address, IPv6Network, ip_address
 from typing import Protocol, runtime_checkable
 
-from treadle.config.egress import EgressHost, join_authority, parse_egress, split_authority
+from treadle.config.sandbox import EgressHost, join_authority, parse_egress, split_authority
 from treadle.sandbox.bridge import UnixService, join_streams
 
 MAX_CONNECTIONS = 64

@@ -50,7 +50,7 @@ class BoxSettings:
     warm: int = 0
     """Boxes that are started ahead."""
     egress: tuple[str, ...] = ()
-    """Hosts that the box reaches through a proxy of this machine; treadle.config.egress has the grammar."""
+    """Hosts that the box reaches through a proxy of this machine; treadle.config.sandbox has the grammar."""
     bridges: tuple[tuple[int, str], ...] = ()
     """Local sockets of this machine that programs in the box reach as a TCP port of 127.0.0.1."""
 

@@ -30,8 +30,7 @@ from treadle.data.tasks import MAX_MISTAKES
 from treadle.errors import ConfigError, Failure, Mistake
 from treadle.journal import JournalReader, TrajectoryEntry
 from treadle.journal.schema import FILE_NAME
-from treadle.model.tokenizer import find_model_path
-from treadle.model.vocabulary import Vocabulary
+from treadle.model.tokenizer import Vocabulary, find_model_path
 from treadle.rollout.tools import Toolbox
 from treadle.types import Row, StopReason, Task
 

@@ -12,9 +12,8 @@ from treadle.errors import RunError
 from treadle.inspect.gaps import TokenGap
 from treadle.inspect.transcript import message_fields
 from treadle.journal.codec import label
-from treadle.view.gap_index import GapIndex
 from treadle.view.queries import Json, RunQuery
-from treadle.view.row_index import RowIndex
+from treadle.view.row_index import GapIndex, RowIndex
 from treadle.view.run_pages import RunPages
 from treadle.view.text_index import SearchQuestion, TextIndex, read_question
 

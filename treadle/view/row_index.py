@@ -1,19 +1,26 @@
-"""Row index of the viewer: which policy versions sampled a trajectory, and which tools it called.
+"""Row and gap index of the viewer: a trajectory's policy versions and tools, and its largest gap of sampler and trainer
 
-Read from the newest trajectory to the oldest, as far as one question has time for; an answer says how far that was, the
-next one goes on. Kept in memory: one entry for each trajectory, shared between those that are alike.
+Versions and tools are read from the newest trajectory to the oldest, gaps in the order of annotation; both as far as
+one question has time for. An answer says how far that was, and the next question goes on. Kept in memory: one entry for
+each trajectory, shared between those that are alike, and one gap for each annotated trajectory.
 """
 
 import threading
 import time
 from array import array
+from collections.abc import Mapping
 
+from treadle.inspect.gaps import TokenGap, largest_gap
+from treadle.journal import JournalReader
 from treadle.journal.codec import decode
 from treadle.view.queries import RunQuery
 from treadle.view.run_pages import RunPages
 
 BUDGET_S = 0.4
 _BATCH = 100
+"""Trajectories that are read at once."""
+_GAP_BATCH = 200
+"""Annotated rows that are read at once."""
 
 _Entry = tuple[frozenset[int], frozenset[str]]
 """Versions and tools."""
@@ -69,3 +76,30 @@ class RowIndex:
             known = self._entries.get(id)
             entry = (versions, tools) if known is None else (versions | known[0], tools | known[1])
             self._entries[id] = self._alike.setdefault(entry, entry)
+
+
+class GapIndex:
+    """Largest gaps of one run, by trajectory."""
+
+    def __init__(self, pages: RunPages) -> None:
+        self._pages = pages
+        self._lock = threading.Lock()
+        self._gaps: dict[int, TokenGap] = {}
+        self._through = 0
+
+    def read(self) -> tuple[Mapping[int, TokenGap], float]:
+        """The gaps that are known by now, and the share of the annotations that was read."""
+        ends = time.monotonic() + BUDGET_S
+        with self._lock, JournalReader.open(self._pages.run_dir) as reader:
+            while rows := reader.annotated_rows(after=self._through, limit=_GAP_BATCH):
+                for row in rows:
+                    self._through = row.id
+                    own = largest_gap([row])
+                    known = self._gaps.get(row.trajectory)
+                    if own is not None and (known is None or known.row == own.row or abs(known.gap) < abs(own.gap)):
+                        self._gaps[row.trajectory] = own
+                if time.monotonic() > ends:
+                    break
+            with self._pages.query() as query:
+                last = query.one("SELECT max(id) FROM annotations")[0] if query.has_annotations() else 0
+            return dict(self._gaps), min(1.0, self._through / last) if rows and last else 1.0

@@ -26,9 +26,8 @@ from treadle.inspect.transcript import CONTENT
 from treadle.view.difference import RowPlace, compare_rows, locate
 from treadle.view.export import export_jsonl, export_page
 from treadle.view.find import Indexes, find
-from treadle.view.gap_index import GapIndex
 from treadle.view.queries import Json
-from treadle.view.row_index import RowIndex
+from treadle.view.row_index import GapIndex, RowIndex
 from treadle.view.run_pages import RunPages
 from treadle.view.text_index import TextIndex
 from treadle.view.trajectory_pages import TrajectoryPages

@@ -22,8 +22,7 @@ from dataclasses import dataclass
 
 from treadle.process.tree import kill_tree
 from treadle.reward.sandbox.limits import bound_score
-from treadle.sandbox.confine import apply_restrictions, enter_empty_network
-from treadle.sandbox.hidden_paths import usual_secrets
+from treadle.sandbox.confine import apply_restrictions, enter_empty_network, usual_secrets
 
 MAX_OUTPUT = 1 << 20
 """Bytes of standard output, and of standard error, from which the code is ended."""

@@ -23,6 +23,7 @@ from treadle.reward.sandbox.protocol import (
     WORKER_CODEC,
     FunctionReply,
     FunctionScore,
+    PrintedLines,
     RewardWorkerSetup,
     WorkerReport,
     explain_status,
@@ -30,8 +31,7 @@ from treadle.reward.sandbox.protocol import (
     past_cpu_time,
     read_report,
 )
-from treadle.reward.worker_output import PrintedLines
-from treadle.sandbox.hidden_paths import usual_secrets
+from treadle.sandbox.confine import usual_secrets
 
 START_TIMEOUT_S = 60.0
 """How long a worker may take to import its functions."""

@@ -47,12 +47,12 @@ from treadle.reward.sandbox.limits import bound_memory, bound_score, kill_leftov
 from treadle.reward.sandbox.protocol import (
     FunctionReply,
     FunctionScore,
+    LabelledOutput,
     RewardWorkerSetup,
     explain_status,
     past_cpu_time,
     write_report,
 )
-from treadle.reward.worker_output import LabelledOutput
 from treadle.sandbox.confine import apply_restrictions, die_with_starter, enter_empty_network, hide
 
 
