@@ -60,9 +60,9 @@ def test_forward_gradients_and_merged_weights_are_pefts(family: str, use_rslora:
             weight = adapter.module.weight
             weight.copy_(merge_factors(weight, adapter.down, adapter.up, settings.scale))
     ids = torch.randint(4, 90, (29,), generator=torch.Generator().manual_seed(1))
-    plan = PackedMetadata([29])
+    metadata = PackedMetadata([29])
     with recomputing(mine, True):
-        hidden = hidden_states(mine, ids, plan.positions(), plan)
+        hidden = hidden_states(mine, ids, metadata.positions(), metadata)
         softcap = getattr(mine.config, "final_logit_softcapping", None)
         found = logprobs_and_entropy(hidden[:-1], output_weight(mine), ids[1:], softcap=softcap).logprobs_T
         found.mean().backward()
@@ -81,7 +81,7 @@ def test_forward_gradients_and_merged_weights_are_pefts(family: str, use_rslora:
 @pytest.mark.parametrize("family", FAMILIES)
 def test_fused_layers_take_adapters_and_give_the_same_gradients(family: str) -> None:
     ids = torch.randint(4, 90, (29,), generator=torch.Generator().manual_seed(1))
-    plan, found = PackedMetadata([29]), []
+    metadata, found = PackedMetadata([29]), []
     for fused in (False, True):
         module = prepare_module(tiny(family)).requires_grad_(False)
         adapters = attach(find_targets(module, LoraConfig(r=3)), LoraSettings(3, 6.0), CPU)
@@ -96,7 +96,7 @@ def test_fused_layers_take_adapters_and_give_the_same_gradients(family: str) -> 
             for forward in forwards:
                 forward.parts.layer.forward = forward
         with recomputing(module, True):
-            hidden = hidden_states(module, ids, plan.positions(), plan)
+            hidden = hidden_states(module, ids, metadata.positions(), metadata)
             hidden.square().mean().backward()
         found.append([hidden.detach(), *(factor.grad for one in adapters.values() for factor in (one.down, one.up))])
     for one, other in zip(*found, strict=True):

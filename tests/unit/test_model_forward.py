@@ -60,8 +60,8 @@ def test_override_config_changes_the_model_or_names_the_wrong_key(tmp_path: Path
 
 def test_dropout_is_gone_in_training_too() -> None:
     module = prepare_module(tiny(attention_dropout=0.5)).train()
-    ids, plan = torch.arange(9), PackedMetadata([4, 5])
-    first, second = (hidden_states(module, ids, plan.positions(), plan) for _ in range(2))
+    ids, metadata = torch.arange(9), PackedMetadata([4, 5])
+    first, second = (hidden_states(module, ids, metadata.positions(), metadata) for _ in range(2))
     assert torch.equal(first, second)
 
 
@@ -74,8 +74,8 @@ def test_packed_sequences_are_computed_as_if_alone(family: str, lengths: list[in
     with torch.no_grad():
         expected = torch.cat([module(row[None]).logits[0] for row in rows])
     prepare_module(module)
-    plan = PackedMetadata(lengths)
-    found = compute_logits(module, hidden_states(module, torch.cat(rows), plan.positions(), plan))
+    metadata = PackedMetadata(lengths)
+    found = compute_logits(module, hidden_states(module, torch.cat(rows), metadata.positions(), metadata))
     assert torch.allclose(found, expected, atol=1e-4)
     found.sum().backward()
     assert all(weight.grad is not None for weight in module.parameters())

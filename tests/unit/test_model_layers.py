@@ -31,8 +31,8 @@ def test_what_a_layer_tells_its_attention_is_noted_while_it_runs(family: str) ->
     assert all(note.hidden is not None and note.out is not None for note in seen)
     assert torch.equal(seen[0].out, seen[1].hidden), "one layer's output is the next one's input"
     expected = (12, 4.0) if family == "gemma2" else (None, None)
-    assert (seen[0].options["sliding_window"], seen[0].options["softcap"]) == expected
-    assert seen[1].options["sliding_window"] is None
+    assert seen[0].options is not None and (seen[0].options.window, seen[0].options.softcap) == expected
+    assert seen[1].options is not None and seen[1].options.window is None
     assert not any(layer._forward_hooks or layer._forward_pre_hooks for layer in layers)
 
 

@@ -1,10 +1,12 @@
 """Attention over a prefix tree against each sequence alone; on a GPU, where there is one, with flash attention."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import Tensor, nn
 
-from treadle.model.attention import PackedMetadata
+from treadle.model.attention import AttentionOptions, PackedMetadata
 from treadle.model.prefix_attention import PrefixTree, PrefixTreeMetadata
 
 TREE = PrefixTree((40, 9, 33, 17, 5, 21, 70), (-1, 0, 0, 2, 2, -1, 0))
@@ -22,19 +24,21 @@ WHERE = [
         marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
     ),
 ]
-OPTIONS: dict[str, dict[str, object]] = {
-    "causal": {"sliding_window": None, "softcap": None},
-    "window": {"sliding_window": 13, "softcap": None},
-    "soft cap": {"sliding_window": None, "softcap": 20.0},
-    "sinks": {"sliding_window": 13, "softcap": None, "sinks": [0.5, -1.0, 0.0, 2.0]},
+OPTIONS = {
+    "causal": AttentionOptions(0.3),
+    "window": AttentionOptions(0.3, window=13),
+    "soft cap": AttentionOptions(0.3, softcap=20.0),
+    "sinks": AttentionOptions(0.3, window=13, sinks=torch.tensor([0.5, -1.0, 0.0, 2.0])),
 }
 
 
-def attend(plan: PackedMetadata | PrefixTreeMetadata, heads: tuple[Tensor, ...], options: dict[str, object]) -> Tensor:
-    sinks = options.get("sinks")
-    made = {**options, "sinks": None if sinks is None else torch.tensor(sinks).to(heads[0])}
-    spread = (tensor.unsqueeze(0).transpose(1, 2) for tensor in heads)
-    return plan.attend(nn.Identity(), *spread, scaling=0.3, **made)[0]  # type: ignore[arg-type]
+def attend(
+    metadata: PackedMetadata | PrefixTreeMetadata, heads: tuple[Tensor, ...], options: AttentionOptions
+) -> Tensor:
+    if options.sinks is not None:
+        options = replace(options, sinks=options.sinks.to(heads[0]))
+    query, key, value = (tensor.unsqueeze(0).transpose(1, 2) for tensor in heads)
+    return metadata.attend(nn.Identity(), query, key, value, options)[0]
 
 
 def make_heads(device: str, dtype: torch.dtype, key_heads: int) -> tuple[Tensor, ...]:

@@ -9,7 +9,7 @@ Shapes: T tokens of all sequences, H query heads, K key heads, D head size; N se
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from inspect import signature
 from typing import Any, Protocol, cast
@@ -30,25 +30,34 @@ _NOT_GIVEN = object()
 """In place of a window, where a layer says nothing of one to its attention."""
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class AttentionOptions:
+    """What a layer asks of its attention."""
+
+    scaling: float | None = None
+    """What scores are multiplied by; None: one over the root of the head size."""
+    window: int | None = None
+    """How many tokens a token sees, itself among them; None: all before it."""
+    softcap: float | None = None
+    """The bound that scores are bent to stay within."""
+    sinks: Tensor | None = None
+    """A further logit of each query head, [H], that takes its share of the softmax and gives nothing."""
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether fused kernels offer all of it: scores are not capped, and the softmax has no sinks."""
+        return self.softcap is None and self.sinks is None
+
+    def within(self, longest: int) -> "AttentionOptions":
+        """The options for sequences of up to `longest` tokens: a window that hides nothing of them is left out."""
+        return self if self.window is None or self.window < longest else replace(self, window=None)
+
+
 class AttentionMetadata(Protocol):
     """Which tokens see which, for one forward."""
 
-    def attend(
-        self,
-        module: nn.Module,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        *,
-        scaling: float | None,
-        sliding_window: int | None,
-        softcap: float | None,
-        sinks: Tensor | None = None,
-    ) -> Tensor:
-        """Attention of one layer: [batch, heads, tokens, head size] in, [batch, tokens, heads, head size] out.
-
-        `sinks`: a further logit of each query head, [H], that takes its share of the softmax and gives nothing.
-        """
+    def attend(self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions) -> Tensor:
+        """Attention of one layer: [batch, heads, tokens, head size] in, [batch, tokens, heads, head size] out."""
         ...
 
 
@@ -66,33 +75,27 @@ def _attend(
     value: Tensor,
     attention_mask: Tensor | None = None,
     *,
-    treadle_plan: AttentionMetadata | None = None,
+    treadle_metadata: AttentionMetadata | None = None,
     scaling: float | None = None,
     sliding_window: object = _NOT_GIVEN,
     softcap: float | None = None,
     s_aux: Tensor | None = None,
     **others: object,
 ) -> tuple[Tensor, None]:
-    if treadle_plan is None:
-        raise MisuseError(f"the model does not hand keyword arguments on to {type(module).__name__}: it has no plan")
+    if treadle_metadata is None:
+        raise MisuseError(
+            f"the model does not hand keyword arguments on to {type(module).__name__}: it has no metadata"
+        )
     if attention_mask is not None:
         raise MisuseError(f"{type(module).__name__} builds an attention mask of its own, which is not read here")
     size, value_size = query.shape[-1], value.shape[-1]
-    if size != value_size:  # latent attention: keys and values have heads of two sizes, plans and caches of one
+    if size != value_size:  # latent attention: keys and values have heads of two sizes, metadata and caches of one
         scaling = size**-0.5 if scaling is None else scaling
         query, key, value = (
             functional.pad(x, (0, max(0, max(size, value_size) - x.shape[-1]))) for x in (query, key, value)
         )
-    out = treadle_plan.attend(
-        module,
-        query,
-        key,
-        value,
-        scaling=scaling,
-        sliding_window=_find_window(module) if sliding_window is _NOT_GIVEN else cast("int | None", sliding_window),
-        softcap=softcap,
-        sinks=s_aux,
-    )
+    window = _find_window(module) if sliding_window is _NOT_GIVEN else cast("int | None", sliding_window)
+    out = treadle_metadata.attend(module, query, key, value, AttentionOptions(scaling, window, softcap, s_aux))
     return out[..., :value_size], None
 
 
@@ -134,50 +137,29 @@ class PackedMetadata:
         """The position of each token in its own sequence: [T]."""
         return torch.cat([torch.arange(length) for length in self.lengths]).to(self._device)
 
-    def attend(
-        self,
-        module: nn.Module,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        *,
-        scaling: float | None,
-        sliding_window: int | None,
-        softcap: float | None,
-        sinks: Tensor | None = None,
-    ) -> Tensor:
+    def attend(self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions) -> Tensor:
         # Squeezed, not indexed: the gradient of an index is a copy into zeros.
         query_T, key_T, value_T = (tensor.squeeze(0).transpose(0, 1) for tensor in (query, key, value))
-        window = sliding_window if sliding_window is not None and sliding_window < max(self.lengths) else None
-        if self._offsets is not None and softcap is None and sinks is None and flash_takes(query_T):
+        options = options.within(max(self.lengths))
+        if self._offsets is not None and options.is_plain and flash_takes(query_T):
             ranges = VarlenRanges(self._offsets, self._offsets, max(self.lengths), max(self.lengths))
-            out_T = attend_varlen(query_T, key_T, value_T, ranges, scaling=scaling, window=window)
+            out_T = attend_varlen(query_T, key_T, value_T, ranges, options)
         elif len(self.lengths) == 1:
-            heads = tuple(tensor.unsqueeze(0).transpose(1, 2) for tensor in (query_T, key_T, value_T))
-            out_T = attend_causally(*heads, scaling=scaling, window=window, softcap=softcap, sinks=sinks)[0]
+            query, key, value = (tensor.unsqueeze(0).transpose(1, 2) for tensor in (query_T, key_T, value_T))
+            out_T = attend_causally(query, key, value, options)[0]
         else:
-            out_T = self._attend_padded(query_T, key_T, value_T, scaling, window, softcap, sinks)
+            out_T = self._attend_padded(query_T, key_T, value_T, options)
         return out_T.unsqueeze(0)
 
-    def _attend_padded(
-        self,
-        query_T: Tensor,
-        key_T: Tensor,
-        value_T: Tensor,
-        scaling: float | None,
-        window: int | None,
-        softcap: float | None,
-        sinks: Tensor | None,
-    ) -> Tensor:
+    def _attend_padded(self, query_T: Tensor, key_T: Tensor, value_T: Tensor, options: AttentionOptions) -> Tensor:
         groups, restore = self._padding()
         parts = []
         for group in groups:
-            padded = (
+            query, key, value = (
                 tensor.index_select(0, group.gather).view(group.count, group.length, *tensor.shape[1:]).transpose(1, 2)
                 for tensor in (query_T, key_T, value_T)
             )
-            out = attend_causally(*padded, scaling=scaling, window=window, softcap=softcap, sinks=sinks)
-            parts.append(out.flatten(0, 1))
+            parts.append(attend_causally(query, key, value, options).flatten(0, 1))
         return torch.cat(parts).index_select(0, restore)
 
     def _padding(self) -> tuple[tuple[_PaddedGroup, ...], Tensor]:
@@ -218,29 +200,25 @@ def attend_causally(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    *,
-    scaling: float | None,
-    window: int | None = None,
-    softcap: float | None = None,
+    options: AttentionOptions,
     mask: Tensor | None = None,
-    sinks: Tensor | None = None,
 ) -> Tensor:
-    """Attention of [N, H, L, D] to [N, K, L, D]; the result is [N, L, H, D]. A mask replaces causality.
+    """Attention of [N, H, L, D] to [N, K, L, D]; the result is [N, L, H, D]. A mask replaces causality and window.
 
-    `sinks` are [H], or anything that is one for each query when spread over [N, H, L, 1].
+    Sinks may also be anything that is one for each query when spread over [N, H, L, 1].
     """
-    if mask is None and (window is not None or softcap is not None or sinks is not None):
-        mask = causal_mask(query.shape[2], window, query.device)
-    if softcap is not None or sinks is not None:
+    if mask is None and (options.window is not None or not options.is_plain):
+        mask = causal_mask(query.shape[2], options.window, query.device)
+    if not options.is_plain:
         assert mask is not None
-        return _attend_written_out(query, key, value, scaling, softcap, mask, sinks).transpose(1, 2)
+        return _attend_written_out(query, key, value, options, mask).transpose(1, 2)
     out = functional.scaled_dot_product_attention(
         query,
         key,
         value,
         attn_mask=mask,
         is_causal=mask is None,
-        scale=scaling,
+        scale=options.scaling,
         enable_gqa=query.shape[1] != key.shape[1],
     )
     return out.transpose(1, 2)
@@ -253,18 +231,11 @@ def causal_mask(length: int, window: int | None, device: torch.device) -> Tensor
     return (ago >= 0) & (ago < (window or length))
 
 
-def _attend_written_out(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    scaling: float | None,
-    softcap: float | None,
-    mask: Tensor,
-    sinks: Tensor | None,
-) -> Tensor:
+def _attend_written_out(query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions, mask: Tensor) -> Tensor:
     """Attention whose scores are capped, or whose softmax has sinks, which no fused kernel offers."""
     shared = query.shape[1] // key.shape[1]
     key, value = key.repeat_interleave(shared, dim=1), value.repeat_interleave(shared, dim=1)
+    scaling, softcap, sinks = options.scaling, options.softcap, options.sinks
     scores = query @ key.transpose(2, 3) * (scaling if scaling is not None else query.shape[-1] ** -0.5)
     if softcap is not None:
         scores = softcap * torch.tanh(scores / softcap)
@@ -293,10 +264,11 @@ class VarlenRanges:
 
 
 def attend_varlen(
-    query_T: Tensor, key_T: Tensor, value_T: Tensor, ranges: VarlenRanges, *, scaling: float | None, window: int | None
+    query_T: Tensor, key_T: Tensor, value_T: Tensor, ranges: VarlenRanges, options: AttentionOptions
 ) -> Tensor:
     """Flash attention over packed sequences, differentiable: torch's public function where it can do all we need."""
-    attend = _public_varlen()
+    assert options.is_plain, "no fused kernel has soft caps or sinks"
+    attend, scaling, window = _public_varlen(), options.scaling, options.window
     left = -1 if window is None else window - 1
     tensors = (query_T, key_T, value_T, ranges.query_offsets, ranges.key_offsets)
     longest = (ranges.longest_query, ranges.longest_key)

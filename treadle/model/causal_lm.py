@@ -76,11 +76,11 @@ def _layers(module: "PreTrainedModel") -> tuple["GradientCheckpointingLayer", ..
     return layers
 
 
-def hidden_states(module: "PreTrainedModel", ids_T: Tensor, positions_T: Tensor, plan: AttentionMetadata) -> Tensor:
+def hidden_states(module: "PreTrainedModel", ids_T: Tensor, positions_T: Tensor, metadata: AttentionMetadata) -> Tensor:
     """The decoder's last hidden state of each token: [T, hidden]."""
     decoder = cast(Any, module).get_decoder()
     out = decoder(
-        input_ids=ids_T.unsqueeze(0), position_ids=positions_T.unsqueeze(0), use_cache=False, treadle_plan=plan
+        input_ids=ids_T.unsqueeze(0), position_ids=positions_T.unsqueeze(0), use_cache=False, treadle_metadata=metadata
     )
     return cast(Tensor, out.last_hidden_state[0])
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch import Tensor
 
-from treadle.model.attention import AttentionMetadata
+from treadle.model.attention import AttentionMetadata, AttentionOptions
 from treadle.model.layer_parts import ACTIVATIONS, LayerParts, LayerTrace, NormParts, find_parts, trace_layers
 
 if TYPE_CHECKING:
@@ -27,7 +27,7 @@ class FusedForward:
     `plain`: the same steps in plain torch, where there are no kernels: shows whether the steps are the layer's.
     """
 
-    def __init__(self, parts: LayerParts, options: dict[str, Any], *, plain: bool = False) -> None:
+    def __init__(self, parts: LayerParts, options: AttentionOptions, *, plain: bool = False) -> None:
         self.parts = parts
         self.options = options
         """What the layer tells its attention."""
@@ -38,13 +38,13 @@ class FusedForward:
         hidden_states: Tensor,
         *,
         position_embeddings: tuple[Tensor, Tensor],
-        treadle_plan: AttentionMetadata,
+        treadle_metadata: AttentionMetadata,
         **others: Any,
     ) -> Tensor:
         assert others.get("attention_mask") is None and hidden_states.shape[0] == 1, "tokens are packed"
         parts = self.parts
         norm = _plain_norm if self._plain else _norm
-        mixed = self._attend(norm(parts.before_attention, hidden_states), position_embeddings, treadle_plan)
+        mixed = self._attend(norm(parts.before_attention, hidden_states), position_embeddings, treadle_metadata)
         if parts.after_attention is not None:
             mixed = norm(parts.after_attention, mixed)
         if self._plain:
@@ -57,7 +57,7 @@ class FusedForward:
             out = norm(parts.after_mlp, out)
         return hidden + out
 
-    def _attend(self, hidden: Tensor, angles: tuple[Tensor, Tensor], plan: AttentionMetadata) -> Tensor:
+    def _attend(self, hidden: Tensor, angles: tuple[Tensor, Tensor], metadata: AttentionMetadata) -> Tensor:
         parts, attention = self.parts, self.parts.attention
         cosines, sines = (angle[0].contiguous() for angle in angles)
         projected = (project(hidden) for project in (attention.q_proj, attention.k_proj, attention.v_proj))
@@ -66,8 +66,8 @@ class FusedForward:
         if parts.query is not None and parts.key is not None:
             query, key = norm(parts.query, query), norm(parts.key, key)
         turned = (rotate(heads, cosines, sines) for heads in (query, key))
-        heads = (tensor.unsqueeze(0).transpose(1, 2) for tensor in (*turned, value))
-        out = plan.attend(attention, *heads, **self.options)
+        query, key, value = (tensor.unsqueeze(0).transpose(1, 2) for tensor in (*turned, value))
+        out = metadata.attend(attention, query, key, value, self.options)
         return cast(Tensor, attention.o_proj(out.reshape(1, hidden.shape[1], -1)))
 
     def _feed(self, hidden: Tensor) -> Tensor:
@@ -96,8 +96,12 @@ def find_fused(module: "PreTrainedModel", *, plain: bool = False) -> list[FusedF
     if not parts or not all(parts):
         return []
     seen = trace_layers(module, layers)
-    fused = [FusedForward(part, note.options, plain=plain) for part, note in zip(parts, seen, strict=True) if part]
-    proven = all(_agrees(forward, note) for forward, note in zip(fused, seen, strict=True))
+    fused = [
+        FusedForward(part, note.options, plain=plain)
+        for part, note in zip(parts, seen, strict=True)
+        if part and note.options
+    ]
+    proven = len(fused) == len(seen) and all(_agrees(forward, note) for forward, note in zip(fused, seen, strict=True))
     return fused if proven else []
 
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from treadle.model.attention import PackedMetadata
+from treadle.model.attention import AttentionOptions, PackedMetadata
 from treadle.model.causal_lm import hidden_states
 from treadle.model.rope import position_thresholds
 
@@ -139,28 +139,27 @@ def _find_activation(mlp: nn.Module) -> int | None:
 class LayerTrace:
     """What a layer was given, gave, and told its attention, in one forward."""
 
-    options: dict[str, Any] = field(default_factory=dict)
-    """scaling, sliding_window, softcap and sinks."""
+    options: AttentionOptions | None = None
     hidden: Tensor | None = None
     keywords: dict[str, Any] = field(default_factory=dict)
     out: Tensor | None = None
 
 
 class _TracingMetadata(PackedMetadata):
-    """A packed plan that notes what each layer asks of its attention. Further sequences are around thresholds."""
+    """Packed metadata that notes what each layer asks of its attention. Further sequences are around thresholds."""
 
     def __init__(self, device: torch.device, thresholds: Sequence[int]) -> None:
         super().__init__((*_PROBED, *(2 * _AROUND for _ in thresholds)), device)
         self._starts = [0] * len(_PROBED) + [max(0, threshold - _AROUND) for threshold in thresholds]
-        self.options: dict[nn.Module, dict[str, Any]] = {}
+        self.options: dict[nn.Module, AttentionOptions] = {}
 
     def positions(self) -> Tensor:
         starts = torch.tensor(self._starts).repeat_interleave(torch.tensor(self.lengths))
         return super().positions() + starts.to(self._device)
 
-    def attend(self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Tensor:
+    def attend(self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions) -> Tensor:
         self.options[module] = options
-        return super().attend(module, query, key, value, **options)
+        return super().attend(module, query, key, value, options)
 
 
 @torch.no_grad()
@@ -168,15 +167,15 @@ def trace_layers(module: "PreTrainedModel", layers: list[nn.Module]) -> list[Lay
     """Run a decoder once on arbitrary tokens, and note what happens at each layer."""
     seen = [LayerTrace() for _ in layers]
     hooks = [hook for layer, note in zip(layers, seen, strict=True) for hook in _note(layer, note)]
-    plan = _TracingMetadata(module.device, position_thresholds(module.config))
-    ids = torch.arange(sum(plan.lengths), device=module.device) * 7 % module.config.vocab_size
+    metadata = _TracingMetadata(module.device, position_thresholds(module.config))
+    ids = torch.arange(sum(metadata.lengths), device=module.device) * 7 % module.config.vocab_size
     try:
-        hidden_states(module, ids, plan.positions(), plan)
+        hidden_states(module, ids, metadata.positions(), metadata)
     finally:
         for hook in hooks:
             hook.remove()
     for layer, note in zip(layers, seen, strict=True):
-        note.options = plan.options.get(getattr(layer, "self_attn", layer), {})
+        note.options = metadata.options.get(getattr(layer, "self_attn", layer))
     return seen
 
 

@@ -258,13 +258,13 @@ def _differ_shared(probe: Probe) -> float:
 def _learn(
     module: "PreTrainedModel",
     rows: Sequence[Tensor],
-    plan: PackedMetadata | PrefixTreeMetadata,
+    metadata: PackedMetadata | PrefixTreeMetadata,
     ids: Tensor,
     paths: Sequence[Tensor] | None,
 ) -> list[Tensor]:
     """Logprobs of rows that are packed, or found along `paths`; their gradients are left in the module."""
     with recomputing(module, True):
-        logits = compute_logits(module, hidden_states(module, ids, plan.positions(), plan))
+        logits = compute_logits(module, hidden_states(module, ids, metadata.positions(), metadata))
         table = logits.float().log_softmax(-1)
         found = [table[path] for path in paths] if paths else list(torch.split(table, [len(row) for row in rows]))
         weights = [torch.linspace(-1, 1, len(row)) for row in rows]
@@ -275,8 +275,8 @@ def _learn(
 def _pack(probe: Probe, module: "PreTrainedModel", members: Sequence[int]) -> list[Tensor]:
     """Logprobs of some rows, computed in one forward: [length, V] each."""
     rows = [probe.rows[at] for at in members]
-    plan = PackedMetadata([len(row) for row in rows])
-    logits = compute_logits(module, hidden_states(module, torch.cat(rows), plan.positions(), plan))
+    metadata = PackedMetadata([len(row) for row in rows])
+    logits = compute_logits(module, hidden_states(module, torch.cat(rows), metadata.positions(), metadata))
     return list(torch.split(logits.float().log_softmax(-1), [len(row) for row in rows]))
 
 

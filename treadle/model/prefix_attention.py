@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from treadle.model.attention import VarlenRanges, attend_causally, flash_takes, similar
+from treadle.model.attention import AttentionOptions, VarlenRanges, attend_causally, flash_takes, similar
 
 _ROOT = -1
 
@@ -93,48 +93,26 @@ class PrefixTreeMetadata:
         pairs = zip(self._depths, self._tree.lengths, strict=True)
         return torch.cat([torch.arange(depth, depth + length) for depth, length in pairs]).to(self._device)
 
-    def attend(
-        self,
-        module: nn.Module,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        *,
-        scaling: float | None,
-        sliding_window: int | None,
-        softcap: float | None,
-        sinks: Tensor | None = None,
-    ) -> Tensor:
+    def attend(self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions) -> Tensor:
         query_T, key_T, value_T = (tensor.squeeze(0).transpose(0, 1) for tensor in (query, key, value))
-        window = sliding_window if sliding_window is not None and sliding_window < self._longest else None
-        if query_T.is_cuda and softcap is None and sinks is None and flash_takes(query_T):
+        options = options.within(self._longest)
+        if query_T.is_cuda and options.is_plain and flash_takes(query_T):
             index_E, ranges = self._varlen()
             flash: Any = _FlashOverPaths
-            out_T = cast(Tensor, flash.apply(query_T, key_T, value_T, index_E, ranges, scaling, window))
+            out_T = cast(Tensor, flash.apply(query_T, key_T, value_T, index_E, ranges, options))
         else:
-            out_T = self._attend_padded(query_T, key_T, value_T, scaling, window, softcap, sinks)
+            out_T = self._attend_padded(query_T, key_T, value_T, options)
         return out_T.unsqueeze(0)
 
-    def _attend_padded(
-        self,
-        query_T: Tensor,
-        key_T: Tensor,
-        value_T: Tensor,
-        scaling: float | None,
-        window: int | None,
-        softcap: float | None,
-        sinks: Tensor | None,
-    ) -> Tensor:
+    def _attend_padded(self, query_T: Tensor, key_T: Tensor, value_T: Tensor, options: AttentionOptions) -> Tensor:
         groups, restore = self._padding()
         parts = []
         for group in groups:
-            padded = (
+            query, key, value = (
                 _gather(tensor, index).view(group.count, -1, *tensor.shape[1:]).transpose(1, 2)
                 for tensor, index in ((query_T, group.queries), (key_T, group.keys), (value_T, group.keys))
             )
-            mask = group.mask(window)
-            out = attend_causally(*padded, scaling=scaling, mask=mask, softcap=softcap, sinks=sinks)
-            parts.append(out.flatten(0, 1))
+            parts.append(attend_causally(query, key, value, options, group.mask(options.window)).flatten(0, 1))
         return torch.cat(parts).index_select(0, restore)
 
     def _padding(self) -> tuple[tuple[_PaddedSegments, ...], Tensor]:
@@ -217,15 +195,14 @@ class _FlashOverPaths(torch.autograd.Function):
         value_T: Tensor,
         index_E: Tensor,
         ranges: VarlenRanges,
-        scaling: float | None,
-        window: int | None,
+        options: AttentionOptions,
     ) -> Tensor:
         tensors = (query_T, key_T.index_select(0, index_E), value_T.index_select(0, index_E))
         out_T, lse, seed, unused, _ = torch.ops.aten._flash_attention_forward(
-            *tensors, *_positional(ranges), 0.0, window is None, False, **_options(scaling, window)
+            *tensors, *_positional(ranges), 0.0, options.window is None, False, **_keywords(options)
         )
         ctx.save_for_backward(query_T, key_T, value_T, index_E, out_T, lse, seed, unused)
-        ctx.ranges, ctx.scaling, ctx.window = ranges, scaling, window
+        ctx.ranges, ctx.options = ranges, options
         return cast(Tensor, out_T)
 
     @staticmethod
@@ -241,22 +218,19 @@ class _FlashOverPaths(torch.autograd.Function):
             lse,
             *_positional(ctx.ranges),
             0.0,
-            ctx.window is None,
+            ctx.options.window is None,
             seed,
             unused,
-            **_options(ctx.scaling, ctx.window),
+            **_keywords(ctx.options),
         )
         grad_key_T, grad_value_T = (_sum_copies(grad_E, index_E, len(key_T)) for grad_E in grads_E)
-        return grad_query_T, grad_key_T, grad_value_T, None, None, None, None
+        return grad_query_T, grad_key_T, grad_value_T, None, None, None
 
 
 def _positional(ranges: VarlenRanges) -> tuple[Tensor, Tensor, int, int]:
     return ranges.query_offsets, ranges.key_offsets, ranges.longest_query, ranges.longest_key
 
 
-def _options(scaling: float | None, window: int | None) -> dict[str, Any]:
-    return {
-        "scale": scaling,
-        "window_size_left": -1 if window is None else window - 1,
-        "window_size_right": 0,
-    }
+def _keywords(options: AttentionOptions) -> dict[str, Any]:
+    left = -1 if options.window is None else options.window - 1
+    return {"scale": options.scaling, "window_size_left": left, "window_size_right": 0}

@@ -58,12 +58,12 @@ class DecoderNetwork:
 
     def hidden(self, packed: PackedRows) -> Tensor:
         """The hidden state that predicts each sampled token: [M, D]."""
-        plan: PackedMetadata | PrefixTreeMetadata
+        metadata: PackedMetadata | PrefixTreeMetadata
         if packed.prefix_tree is None:
-            plan = PackedMetadata(packed.lengths, self.device)
+            metadata = PackedMetadata(packed.lengths, self.device)
         else:
-            plan = PrefixTreeMetadata(packed.prefix_tree, self.device)
-        return hidden_states(self.module, packed.ids_L, plan.positions(), plan)[packed.predicts_M]
+            metadata = PrefixTreeMetadata(packed.prefix_tree, self.device)
+        return hidden_states(self.module, packed.ids_L, metadata.positions(), metadata)[packed.predicts_M]
 
     def logprobs(self, packed: PackedRows, temperature: float) -> TokenLogprobs:
         """The logprob of each sampled token, and the entropy where it was drawn."""

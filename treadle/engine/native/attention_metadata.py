@@ -9,7 +9,7 @@ Shapes: T packed tokens, B rows, H query heads, K key heads, G = H / K, D head s
 
 from array import array
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate, chain
 from typing import Any, cast
 
@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from treadle.engine.native.kv_cache import PagedKVCache, to_device
-from treadle.model.attention import VarlenRanges, attend_causally, attend_varlen, flash_takes
+from treadle.model.attention import AttentionOptions, VarlenRanges, attend_causally, attend_varlen, flash_takes
 
 
 def layer_of(module: nn.Module) -> int:
@@ -63,70 +63,35 @@ class PrefillMetadata:
     def _tensor(self, numbers: Sequence[Any], dtype: torch.dtype = torch.long) -> Tensor:
         return to_device(numbers, self._device, dtype)
 
-    def attend(
-        self,
-        module: nn.Module,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        *,
-        scaling: float | None,
-        sliding_window: int | None,
-        softcap: float | None,
-        sinks: Tensor | None = None,
-    ) -> Tensor:
+    def attend(self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions) -> Tensor:
         layer = layer_of(module)
         if self._slot_mapping is None:
             self._slot_mapping = self._cache.slot_mapping(self.pages_T, self.offsets_T)
         self._cache.write(layer, self._slot_mapping, key, value)
         query_T, key_T, value_T = (heads[0].transpose(0, 1) for heads in (query, key, value))
-        return self.attend_heads(layer, query_T, key_T, value_T, scaling, sliding_window, softcap, sinks).unsqueeze(0)
+        return self.attend_heads(layer, query_T, key_T, value_T, options).unsqueeze(0)
 
     def attend_heads(
-        self,
-        layer: int,
-        query_T: Tensor,
-        key_T: Tensor,
-        value_T: Tensor,
-        scaling: float | None,
-        window: int | None,
-        softcap: float | None,
-        sinks: Tensor | None = None,
+        self, layer: int, query_T: Tensor, key_T: Tensor, value_T: Tensor, options: AttentionOptions
     ) -> Tensor:
         """Attention of [T, H, D] to what the pages hold, which has the new keys and values in it already: [T, H, D]."""
-        if not query_T.is_cuda or softcap is not None or sinks is not None or not flash_takes(query_T):
-            return self._attend_each(query_T, layer, scaling, window, softcap, sinks)
+        if not query_T.is_cuda or not options.is_plain or not flash_takes(query_T):
+            return self._attend_each(query_T, layer, options)
         if any(chunk.start for chunk in self._chunks):
-            return self._attend_packed(query_T, *self._cache.layer(layer), scaling, window)
+            return self._attend_packed(query_T, *self._cache.layer(layer), options)
         if self._ranges is None:
             self._ranges = self._find_ranges([chunk.end for chunk in self._chunks])
-        return attend_varlen(query_T, key_T, value_T, self._ranges, scaling=scaling, window=window)
+        return attend_varlen(query_T, key_T, value_T, self._ranges, options)
 
-    def _attend_each(
-        self,
-        query_T: Tensor,
-        layer: int,
-        scaling: float | None,
-        window: int | None,
-        softcap: float | None,
-        sinks: Tensor | None,
-    ) -> Tensor:
+    def _attend_each(self, query_T: Tensor, layer: int, options: AttentionOptions) -> Tensor:
         """One sequence at a time, so that shapes depend on that sequence alone."""
         out_T, first = torch.zeros_like(query_T), 0
         for chunk in self._chunks:
             last = first + len(chunk.ids)
             heads = query_T[first:last].transpose(0, 1).unsqueeze(0)
             keys, values = self._cache.read(layer, slice(chunk.row, chunk.row + 1), chunk.end)
-            mask = self._mask(chunk, window)
-            out_T[first:last] = attend_causally(
-                heads.contiguous(),
-                keys,
-                values,
-                scaling=scaling,
-                softcap=softcap,
-                mask=mask,
-                sinks=sinks,
-            )[0]
+            mask = self._mask(chunk, options.window)
+            out_T[first:last] = attend_causally(heads.contiguous(), keys, values, options, mask)[0]
             first = last
         return out_T
 
@@ -139,9 +104,7 @@ class PrefillMetadata:
             self._masks[which] = (ago >= 0) & (ago < (window or chunk.end))
         return self._masks[which]
 
-    def _attend_packed(
-        self, query_T: Tensor, keys: Tensor, values: Tensor, scaling: float | None, window: int | None
-    ) -> Tensor:
+    def _attend_packed(self, query_T: Tensor, keys: Tensor, values: Tensor, options: AttentionOptions) -> Tensor:
         """All sequences in one flash attention over the slots that they see."""
         if self._ranges is None or self._context is None:
             shapes = [(chunk.row, 0, chunk.end) for chunk in self._chunks]
@@ -151,7 +114,7 @@ class PrefillMetadata:
             self._ranges = self._find_ranges([chunk.end for chunk in self._chunks])
         pages_P, offsets_P = self._context
         key_P, value_P = (kind[pages_P, :, offsets_P] for kind in (keys, values))
-        return attend_varlen(query_T, key_P, value_P, self._ranges, scaling=scaling, window=window)
+        return attend_varlen(query_T, key_P, value_P, self._ranges, options)
 
     def _find_ranges(self, seen: Sequence[int]) -> VarlenRanges:
         """Where sequences begin among the tokens, and among the slots that they see; padding is one more sequence."""
@@ -187,32 +150,16 @@ class DecodeMetadata:
         self._span = span
         self._masks: dict[tuple[int | None, bool], Tensor] = {}
 
-    def attend(
-        self,
-        module: nn.Module,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        *,
-        scaling: float | None,
-        sliding_window: int | None,
-        softcap: float | None,
-        sinks: Tensor | None = None,
-    ) -> Tensor:
+    def attend(self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions) -> Tensor:
         layer = layer_of(module)
         self._cache.write(layer, self._slot_mapping, key, value)
         rows, kv_heads = len(self._lengths_B), key.shape[1]
         keys, values = self._cache.read(layer, slice(0, rows), self._span)
         query_B = query[0].transpose(0, 1).reshape(rows, kv_heads, -1, query.shape[-1])
-        out = attend_causally(
-            query_B,
-            keys,
-            values,
-            scaling=scaling,
-            softcap=softcap,
-            mask=self._mask(sliding_window, query.dtype, as_bias=softcap is None and sinks is None),
-            sinks=None if sinks is None else sinks.view(1, kv_heads, -1, 1),
-        )
+        mask = self._mask(options.window, query.dtype, as_bias=options.is_plain)
+        if options.sinks is not None:
+            options = replace(options, sinks=options.sinks.view(1, kv_heads, -1, 1))
+        out = attend_causally(query_B, keys, values, options, mask)
         return out.transpose(1, 2).flatten(1, 2).unsqueeze(0)
 
     def _mask(self, window: int | None, dtype: torch.dtype, *, as_bias: bool) -> Tensor:

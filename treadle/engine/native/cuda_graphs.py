@@ -24,7 +24,7 @@ from treadle.engine.native.input_batch import InputBatch, OutputRing, RowOutput,
 from treadle.engine.native.kv_cache import PagedKVCache, round_up
 from treadle.engine.native.model_runner import ModelRunner
 from treadle.engine.native.paged_attention import HeadShape, PagedRows, attend_paged
-from treadle.model.attention import PackedMetadata
+from treadle.model.attention import AttentionOptions, PackedMetadata
 from treadle.model.causal_lm import compute_logits, hidden_states
 
 if TYPE_CHECKING:
@@ -55,23 +55,14 @@ class FusedDecodeMetadata:
         whole = torch.ones((cache.length + 1, size), dtype=cache.kv.dtype, device=cache.kv.device)
         self._angles = (whole, torch.zeros_like(whole))
 
-    def attend(
-        self,
-        module: nn.Module,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        *,
-        scaling: float | None,
-        sliding_window: int | None,
-        softcap: float | None,
-        sinks: Tensor | None = None,
-    ) -> Tensor:
+    def attend(self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions) -> Tensor:
         _, heads, rows, size = query.shape
-        scale = size**-0.5 if scaling is None else scaling
-        shape = HeadShape(heads, key.shape[1], size, scale, sliding_window, softcap, None, None)
+        scale = size**-0.5 if options.scaling is None else options.scaling
+        shape = HeadShape(heads, key.shape[1], size, scale, options.window, options.softcap, None, None)
         qkv = torch.cat([part[0].transpose(0, 1).flatten(1) for part in (query, key, value)], dim=1)
-        out = attend_paged(qkv, self._cache.layer(layer_of(module)), self._paged_rows, self._angles, shape, sinks)
+        out = attend_paged(
+            qkv, self._cache.layer(layer_of(module)), self._paged_rows, self._angles, shape, options.sinks
+        )
         return out.view(1, rows, heads, size)
 
 

@@ -18,6 +18,7 @@ from treadle.engine.native.input_batch import InputBatch
 from treadle.engine.native.kv_cache import PagedKVCache
 from treadle.engine.native.merged_linear import MergedLinear
 from treadle.engine.native.paged_attention import HeadShape, PagedRows, attend_paged
+from treadle.model.attention import AttentionOptions
 from treadle.model.fused_layers import FusedForward, find_fused
 from treadle.model.kernels import Norm, gate_rows, norm_rows
 from treadle.model.layer_parts import NormParts, find_norm
@@ -93,7 +94,8 @@ class FusedModel:
             if layer is self._layers[-1]:
                 return
             shape = layer.shape
-            mixed = metadata.attend_heads(layer.number, *heads, shape.scaling, shape.window, shape.softcap)
+            options = AttentionOptions(shape.scaling, shape.window, shape.softcap)
+            mixed = metadata.attend_heads(layer.number, *heads, options)
             normed = self._finish(layer, hidden, mixed.flatten(1))
 
     def decode(self, rows: InputBatch, count: int) -> Tensor:
@@ -130,14 +132,13 @@ class FusedModel:
 def _fuse_layer(number: int, fused: FusedForward, angles: RopeTable, kv_heads: int) -> _FusedLayer:
     parts, options = fused.parts, fused.options
     attention, mlp = parts.attention, parts.mlp
-    scaling = options["scaling"]
     shape = HeadShape(
         attention.q_proj.out_features // parts.head_size,
         kv_heads,
         parts.head_size,
-        parts.head_size**-0.5 if scaling is None else scaling,
-        options["sliding_window"],
-        options["softcap"],
+        parts.head_size**-0.5 if options.scaling is None else options.scaling,
+        options.window,
+        options.softcap,
         _optional_norm(parts.query),
         _optional_norm(parts.key),
     )

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from treadle.config.rollout import RolloutConfig
 from treadle.engine.native.cuda_memory import CudaVirtualMemory, mapping_granularity
 from treadle.errors import ConfigError, Mistake
-from treadle.model.attention import PackedMetadata
+from treadle.model.attention import AttentionOptions, PackedMetadata
 from treadle.model.causal_lm import hidden_states
 
 if TYPE_CHECKING:
@@ -85,11 +85,11 @@ class _ShapeProbe(PackedMetadata):
         self.layers: list[int] = []
         self.shapes: list[tuple[int, int]] = []
 
-    def attend(self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Tensor:
+    def attend(self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions) -> Tensor:
         number = getattr(module, "layer_idx", None)
         self.layers.append(number if isinstance(number, int) else -1)
         self.shapes.append((key.shape[1], key.shape[3]))
-        return super().attend(module, query, key, value, **options)
+        return super().attend(module, query, key, value, options)
 
 
 def to_device(numbers: Sequence[Any], device: torch.device, dtype: torch.dtype = torch.long) -> Tensor:
