@@ -247,7 +247,7 @@ def test_whoever_waits_for_a_thread_that_dies_hears_why():
 
 CLOSES_ALL = """
 import asyncio, os
-from treadle.aio import LoopThread
+from treadle.loop_thread import LoopThread
 
 async def close_all():
     os.closerange(3, 200)
