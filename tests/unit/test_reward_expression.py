@@ -1,13 +1,25 @@
 """Arithmetic and algebra of answers: what is read, what is refused, and that nothing is ever run."""
 
+import math
+from collections.abc import Callable
 from fractions import Fraction
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from treadle.reward.builtin.expression import ExpressionError, evaluate, expand, is_antiderivative, parse
-from treadle.reward.builtin.math import is_too_large
+from treadle.reward.builtin.expression import (
+    MAX_BITS,
+    MAX_COEFFICIENT_BITS,
+    ExpressionError,
+    evaluate,
+    expand,
+    is_antiderivative,
+    parse,
+)
+from treadle.reward.builtin.math import is_too_large, read_arithmetic
+from treadle.reward.builtin.reasoning_gym import _score_countdown
 
 
 @pytest.mark.parametrize(
@@ -60,6 +72,67 @@ def test_arithmetic_is_exact(text: str, value: Fraction | int) -> None:
 def test_whatever_is_no_bounded_arithmetic_is_refused(text: str) -> None:
     with pytest.raises(ExpressionError):
         evaluate(parse(text))
+
+
+COPRIME = "+".join(
+    f"1/{prime}^{MAX_BITS // prime.bit_length() // 2}"
+    for prime in range(2, 200)
+    if math.gcd(prime, 30030) in (1, prime)
+)
+"""A sum whose denominator has the bits of all its terms together, where nothing stops it."""
+COUNTDOWN: dict[str, Any] = {"metadata": {"numbers": [1, 2, 3], "target": 6}}
+
+
+@pytest.fixture
+def largest_bits(monkeypatch: pytest.MonkeyPatch) -> Callable[[], int]:
+    """Bits of the largest number that fractions were reduced by: their cost is that of these divisions."""
+    seen, gcd = [0], math.gcd
+
+    def count(*numbers: int) -> int:
+        seen.append(max(number.bit_length() for number in numbers))
+        return gcd(*numbers)
+
+    monkeypatch.setattr(math, "gcd", count)
+    return lambda: max(seen)
+
+
+@pytest.mark.parametrize(
+    "refuses",
+    [
+        lambda: evaluate(parse(COPRIME)),
+        lambda: evaluate(parse(COPRIME.replace("+", "-"))),
+        lambda: read_arithmetic(COPRIME),
+    ],
+)
+def test_a_sum_is_refused_before_its_numbers_are_beyond_the_bounds(
+    refuses: Callable[[], Any], largest_bits: Callable[[], int]
+) -> None:
+    with pytest.raises(ExpressionError, match=r"bits|too large"):
+        refuses()
+    assert largest_bits() <= 2 * MAX_BITS
+
+
+def test_scores_and_checks_of_such_a_sum_cost_no_more(largest_bits: Callable[[], int]) -> None:
+    short = COPRIME[: COPRIME.rindex("+", 0, 390)]
+    assert _score_countdown(None, short, COUNTDOWN) == 0.01
+    assert is_too_large(f"2^{{{short}}}")
+    assert largest_bits() <= 2 * MAX_BITS
+
+
+def test_coefficients_of_a_polynomial_stay_small(largest_bits: Callable[[], int]) -> None:
+    """Each factor multiplies every term: with long ones a text of 2,000 letters would take seconds."""
+    terms = "+".join(f"{letter}{at}" for letter in "abcdefgh" for at in range(10))
+    for text in (f"({terms})" + "*9^999" * 16 + "*9^999/9^999" * 60, f"({terms})+7^999*7^999*{terms}", "(9^999*a)^999"):
+        with pytest.raises(ExpressionError, match="bits"):
+            expand(parse(text))
+    assert largest_bits() <= 2 * MAX_COEFFICIENT_BITS
+    assert expand(parse("2^1000*x")) == {(("x", 1),): Fraction(2**1000)}
+
+
+def test_plain_arithmetic_of_a_page_is_no_answer() -> None:
+    with pytest.raises(ExpressionError, match="too large"):
+        read_arithmetic("+".join(["1"] * 900))
+    assert read_arithmetic("+".join(["1"] * 40)) == 40
 
 
 def test_a_polynomial_counts_when_it_is_written_out() -> None:

@@ -24,6 +24,8 @@ MAX_DIGITS = 60
 MAX_EXPONENT = 1_000
 MAX_BITS = 65_536
 """Of a numerator or a denominator."""
+MAX_COEFFICIENT_BITS = 4_096
+"""The same of a polynomial's coefficients: each factor multiplies all of them."""
 MAX_TERMS = 500
 POINTS = 10
 """At which a derivative is compared."""
@@ -142,7 +144,10 @@ def evaluate(node: ExpressionNode) -> Fraction:
         case "number":
             return node.number
         case "+":
-            return _bounded(sum(map(evaluate, node.args), Fraction(0)))
+            total = Fraction(0)
+            for term in node.args:  # bounded at every step: coprime denominators multiply
+                total = _bounded(total + evaluate(term))
+            return total
         case "-":
             return -evaluate(node.args[0])
         case "*":
@@ -157,9 +162,9 @@ def evaluate(node: ExpressionNode) -> Fraction:
     raise ExpressionError(f"{node.name!r} is not a number")
 
 
-def _bounded(value: Fraction) -> Fraction:
-    if max(value.numerator.bit_length(), value.denominator.bit_length()) > MAX_BITS:
-        raise ExpressionError(f"a number of more than {MAX_BITS} bits")
+def _bounded(value: Fraction, limit: int = MAX_BITS) -> Fraction:
+    if max(value.numerator.bit_length(), value.denominator.bit_length()) > limit:
+        raise ExpressionError(f"a number of more than {limit} bits")
     return value
 
 
@@ -213,7 +218,7 @@ def _add(terms: Iterable[Polynomial]) -> Polynomial:
     total: Polynomial = {}
     for term in terms:
         for monomial, factor in term.items():
-            total[monomial] = _bounded(total.get(monomial, Fraction(0)) + factor)
+            total[monomial] = _bounded(total.get(monomial, Fraction(0)) + factor, MAX_COEFFICIENT_BITS)
     return _clean(total)
 
 
@@ -240,7 +245,7 @@ def _multiply(left: Polynomial, right: Polynomial) -> Polynomial:
             exponents = dict(one)
             for symbol, exponent in other:
                 exponents[symbol] = exponents.get(symbol, 0) + exponent
-            product[tuple(sorted(exponents.items()))] = _bounded(factor * times)
+            product[tuple(sorted(exponents.items()))] = _bounded(factor * times, MAX_COEFFICIENT_BITS)
     return product
 
 
@@ -253,7 +258,9 @@ def _raise(base: Polynomial, exponent: Fraction) -> Polynomial:
     if power == 0 or len(base) > 1:
         return base if power else {(): Fraction(1)}
     return {
-        tuple((symbol, times * power) for symbol, times in monomial): _power(factor, exponent)
+        tuple((symbol, times * power) for symbol, times in monomial): _bounded(
+            _power(factor, exponent), MAX_COEFFICIENT_BITS
+        )
         for monomial, factor in base.items()
     }
 

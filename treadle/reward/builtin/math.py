@@ -101,6 +101,8 @@ def _parse_truth(truth: str) -> list[Any]:
 
 def read_arithmetic(text: str) -> Any:
     """Numbers and operators as a sympy number; ExpressionError, which math-verify takes for no expression."""
+    if is_too_large(text):
+        raise ExpressionError("too large to compute")
     value, sympy = evaluate(parse(text)), import_module("sympy")
     if re.fullmatch(r"\s*\d*\.\d*\s*", text, re.ASCII):
         return sympy.Float(text.strip())  # as many digits as are written
