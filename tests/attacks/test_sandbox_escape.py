@@ -18,7 +18,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +35,7 @@ from treadle.reward.sandbox import code, run_python
 from treadle.reward.sandbox.process import WorkerProcess, worker_environment
 from treadle.reward.sandbox.protocol import FunctionReply
 from treadle.reward.scorer import Scorer
-from treadle.sandbox.confine import list_readable, load_libc, usual_secrets
+from treadle.sandbox.confine import drop_capabilities, list_readable, load_libc, usual_secrets
 from treadle.types import Outcome, Score, StopReason, Task, Trajectory
 
 HERE = __name__
@@ -190,6 +190,28 @@ def hide_memory_in_files(extra: dict[str, Any]) -> float:
     ) + float(load_libc().shmget(0, 1 << 20, 0o1600) >= 0)
 
 
+def use_shared_objects_by_id(extra: dict[str, Any]) -> float:
+    """System V objects of other programs need no name, only a number that is easily guessed."""
+    libc, message, stated = load_libc(), struct.pack("l", 1) + b"x", ctypes.create_string_buffer(256)
+    libc.shmat.restype = ctypes.c_long
+    memory, queue, semaphore, no_wait = *extra["objects"], 0o4000
+    got = float(libc.shmat(memory, None, 0) != -1) + (libc.shmctl(memory, 2, stated) == 0)
+    got += (libc.msgsnd(queue, message, 1, no_wait) == 0) + (libc.msgctl(queue, 2, stated) == 0)
+    got += libc.msgrcv(queue, stated, 8, 0, no_wait) >= 0
+    got += libc.semop(semaphore, struct.pack("HhH", 0, 1, 0), 1) == 0
+    got += libc.semtimedop(semaphore, struct.pack("HhH", 0, 1, 0), 1, struct.pack("ll", 1, 0)) == 0
+    return got + (libc.semctl(semaphore, 0, 12, 0) >= 0)
+
+
+def unlink_a_queue_by_name(extra: dict[str, Any]) -> float:
+    return float(load_libc().mq_unlink(extra["queue"].encode()) == 0)
+
+
+def pin_to_a_core(extra: dict[str, Any]) -> float:
+    core = {min(os.sched_getaffinity(0))}
+    return _tries(*(lambda pid=extra[name]: os.sched_setaffinity(pid, core) for name in ("driver", "bystander")))
+
+
 def make_namespaces(extra: dict[str, Any]) -> float:
     libc = load_libc()
     flags = (0x10000000, 0x40000000, 0x00020000, 0x20000000)
@@ -220,6 +242,9 @@ ESCAPES = [
     signal_the_driver,
     raise_limits,
     hide_memory_in_files,
+    use_shared_objects_by_id,
+    unlink_a_queue_by_name,
+    pin_to_a_core,
     make_namespaces,
     use_io_uring,
 ]
@@ -353,15 +378,40 @@ def _value(score: Score | None) -> float:
 
 
 @pytest.fixture
-def surroundings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """A file, a listening socket and secrets within reach of whatever is not fenced off."""
+def shared_objects() -> Iterator[dict[str, Any]]:
+    """Memory, a queue and a semaphore that any program of the user's may use, by id; and a queue by its name."""
+    libc, private, mode, remove, name = load_libc(), 0, 0o1666, 0, f"/treadle-{os.getpid()}"
+    memory, queue = libc.shmget(private, 4096, mode), libc.msgget(private, mode)
+    semaphore, named = libc.semget(private, 1, mode), libc.mq_open(name.encode(), os.O_CREAT | os.O_RDWR, 0o666, None)
+    assert libc.msgsnd(queue, struct.pack("l", 1) + b"x", 1, 0) == 0 and min(memory, semaphore, named) >= 0
+    try:
+        yield {"objects": (memory, queue, semaphore), "queue": name}
+    finally:
+        libc.shmctl(memory, remove, None)
+        libc.msgctl(queue, remove, None)
+        libc.semctl(semaphore, 0, remove, None)
+        libc.mq_unlink(name.encode())
+        os.close(named)
+
+
+def be_no_root() -> None:
+    """Keep no capabilities beyond exec: the kernel protects a process that has more than who attacks it."""
+    libc, set_securebits, no_root = load_libc(), 28, 1
+    libc.prctl(set_securebits, no_root, 0, 0, 0)
+    drop_capabilities(libc)
+
+
+@pytest.fixture
+def surroundings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shared_objects: dict[str, Any]) -> Any:
+    """A file, a listening socket, shared objects and secrets within reach of whatever is not fenced off."""
     monkeypatch.setenv("OPENAI_API_KEY", "sk-secret")
     monkeypatch.setenv("HF_TOKEN", "hf-secret")
     (tmp_path / "there").write_text("there")
-    with socket.create_server(("127.0.0.1", 0)) as server, subprocess.Popen(["sleep", "600"]) as bystander:
+    sleeps = subprocess.Popen(["sleep", "600"], preexec_fn=be_no_root)
+    with socket.create_server(("127.0.0.1", 0)) as server, sleeps as bystander:
         try:
             paths = {"target": str(tmp_path / "new"), "there": str(tmp_path / "there")}
-            yield {**paths, "port": server.getsockname()[1], "bystander": bystander.pid}
+            yield {**paths, "port": server.getsockname()[1], "bystander": bystander.pid, **shared_objects}
         finally:
             bystander.kill()
     assert sorted(os.listdir(tmp_path)) == ["there"] and (tmp_path / "there").read_text() == "there"
@@ -380,6 +430,12 @@ def test_the_attacks_succeed_where_there_is_no_fence(escape: Callable[..., float
     """Or the tests above would show nothing."""
     assert escape({"target": str(tmp_path / "new"), "port": 9}) > 0.0
     Path("/dev/shm/treadle_was_here").unlink(missing_ok=True)
+
+
+def test_shared_objects_are_reached_where_there_is_no_fence(shared_objects: dict[str, Any]) -> None:
+    """Or the same would hold for these."""
+    assert use_shared_objects_by_id(shared_objects) == 8.0
+    assert unlink_a_queue_by_name(shared_objects) == 1.0
 
 
 def test_others_of_the_same_user_can_be_looked_into_where_there_is_no_fence(surroundings: dict[str, Any]) -> None:

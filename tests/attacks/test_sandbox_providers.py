@@ -11,6 +11,7 @@ import os
 import re
 import signal
 import socket
+import struct
 import subprocess
 import sys
 import textwrap
@@ -31,6 +32,7 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="boxes are Linux
 HEAD = """
 import ctypes, os, socket, struct, subprocess, sys, time
 libc = ctypes.CDLL(None, use_errno=True)
+libc.syscall.restype = ctypes.c_long
 def escaped(what=""):
     print("ESCAPED", what)
 def call(number, *arguments):
@@ -120,6 +122,17 @@ KINDS: dict[str, dict[str, str]] = {
         "raw packets": "socket.socket(socket.AF_PACKET, socket.SOCK_RAW); escaped()",
         "the kernel's crypto sockets": "socket.socket(38, 5); escaped()",
         "shared memory of another program": "call(29, {segment}, 4096, 0); escaped()",
+    },
+    "shared objects of other programs, by number": {
+        "attach memory by id": "call(30, {memory}, 0, 0); escaped()",
+        "state of memory by id": "call(31, {memory}, 2, ctypes.create_string_buffer(256)); escaped()",
+        "send to a queue by id": "call(69, {queue}, struct.pack('l', 1) + b'x', 1, 0o4000); escaped()",
+        "receive from a queue by id": "call(70, {queue}, ctypes.create_string_buffer(64), 8, 0, 0o4000); escaped()",
+        "state of a queue by id": "call(71, {queue}, 2, ctypes.create_string_buffer(256)); escaped()",
+        "raise a semaphore by id": "call(65, {semaphore}, struct.pack('HhH', 0, 1, 0), 1); escaped()",
+        "the same, with a timeout": "call(220, {semaphore}, struct.pack('HhH', 0, 1, 0), 1, None); escaped()",
+        "read a semaphore by id": "call(66, {semaphore}, 0, 12, 0); escaped()",
+        "unlink a queue by name": "call(241, {posix_queue!r}); escaped()",
     },
     "the kernel": {
         "a user namespace": "call(272, 0x10000000); escaped()",
@@ -302,9 +315,14 @@ def targets(run: Path) -> Iterator[SimpleNamespace]:
     libc = ctypes.CDLL(None)
     segment = 0x5EC2E7
     shared = libc.shmget(segment, 4096, 0o1666)
+    queue, semaphore, posix_queue = libc.msgget(0, 0o1666), libc.semget(0, 1, 0o1666), f"treadle-{os.getpid()}"
+    named = libc.mq_open(f"/{posix_queue}".encode(), os.O_CREAT | os.O_RDWR, 0o666, None)
+    libc.msgsnd(queue, struct.pack("l", 1) + b"x", 1, 0)
+    assert min(shared, queue, semaphore, named) >= 0
     seen = SimpleNamespace(
         run=str(run), journal=str(run / "journal.sqlite"), victim=victim.pid, port=service.getsockname()[1],
         unix=str(run / "socket"), abstract=f"treadle-{os.getpid()}", parent=os.getpid(), segment=segment,
+        memory=shared, queue=queue, semaphore=semaphore, posix_queue=posix_queue.encode(),
         user_home=str(Path.home()), other="",
         datagrams=str(run / "datagrams"),
     )  # fmt: skip
@@ -314,6 +332,10 @@ def targets(run: Path) -> Iterator[SimpleNamespace]:
         victim.kill()
         victim.wait()
         libc.shmctl(shared, 0, None)
+        libc.msgctl(queue, 0, None)
+        libc.semctl(semaphore, 0, 0, None)
+        libc.mq_unlink(f"/{posix_queue}".encode())
+        os.close(named)
         os.close(kept)
         for opened in (service, local, abstract, datagrams, abstract_datagrams):
             opened.close()
@@ -376,6 +398,7 @@ def test_an_attack_that_succeeds_is_seen(target: SimpleNamespace) -> None:
         "list the run directory",
         "the environment of a process outside",
         "a service of this machine",
+        *KINDS["shared objects of other programs, by number"],
     )
     for kind, attacks in KINDS.items():
         for name in names:

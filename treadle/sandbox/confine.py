@@ -5,6 +5,7 @@
     writing, making, removing     Landlock                  seccomp refuses to open for writing
     reading hidden paths          Landlock                  allowed, and said
     memory of other processes     seccomp, namespace        the driver is made non-dumpable
+    shared memory, queues         seccomp                   —
     signals to other processes    Landlock (kernel 6.12)    allowed, and said
     more memory, more CPU         rlimits, set by `limits`  —
 
@@ -39,7 +40,8 @@ socket=41 connect=42 bind=49 listen=50 accept=43 accept4=288
 io_uring_setup=425 io_uring_enter=426 io_uring_register=427 bpf=321 userfaultfd=323 perf_event_open=298
 mount=165 umount2=166 pivot_root=155 chroot=161 setns=308 unshare=272 open_tree=428 move_mount=429 fsopen=430
 mount_setattr=442 add_key=248 request_key=249 keyctl=250 memfd_create=319 memfd_secret=447
-shmget=29 msgget=68 semget=64 mq_open=240 setrlimit=160 personality=135 open_by_handle_at=304
+shmget=29 shmat=30 shmctl=31 semget=64 semop=65 semctl=66 semtimedop=220 msgget=68 msgsnd=69 msgrcv=70 msgctl=71
+mq_open=240 mq_unlink=241 setrlimit=160 personality=135 open_by_handle_at=304
 chmod=90 fchmod=91 fchmodat=268 chown=92 fchown=93 lchown=94 fchownat=260 utimensat=280 utime=132 utimes=235
 futimesat=261 setxattr=188 lsetxattr=189 fsetxattr=190 removexattr=197 lremovexattr=198 fremovexattr=199 fchmodat2=452
 creat=85 mkdir=83 mkdirat=258 rmdir=84 unlink=87 unlinkat=263 rename=82 renameat=264 renameat2=316 link=86 linkat=265
@@ -50,7 +52,8 @@ socket=198 connect=203 bind=200 listen=201 accept=202 accept4=242
 io_uring_setup=425 io_uring_enter=426 io_uring_register=427 bpf=280 userfaultfd=282 perf_event_open=241
 mount=40 umount2=39 pivot_root=41 chroot=51 setns=268 unshare=97 open_tree=428 move_mount=429 fsopen=430
 mount_setattr=442 add_key=217 request_key=218 keyctl=219 memfd_create=279 memfd_secret=447
-shmget=194 msgget=186 semget=190 mq_open=180 setrlimit=164 personality=92 open_by_handle_at=265
+shmget=194 shmat=196 shmctl=195 semget=190 semop=193 semctl=191 semtimedop=192 msgget=186 msgsnd=189 msgrcv=188
+msgctl=187 mq_open=180 mq_unlink=181 setrlimit=164 personality=92 open_by_handle_at=265
 fchmod=52 fchmodat=53 fchown=55 fchownat=54 utimensat=88 setxattr=5 lsetxattr=6 fsetxattr=7 removexattr=14
 lremovexattr=15 fremovexattr=16 fchmodat2=452 mkdirat=34 unlinkat=35 renameat=38 renameat2=276 linkat=37 symlinkat=36
 mknodat=33 truncate=45
@@ -60,9 +63,10 @@ _KERNEL = """ptrace process_vm_readv process_vm_writev process_madvise pidfd_get
 io_uring_register bpf userfaultfd perf_event_open mount umount2 pivot_root chroot setns unshare open_tree move_mount
 fsopen mount_setattr add_key request_key keyctl memfd_secret personality open_by_handle_at syslog"""
 """Calls into other processes and into parts of the kernel that ordinary programs do without."""
-_SHARED = """socket connect bind listen accept accept4 shmget msgget semget mq_open chmod fchmod fchmodat fchmodat2
-chown fchown lchown fchownat utimensat utime utimes futimesat setxattr lsetxattr fsetxattr removexattr lremovexattr
-fremovexattr setpriority ioprio_set sched_setparam sched_setscheduler sched_setattr"""
+_SHARED = """socket connect bind listen accept accept4 shmget shmat shmctl semget semop semctl semtimedop msgget msgsnd
+msgrcv msgctl mq_open mq_unlink chmod fchmod fchmodat fchmodat2 chown fchown lchown fchownat utimensat utime utimes
+futimesat setxattr lsetxattr fsetxattr removexattr lremovexattr fremovexattr setpriority ioprio_set sched_setparam
+sched_setscheduler sched_setattr"""
 """Calls that reach what is shared with the machine where there are no namespaces, and that Landlock does not govern."""
 _FAMILIES = (1, 2, 10, 16)
 """Sockets that have a namespace: local, internet, routing. The others (a virtual machine's host, crypto) have none."""
@@ -108,7 +112,7 @@ def build_filter(writing: bool) -> bytes | None:
     machine = _this_machine()
     if machine is None:
         return None
-    lines = [*_refuse_calls(machine, machine.calls), *_refuse_more(machine), *_pair_streams_only(machine)]
+    lines = [*_refuse_calls(machine, machine.calls), *_refuse_more(machine), *_stay_apart(machine)]
     lines += ((_EQUAL, 0, 1, machine.openat2), (_RETURN, 0, 0, _ENOSYS))  # its flags are behind a pointer, too
     if not writing:
         for number, position in machine.opens:
@@ -126,7 +130,7 @@ def build_box_filter(namespaces: bool) -> bytes | None:
     if namespaces:
         lines += _allow_only(machine.calls["socket"], _FAMILIES)
     else:
-        lines += (*_refuse_bits(machine.sched_setaffinity, 0, 0xFFFFFFFF), *_pair_streams_only(machine))
+        lines += _stay_apart(machine)
     return _assemble(machine, lines)
 
 
@@ -155,8 +159,10 @@ def _refuse_more(machine: _Machine) -> Iterator[_Line]:
     yield from _refuse_bits(machine.prlimit64, 0, 0xFFFFFFFF)
 
 
-def _pair_streams_only(machine: _Machine) -> Iterator[_Line]:
-    """Refuse pairs of datagram sockets: one of them could send to any local socket of this machine by its address."""
+def _stay_apart(machine: _Machine) -> Iterator[_Line]:
+    """Refuse to choose the cores of other processes, and pairs of datagram sockets: one of them could send to any local
+    socket of this machine by its address."""
+    yield from _refuse_bits(machine.sched_setaffinity, 0, 0xFFFFFFFF)
     yield from ((_EQUAL, 0, 5, machine.socketpair), (_LOAD, 0, 0, 24), (_AND, 0, 0, _SOCKET_TYPE))
     yield from ((_EQUAL, 1, 0, _STREAM), (_RETURN, 0, 0, _EPERM), (_LOAD, 0, 0, 0))
 
