@@ -16,6 +16,7 @@ from treadle.rollout.agent_loop import AgentLoopBase
 from treadle.rollout.environment import Reply
 from treadle.rollout.session import Session
 from treadle.rollout.tools import tool
+from treadle.types import ToolResult
 
 
 def _cancel_current() -> None:
@@ -301,6 +302,30 @@ class UnsendableLoop(AgentLoopBase):
     async def run(self, session: Session) -> None:
         await session.generate()
         session.extra["what"] = object() if session.task.uid == "task1" else {"numbers": (1, 2.5)}
+
+
+class TakesOurNames(AgentLoopBase):
+    """Gives task 1 what only sessions may give: an extra value by the name of one of ours, or a reward of no number."""
+
+    def __init__(self, rollout: Any, name: str = "", reward: Any = None) -> None:
+        super().__init__(rollout)
+        self.name, self.reward = name, reward
+
+    async def run(self, session: Session) -> None:
+        await session.generate()
+        if session.task.uid == "task1":
+            if self.name:
+                session.extra[self.name] = "mine"
+            session.score_turn(self.reward)
+
+
+def rewards_nothing(text: str) -> ToolResult:
+    """A tool that gives no number.
+
+    Args:
+        text: the task's uid
+    """
+    return ToolResult("done", reward=float("nan") if text == "task1" else 0.5)
 
 
 async def hostile_parser(text: str, task: Any) -> float:

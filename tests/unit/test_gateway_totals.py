@@ -42,6 +42,13 @@ def test_nothing_is_said_where_no_agent_asked() -> None:
     assert totals.line() is None
 
 
+def test_what_is_no_number_is_not_counted() -> None:
+    """A loop of the user's may keep anything under this name."""
+    totals = GatewayTotals()
+    totals.finish(finished(requests={"chat": "many", "messages": 2}, replaced=None, replayed=[1]))
+    assert totals.fields() == {"trajectories": 1, "rows": 2, "requests/messages": 2}
+
+
 def test_every_fork_has_a_fix() -> None:
     assert set(FIXES) == set(Fork)
 

@@ -55,7 +55,8 @@ class GatewayTotals:
             if isinstance(value, Mapping) and name != "asked":
                 for key, number in value.items():
                     place = f"{name}/{key}"
-                    self.counts[place if place in self.counts or len(self.counts) < MAX_NAMES else name] += number
+                    if isinstance(number, int):
+                        self.counts[place if place in self.counts or len(self.counts) < MAX_NAMES else name] += number
             elif isinstance(value, int):
                 self.counts[name] += value
 

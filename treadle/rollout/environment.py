@@ -10,12 +10,12 @@ Invariant: what is no Opening, no Step and no Reply is an EnvironmentFailure tha
 """
 
 import json
-import math
 from collections.abc import Awaitable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any, Protocol
 
 from treadle.errors import EnvironmentFailure
+from treadle.rollout.trajectory_checks import finite_reward
 from treadle.types import Message, Task, ToolCall
 
 ROLES = ("system", "user", "tool")
@@ -169,13 +169,7 @@ def read_reward(reward: object) -> float | None:
     """A reward as a number; a failure for what is none, and for NaN and infinity."""
     if reward is None:
         return None
-    try:
-        number = float(reward) if not isinstance(reward, str) else math.nan  # type: ignore[arg-type]
-    except (TypeError, ValueError):
-        number = math.nan
-    if not math.isfinite(number):
-        raise EnvironmentFailure(f"step: reward must be a finite number or None, got {reward!r:.80}")
-    return number
+    return finite_reward(reward, EnvironmentFailure, "step: reward")
 
 
 def _read_record(value: object, cls: type[Opening] | type[Step] | type[Reply], call: str) -> Mapping[str, Any]:

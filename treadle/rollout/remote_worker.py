@@ -27,6 +27,7 @@ from treadle.errors import (
     LoopFailure,
     RequestRefused,
 )
+from treadle.model.tokenizer import read_vocabulary_size
 from treadle.observe import Wait
 from treadle.process.channel import ChannelClosed, ChannelCodec
 from treadle.process.child_handle import ProcessSpec
@@ -35,6 +36,7 @@ from treadle.process.supervisor import RestartPolicy, Supervisor
 from treadle.rollout.environments.schemes import runs_here
 from treadle.rollout.protocol import Dropped, Job
 from treadle.rollout.tools.function import FunctionTool, ToolMode, load_tools
+from treadle.rollout.trajectory_checks import find_problem
 from treadle.rollout.worker import STAGE_FAILURES
 from treadle.rollout.worker_process import REPORT_S, WORKER_CODEC, AgentWorkerSetup, SentJob, WaitReport, serve_worker
 from treadle.types import (
@@ -105,12 +107,19 @@ class RemoteAgentWorker:
     """Agent worker in another process. One that dies is replaced when the next job comes."""
 
     def __init__(
-        self, name: str, setup: AgentWorkerSetup, engine: TokenGenerator, launcher: Callable[[], Launcher]
+        self,
+        name: str,
+        setup: AgentWorkerSetup,
+        engine: TokenGenerator,
+        launcher: Callable[[], Launcher],
+        vocabulary_size: int | None = None,
     ) -> None:
         self._name = name
         self._setup = setup
         self._engine = engine
         self._launcher = launcher
+        self._vocabulary_size = vocabulary_size
+        """How many token ids the model embeds; None where that is not known."""
         self._supervisor = Supervisor(self._launch, RESTART)
         self._process: RemoteProcess | None = None
         """The one that was given the last job."""
@@ -135,7 +144,8 @@ class RemoteAgentWorker:
         sends_text: bool = True,
     ) -> Self:
         """A worker whose process has answered, or an error. `launcher` says where, whenever one is started."""
-        worker = cls(name, AgentWorkerSetup(rollout, model, sends_text), engine, launcher)
+        vocabulary_size = await asyncio.to_thread(read_vocabulary_size, model)
+        worker = cls(name, AgentWorkerSetup(rollout, model, sends_text), engine, launcher, vocabulary_size)
         await worker._supervisor.current()
         return worker
 
@@ -193,16 +203,20 @@ class RemoteAgentWorker:
                 del self._sessions[f"{job.task.uid}/{job.sample}"]
 
     def _check_result(self, result: Trajectory | Dropped, job: Job) -> Trajectory | Dropped:
-        """The attempt that was asked for, without a score: workers do not score."""
+        """The attempt that was asked for, without a score, as workers do not score; a failed one in the place of any
+        other, and of one that no session of this model makes."""
         task = job.task
         if isinstance(result, Dropped):
             matches = result.uid == task.uid
         else:
             asked = (task.uid, job.sample, job.attempt, task.data_source)
             matches = (result.uid, result.sample, result.attempt, result.data_source) == asked and result.reward is None
-        if matches:
+        problem = "" if matches else "another trajectory than it was asked for"
+        if matches and isinstance(result, Trajectory):
+            problem = find_problem(result, self._vocabulary_size)
+        if not problem:
             return result
-        failed = Outcome.failed(LoopFailure(f"{self._name} answered with another trajectory than it was asked for"))
+        failed = Outcome.failed(LoopFailure(f"{self._name} answered with {problem}"))
         return Trajectory(task.uid, job.sample, (), failed, attempt=job.attempt, data_source=task.data_source)
 
     async def _answer(self, body: Any) -> Any:

@@ -17,12 +17,13 @@ from treadle.config.rollout import SamplingConfig
 from treadle.data.reasoning_tags import CHANNELS
 from treadle.engine.protocol import ABORTED
 from treadle.engine.requests import trim_at_stop
-from treadle.errors import ConfigError, EngineFailure, MisuseError, PromptFailure, nearest
+from treadle.errors import ConfigError, EngineFailure, LoopFailure, MisuseError, PromptFailure, nearest
 from treadle.observe import Wait
 from treadle.rollout.parsers import PARSERS, Parsed
 from treadle.rollout.protocol import CallParser
 from treadle.rollout.session_row import SessionRow
 from treadle.rollout.trajectory_builder import RowMark, TurnBuilder
+from treadle.rollout.trajectory_checks import finite_reward
 from treadle.types import (
     Completion,
     Message,
@@ -268,14 +269,15 @@ class Session(SessionRow):
         if reward is not None:
             turns = self._row.turns
             turn = turns[-1] if at is None else next(turn for turn in turns if turn.sampled_end == at.num_ids)
-            turn.reward = reward
-            self._state.turn_rewards.append(reward)
+            turn.reward = finite_reward(reward, LoopFailure, "the reward of a turn")
+            self._state.turn_rewards.append(turn.reward)
 
     def add_turn_reward(self, reward: float) -> None:
         """Add to what the last turn of this row was given."""
         turn = self._row.turns[-1]
-        turn.reward = (turn.reward or 0.0) + reward
-        self._state.turn_rewards.append(reward)
+        given = finite_reward(reward, LoopFailure, "the reward of a turn")
+        turn.reward = finite_reward((turn.reward or 0.0) + given, LoopFailure, "the reward of a turn")
+        self._state.turn_rewards.append(given)
 
     def finish(self) -> None:
         """End the session as complete."""

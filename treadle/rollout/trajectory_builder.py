@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from treadle.config import RolloutConfig
 from treadle.data.renderer import truncate
 from treadle.errors import PromptFailure
+from treadle.rollout.trajectory_checks import OWN_NAMES
 from treadle.types import NOTHING, Completion, Message, Row, StopReason, ToolCall, ToolResult, Turn
 
 if TYPE_CHECKING:
@@ -243,7 +244,7 @@ class SessionRecord:
 
     def extra(self) -> Mapping[str, Any]:
         state = self.state
-        notes = dict(state.extra)
+        notes = {name: value for name, value in state.extra.items() if name not in OWN_NAMES}
         seats = [builder.seat for builder in self._kept_builders()]
         if any(seat is not None for seat in seats):
             notes["seats"] = seats

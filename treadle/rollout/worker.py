@@ -24,6 +24,7 @@ from treadle.rollout.protocol import Dropped, Job, Services
 from treadle.rollout.session import Session
 from treadle.rollout.tools import Toolbox
 from treadle.rollout.trajectory_builder import PromptDropped, SessionRecord, SessionState, fit_prompt
+from treadle.rollout.trajectory_checks import refuse_own_names
 from treadle.types import NOTHING, Outcome, StopReason, Timing, Trajectory
 
 DRIFT_SHARE = 32
@@ -142,6 +143,7 @@ class AgentLoopWorker:
                 async with self._recorded(session, running):
                     await loop.run(session)
             assert running.record is not None
+            refuse_own_names(running.record.state.extra)
             return Outcome.ended(running.record.state.ended or StopReason.STOP)
         except PromptDropped as dropped:
             return Dropped(job.task.uid, str(dropped))

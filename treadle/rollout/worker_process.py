@@ -29,6 +29,7 @@ from treadle.process.child_main import ParentConnection
 from treadle.process.codec import RecordCodec
 from treadle.process.rpc import RpcPeer
 from treadle.rollout.protocol import Dropped, Job
+from treadle.rollout.trajectory_checks import check_row, check_timing, check_tool_result, check_turn, check_wait
 from treadle.rollout.worker import AgentLoopWorker
 from treadle.types import (
     Completion,
@@ -79,14 +80,6 @@ pickle_by_fields(
 )
 
 
-def _check_row(row: Row) -> None:
-    lengths = {len(row.ids), len(row.mask), len(row.logprobs), len(row.versions)}
-    if len(lengths) != 1 or len(row.processed_logprobs) not in (0, len(row.ids)):
-        raise ValueError("a row whose ids, mask, logprobs and versions differ in length")
-    if min(row.prompt_ids, default=0) < 0 or min(row.ids, default=0) < 0 or not {0, 1}.issuperset(row.mask):
-        raise ValueError("a row with negative ids, or a mask of other numbers than 0 and 1")
-
-
 def _fail_unsendable(trajectory: Trajectory, problem: str) -> Trajectory:
     """A failed trajectory in place of one that cannot be sent, with the reason."""
     fix = "give loops and tools extra values of plain JSON, or set rollout.agent.num_workers=0"
@@ -112,7 +105,13 @@ WORKER_CODEC = RecordCodec(
     notifies=(WaitReport,),
     replies=(Trajectory, Dropped),
     errors=tuple(kind.__name__ for kind in _FAILURES),
-    checks={Row: _check_row},
+    checks={
+        Row: check_row,
+        Turn: check_turn,
+        ToolResult: check_tool_result,
+        Timing: check_timing,
+        Wait: check_wait,
+    },
     replace_reply=_fail_unsendable,
 )
 """What a worker sends."""

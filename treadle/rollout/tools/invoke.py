@@ -31,6 +31,7 @@ from typing import Any, Literal
 from treadle.aio import Expired, error_location, is_external_stop
 from treadle.errors import ToolFailure, TreadleError
 from treadle.rollout.tools.base import Invoke, ToolSpec
+from treadle.rollout.trajectory_checks import finite_reward
 from treadle.types import ToolResult, ToolStatus
 
 TruncateSide = Literal["left", "middle", "right"]
@@ -66,7 +67,10 @@ def to_result(returned: object, name: str, limit: OutputLimit, seconds: float) -
         text = limit.cut(text)
     if result is None:
         return ToolResult(text, seconds=seconds, truncated=truncated)
-    return ToolResult(text, result.status, result.reward, result.extra, seconds, truncated or result.truncated)
+    reward = result.reward
+    if reward is not None:
+        reward = finite_reward(reward, ToolFailure, f"{name} returned a ToolResult whose reward")
+    return ToolResult(text, result.status, reward, result.extra, seconds, truncated or result.truncated)
 
 
 def to_text(value: object, name: str) -> str:
