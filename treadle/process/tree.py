@@ -31,8 +31,13 @@ def list_children(pid: int) -> set[int]:
 
 
 def list_tree(pid: int) -> list[int]:
-    """`pid` and everything below it."""
-    return [pid, *(member for child in list_children(pid) for member in list_tree(child))]
+    """`pid` and everything below it, each after its parent. A tool's chain of children may be longer than our stack."""
+    members, known = [pid], {pid}
+    for member in members:  # which grows meanwhile
+        found = list_children(member) - known
+        members += found
+        known |= found
+    return members
 
 
 def kill_tree(pid: int) -> None:

@@ -28,8 +28,13 @@ def children(pid: int) -> "list[int]":
 
 
 def tree(pid: int) -> "list[int]":
-    below = children(pid)
-    return [pid, *(member for child in below for member in tree(child))]
+    """`pid` and everything below it. A chain of children may be longer than our stack."""
+    members, known = [pid], {pid}
+    for member in members:  # which grows meanwhile
+        found = [child for child in children(member) if child not in known]
+        members += found
+        known.update(found)
+    return members
 
 
 def kill(pid: int) -> None:
