@@ -1,18 +1,22 @@
 """What a run directory and the terminal are given: no secret in any spelling, nothing others may read, no escapes."""
 
 import logging
+import os
 import stat
 import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 import treadle
 from tests.rollouts import save_model
 from treadle.cli import serve
 from treadle.config import loads, to_yaml
 from treadle.config.show import hide_in_words
-from treadle.journal import logging_to, read_starts
+from treadle.journal import Journal, logging_to, read_starts
+from treadle.weights.disk import DiskTransport
+from treadle.weights.transfer import CastTensors
 
 SERVERS = "rollout.multi_turn.mcp_servers"
 WORDS = [
@@ -69,6 +73,30 @@ def test_the_directory_of_a_call_from_python_and_all_in_it_are_private(tmp_path,
     )
     modes = {path: stat.S_IMODE(path.stat().st_mode) for path in (Path("runs/one"), *Path("runs/one").rglob("*"))}
     assert {path: oct(mode) for path, mode in modes.items() if mode & 0o077} == {}
+
+
+@pytest.mark.parametrize(("mode", "is_open"), [(0o755, True), (0o710, True), (0o777, True), (0o700, False)])
+def test_a_directory_made_beforehand_that_others_can_open_is_said_and_left(tmp_path, caplog, mode, is_open):
+    directory = tmp_path / "run"
+    directory.mkdir()
+    directory.chmod(mode)
+    with Journal.open(directory, max_mb=16):
+        pass
+    assert stat.S_IMODE(directory.stat().st_mode) == mode, "it is the user's"
+    assert (f"chmod 700 {directory}" in caplog.text) is is_open
+    assert (f"mode {mode:04o}" in caplog.text) is is_open
+    assert not any(stat.S_IMODE(path.stat().st_mode) & 0o077 for path in directory.iterdir())
+
+
+def test_weights_on_disk_are_closed_to_others(tmp_path):
+    before = os.umask(0o022)
+    try:
+        transport = DiskTransport(tmp_path / "weights")
+        transport.publish(1, CastTensors({"a": torch.zeros(2)}, None))
+        found = [tmp_path / "weights", *(tmp_path / "weights").rglob("*")]
+        assert [stat.S_IMODE(path.stat().st_mode) for path in found] == [0o700, 0o700, 0o600]
+    finally:
+        os.umask(before)
 
 
 def test_what_is_logged_holds_no_escape_sequence(tmp_path, capfd, monkeypatch):

@@ -33,7 +33,7 @@ from treadle.journal.records import (
     SessionEnded,
     Stamped,
 )
-from treadle.journal.run_directory import DIRECTORY_MODE, RunFile, RunLock, write_config
+from treadle.journal.run_directory import RunFile, RunLock, make_run_directory, write_config
 from treadle.journal.store import JournalStore
 from treadle.journal.writer import JournalWriter
 from treadle.types import RecordedCompletion, Task, Trajectory
@@ -71,7 +71,7 @@ class Journal:
         now = time.time()
         try:
             with ExitStack() as undo:
-                run_dir.mkdir(mode=DIRECTORY_MODE, parents=True, exist_ok=True)
+                make_run_directory(run_dir)
                 lock = RunLock.take(run_dir, now)
                 undo.callback(lock.release)
                 store = JournalStore.open(run_dir, max_mb << 20)

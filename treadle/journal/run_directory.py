@@ -15,7 +15,9 @@ import json
 import logging
 import os
 import platform
+import shlex
 import socket
+import stat
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -27,6 +29,8 @@ from typing import Any
 from treadle.errors import RunError
 from treadle.journal.records import RunStatus
 from treadle.terminal import printable
+
+log = logging.getLogger(__name__)
 
 DIRECTORY_MODE = 0o700
 """Of what a run makes: trajectories may hold what only its user should read. Files are 0600."""
@@ -218,6 +222,18 @@ def _read_owner(descriptor: int) -> LockOwner | None:
         return LockOwner(**json.loads(os.pread(descriptor, 4096, 0)))
     except (ValueError, TypeError):
         return None
+
+
+def make_run_directory(run_dir: Path) -> None:
+    """Make a run directory that its user alone can open. One that was there keeps its mode; a wider one is logged."""
+    run_dir.mkdir(mode=DIRECTORY_MODE, parents=True, exist_ok=True)
+    mode = stat.S_IMODE(run_dir.stat().st_mode)
+    if mode & ~DIRECTORY_MODE & 0o777:
+        log.warning(
+            "the run directory %s was there, and other users can open it (mode %04o): they see the names in it, and "
+            "what others than treadle write there; to close it: chmod 700 %s",
+            *(run_dir, mode, shlex.quote(str(run_dir))),
+        )
 
 
 LOG_FILE = "run.log"

@@ -19,6 +19,8 @@ from treadle.weights.transfer import CastTensors, TensorSpec, WeightTransfer
 FILE_BYTES = 32 << 20
 
 _PREFIX = "weights-"
+_DIRECTORY_MODE, _FILE_MODE = 0o700, 0o600
+"""Weights may be as private as the run that makes them."""
 
 
 class DiskTransport:
@@ -35,10 +37,12 @@ class DiskTransport:
         transfer = DiskTransfer(tensors.specs(), self._bucket_bytes, folder)
         try:
             shutil.rmtree(folder, ignore_errors=True)
-            folder.mkdir(parents=True)
+            self._directory.mkdir(mode=_DIRECTORY_MODE, parents=True, exist_ok=True)
+            folder.mkdir(mode=_DIRECTORY_MODE)
             for number, bucket in enumerate(transfer.buckets):
                 contents = {spec.name: tensors[spec.name].cpu().contiguous() for spec in bucket.specs}
                 save_file(contents, transfer.file(number))
+                transfer.file(number).chmod(_FILE_MODE)
         except (OSError, SafetensorError) as error:
             raise RunError(f"weights of version {version} could not be written to {folder}: {error}") from error
         return transfer
