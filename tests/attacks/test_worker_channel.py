@@ -231,6 +231,8 @@ def made(row: Row = ROW, **extra: Any) -> Trajectory:
         (made(engine_preemptions=10**400), "extra['engine_preemptions']"),
         (made(prompt_tokens_cut=[]), "extra['prompt_tokens_cut']"),
         (made(turn_rewards=3), "extra['turn_rewards']"),
+        (made(turn_rewards=[1.0, NAN]), "extra['turn_rewards']"),
+        (made(turn_rewards=[10**400]), "extra['turn_rewards']"),
     ],
 )
 def test_a_trajectory_that_no_session_makes_fails_and_says_why(trajectory, says):
@@ -240,7 +242,9 @@ def test_a_trajectory_that_no_session_makes_fails_and_says_why(trajectory, says)
 
 
 def test_a_trajectory_that_a_session_makes_is_taken():
-    sent = made(seats=[1], drift=1.0, engine_preemptions=2, prompt_tokens_cut=4, turn_rewards=[0.5], note="mine")
+    sent = made(
+        seats=[1], drift=1.0, engine_preemptions=2, prompt_tokens_cut=4, turn_rewards=[0.5, -1e300], note="mine"
+    )
     assert check(sent) is sent
     assert check(made(replace(ROW, prompt_ids=(10**6,))), None).outcome.ok, "the size of its vocabulary is not known"
 

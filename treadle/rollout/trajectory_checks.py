@@ -6,6 +6,7 @@ tells the problem of a trajectory that does not fit its model or its rows (that 
 Invariant: whatever passes can be scored, counted and trained on without an error; whether it is true is not known here.
 """
 
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from math import isfinite, isnan, nan
 from typing import Any
@@ -101,7 +102,7 @@ def _is_count(value: Any) -> bool:
 
 
 def _is_number(value: Any) -> bool:
-    return isinstance(value, float | int) and abs(value) < MAX_COUNT
+    return isinstance(value, float | int) and abs(value) <= sys.float_info.max
 
 
 OWN_NAMES: Mapping[str, Callable[[Any, Trajectory], bool]] = {
