@@ -85,10 +85,8 @@ class Trainer:
             failures=config.rollout.failures,
         )
         self._probe = LogprobProbe.of(config, learner.parts.policy, weights.lock)
-        self._pushed = -1
-        """The version that the engines have."""
-        self._engines_slept = False
-        """Whether they gave their memory, and with it their weights, to the policy since then."""
+        self._pushed, self._engines_slept = -1, False
+        """The version that the engines have, and whether they gave their memory to the policy since they got it."""
         self._baselines: list[float | None] | None = None
         """What the step under way was trained against, where the estimator needs it."""
         self._equal_steps, self._told_equal = 0, False
