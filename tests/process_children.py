@@ -7,9 +7,12 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 from treadle.errors import EngineFailure
+from treadle.process.channel import ChannelClosed
 from treadle.process.child_main import BlockingParent, ParentConnection
 from treadle.process.rpc import RpcError, RpcReply, RpcRequest
 
@@ -81,3 +84,15 @@ async def serve_leaver(parent: ParentConnection, setup: Any) -> None:
     parent.started(child.pid)
     await asyncio.sleep(0.1)
     os.kill(os.getpid(), signal.SIGKILL)
+
+
+async def serve_tidy(parent: ParentConnection, setup: Any) -> None:
+    """Tells the number of an orphan in a session of its own; once its channel closes, it writes into a file, slowly."""
+    shell = subprocess.run(  # noqa: ASYNC221
+        ["sh", "-c", "sleep 600 >&- & echo $!"], start_new_session=True, stdout=subprocess.PIPE, check=True
+    )
+    parent.started(int(shell.stdout))
+    with suppress(ChannelClosed):
+        await parent._channel.receive()
+    await asyncio.sleep(0.5)
+    Path(setup).write_text("closed in order")  # noqa: ASYNC240

@@ -67,6 +67,16 @@ class Policy:
         return {"weight": self.weight}
 
 
+class Critic:
+    """Expects nothing, and learns nothing."""
+
+    def values(self, rows):
+        return torch.zeros(sum(len(row.ids) for row in rows))
+
+    def train(self, batch):
+        return {"critic/vf_loss": 0.0}
+
+
 class Sender:
     """Sends the checksum of a policy, and none of its weights."""
 
@@ -269,7 +279,8 @@ class Trial:
 
     def networks(self) -> StepParts:
         config = self.config
-        return StepParts(self.policy, config.actor, config.algorithm, config.trainer)
+        critic = Critic() if config.algorithm.needs_critic() else None
+        return StepParts(self.policy, config.actor, config.algorithm, config.trainer, critic=critic)
 
     async def train(self, groups, **arguments):
         self.trained.append((self.policy.version, tuple(groups)))
@@ -301,4 +312,5 @@ class TrialLearner(Learner):
         self._trial = trial
 
     async def train(self, groups, **arguments):
-        return await self._trial.train(groups, **arguments)
+        async with self._lock.training():
+            return await self._trial.train(groups, **arguments)

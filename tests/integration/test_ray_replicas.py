@@ -12,16 +12,17 @@ pytest.importorskip("ray")
 import torch
 
 from tests import ray_cluster, ray_engines
+from tests.effects.models import chat_model
 from tests.letters import ask, go_on
 from tests.rollouts import rollout, save_model
 from tests.tiny import tiny
-from treadle.config import FailureConfig, LimitsConfig
+from treadle.config import FailureConfig, LimitsConfig, ModelConfig
 from treadle.engine.protocol import WeightUpdate
 from treadle.engine.router import Router
 from treadle.errors import EngineFailure, RunError
 from treadle.model.checksum import checksum
 from treadle.process.supervisor import RestartPolicy
-from treadle.types import Completion, Request, StopReason
+from treadle.types import Completion, Request, SamplingParams, StopReason
 
 TOKENS = 201
 """Of a long answer, its stop token included."""
@@ -181,3 +182,16 @@ def test_damaged_weights_are_refused_by_name(cluster, model):
                 await fleet.router.update_weights(WeightUpdate(1, "wrong", tensors))
 
     asyncio.run(main())
+
+
+def test_a_native_replica_ends_responses_at_the_stop_strings(cluster):
+    letters = tuple("abcdefghijklmnopqrstuvwxyz")
+    config = rollout(name="native", prompt_length=16, response_length=64, limits=LimitsConfig(launch_timeout_s=120.0))
+    sampling = SamplingParams(64, stop=letters, seed=1)
+
+    async def main() -> Completion:
+        async with ray_cluster.fleet(config, ModelConfig(path=str(chat_model()))) as fleet:
+            return await asyncio.wait_for(fleet.router.generate(Request("a", 0, (5, 6, 7), sampling)), 120)
+
+    completion = asyncio.run(main())
+    assert completion.stop is StopReason.STOP and len(completion.ids) < 64

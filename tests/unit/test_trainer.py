@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import pytest
 
+from tests import virtual_time
 from tests.rollouts import task
 from tests.schedules import BASE, Checkpoints, Policy, Rollout, Trial, words_for
 from treadle.checkpoint.store import Progress
@@ -13,6 +14,7 @@ from treadle.errors import EngineFailure, NotFiniteError, RunError
 from treadle.inspect.replay import replay
 from treadle.journal import Journal, JournalReader
 from treadle.observe.trackers import Trackers
+from treadle.rollout.completion_log import NOTHING_RECOVERED
 from treadle.rollout.service import RolloutKind
 from treadle.trainer.state import RunInterrupted
 from treadle.trainer.step import StepParts
@@ -128,6 +130,52 @@ def test_a_stop_ends_the_run_after_the_step_that_is_under_way(tmp_path):
 def test_engines_sleep_while_the_policy_trains_on_their_devices_where_asked(tmp_path):
     assert run_of(tmp_path / "a", Rollout(), "rollout.free_cache_engine=true").rollout.slept == 3
     assert run_of(tmp_path / "b", Rollout()).rollout.slept == 0
+
+
+WARMUP = ("algorithm.adv_estimator=gae", "trainer.critic_warmup=1")
+"""The first step trains the critic alone: it leaves the policy's version as it was."""
+
+
+def test_engines_that_slept_wake_after_a_step_of_the_critic_alone(tmp_path):
+    class Sleeper(Rollout):
+        """As vLLM at level 2: without weights from `sleep` to the next push."""
+
+        asleep = False
+
+        async def generate_group(self, item, *, past=NOTHING_RECOVERED):
+            if self.asleep:
+                raise EngineFailure("its requests wait for weights, until their deadlines")
+            return await super().generate_group(item, past=past)
+
+        async def sleep(self) -> None:
+            self.asleep = True
+            await super().sleep()
+
+        async def update_weights(self, update, *, running="continue"):
+            self.asleep = False
+            return await super().update_weights(update, running=running)
+
+    trial = run_of(tmp_path, Sleeper(), *WARMUP, "rollout.free_cache_engine=true")
+    assert (trial.rollout.slept, trial.run.version, trial.run.step) == (3, 2, 3)
+
+
+@pytest.mark.parametrize("mode", ["sync", "one_step_off", "fully_async"])
+def test_an_engine_that_dies_in_a_step_of_the_critic_alone_gets_its_weights(tmp_path, mode):
+    restored = []
+
+    class Restarted(Rollout):
+        """Its replacement waits for weights that engines have, as the local runtime's does."""
+
+        async def generate_group(self, item, *, past=NOTHING_RECOVERED):
+            if item.uid == "t4":
+                async with trial.run._weights.lock.synced() as version:
+                    restored.append(version)
+            return await super().generate_group(item, past=past)
+
+    words = words_for(mode, *WARMUP[:1], "trainer.critic_warmup=3", "trainer.total_training_steps=4")
+    trial = Trial(tmp_path, Restarted(), *words, train_s=10.0)
+    virtual_time.run(trial.run_to_end())
+    assert (restored, trial.run.version, trial.run.step) == ([0], 1, 4)
 
 
 def test_a_greedy_sample_that_failed_is_no_baseline_of_zero(tmp_path, caplog):

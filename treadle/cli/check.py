@@ -13,6 +13,7 @@ from treadle.terminal import say, warn
 
 if TYPE_CHECKING:
     from treadle.config import Config, Plan
+    from treadle.data.tasks import RunTasks
     from treadle.preflight.report import PreflightReport
 
 
@@ -85,8 +86,8 @@ def _as_json(report: "PreflightReport", plan: "Plan | None", status: int) -> dic
     }
 
 
-def require_preflight(config: "Config") -> None:
-    """The quick part, for commands that go on: mistakes end them, warnings are printed."""
+def require_preflight(config: "Config") -> "RunTasks":
+    """The quick part, for commands that go on: mistakes end them, warnings are printed. The tasks that it has read."""
     from treadle.preflight.checks import run_preflight
 
     report = run_preflight(config, os.environ, thorough=False)
@@ -94,6 +95,7 @@ def require_preflight(config: "Config") -> None:
         raise ConfigError(report.mistakes)
     for warning in report.warnings:
         warn(f"warning: {warning}")
+    return report.tasks
 
 
 def _plan(config: "Config", report: "PreflightReport") -> "Plan | None":

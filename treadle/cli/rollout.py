@@ -66,7 +66,7 @@ def run_evaluation(
 ) -> "RolloutResult":
     """Check, roll out and show how it goes: the same for the command and for a call from Python."""
     config = config.without_training()
-    require_preflight(config)
+    tasks = require_preflight(config)
 
     from treadle.rollout.run import run_rollout
 
@@ -79,6 +79,7 @@ def run_evaluation(
             parts=replace(parts, api_keys=read_api_keys(config)),
             progress=_show_progress,
             stop=stop,
+            tasks=tasks,
         )
 
 

@@ -75,7 +75,7 @@ def run_training(
     from treadle.config import make_plan
     from treadle.observe.training_progress import TrainingView
 
-    require_preflight(config)
+    tasks = require_preflight(config)
     note(describe_plan(config, make_plan(config, find_machines(config.cluster))))
     with TrainingView(quiet="console" not in config.logging.logger) as view:
         work = train_here(
@@ -86,6 +86,7 @@ def run_training(
             fresh=fresh,
             allow_changes=allow_changes,
             on_signals=on_signals,
+            tasks=tasks,
         )
         return asyncio.run(work)
 

@@ -32,6 +32,7 @@ from treadle.data.renderer import Renderer
 from treadle.engine.gpus import replica_gpus, visible_gpus
 from treadle.engine.native.engine import NativeEngine, choose_dtype
 from treadle.engine.protocol import Engine, ProcessEngine, SupportsSleep, WeightUpdate
+from treadle.engine.remote import load_decoder
 from treadle.engine.replica_supervisor import ReplicaSupervisor, StartedEngines
 from treadle.policy.policy import SinglePolicy
 from treadle.policy.protocol import Policy
@@ -181,10 +182,14 @@ class EngineHere(RolloutBackend):
     async def start_engines(
         self, rollout: RolloutConfig, model: ModelConfig, renderer: Renderer, api_key: str | None
     ) -> StartedEngines:
-        check = self._parity_check
-        return StartedEngines(
-            [await NativeEngine.create(rollout, self._source, device=self._device, parity_check=check)]
+        engine = await NativeEngine.create(
+            rollout,
+            self._source,
+            device=self._device,
+            parity_check=self._parity_check,
+            load_decode=partial(load_decoder, model),
         )
+        return StartedEngines([engine])
 
 
 class EngineProcesses(RolloutBackend):

@@ -17,13 +17,13 @@ from treadle.cluster import missing_packages
 from treadle.cluster.local import LocalRuntime
 from treadle.cluster.runtime import Runtime
 from treadle.cluster.signals import StopSignals
-from treadle.config import TrainConfig, to_yaml
+from treadle.config import DataConfig, TrainConfig, to_yaml
 from treadle.config.rules import check_rules
 from treadle.config.show import flatten, hide_in_words, hide_secret
 from treadle.data.renderer import Renderer
 from treadle.data.task_feed import load_feed
 from treadle.data.task_source import TaskSource
-from treadle.data.tasks import load_training_tasks, load_validation_tasks
+from treadle.data.tasks import NOT_READ, RunTasks, load_training_tasks, load_validation_tasks
 from treadle.engine.gpus import plan_here
 from treadle.errors import ConfigError, RunError
 from treadle.inspect.findings import scan_run
@@ -74,12 +74,13 @@ async def train(
     fresh: bool = False,
     allow_changes: bool = False,
     on_signals: Callable[[StopSignals], None] | None = None,
+    tasks: RunTasks = NOT_READ,
 ) -> TrainingResult:
     """Train as the config says. Ctrl-C, SIGTERM and SIGHUP end it in order and save; the same call goes on from there.
 
     A run directory whose run had another model, other tasks or other settings is refused with what changed: `fresh`
     sets it aside, `allow_changes` goes on with other settings. `on_signals` is given what stops the run, for a caller
-    in another thread, which signals do not reach.
+    in another thread, which signals do not reach. `tasks` are those that a check of this config has read.
     """
     check(config)
     run_dir = Path(config.logging.directory())
@@ -89,7 +90,8 @@ async def train(
         if on_signals is not None:
             on_signals(signals)
         try:
-            return await _train_here(config, run_dir, _TrainRequest(view, command, api_keys, allow_changes), signals)
+            request = _TrainRequest(view, command, api_keys, allow_changes, tasks)
+            return await _train_here(config, run_dir, request, signals)
         except asyncio.CancelledError:
             if signals.received is None:
                 raise
@@ -104,6 +106,7 @@ class _TrainRequest:
     command: Sequence[str]
     api_keys: Mapping[str, str]
     allow_changes: bool
+    tasks: RunTasks
 
 
 async def _train_here(
@@ -173,9 +176,8 @@ async def _assembled(
 ) -> AsyncIterator[Trainer]:
     """Every part, started; closed again in the opposite order."""
     logging, view, api_keys = config.logging, request.view, request.api_keys
-    tasks = load_training_tasks(config.data)
+    tasks, validation_tasks = _read_tasks(config.data, request.tasks)
     feed = load_feed(tasks, config.data, success_threshold=config.reward.success_threshold)
-    validation_tasks = tuple(load_validation_tasks(config.data)) if config.data.val_files else ()
     resolve_model_path(config.model.path, origin=config.model.origin("path"))  # before there is a run directory
     if config.ref.path is not None:
         require_same_vocabulary(config.model, config.ref.path, "ref.path", config.origin("ref.path"))
@@ -228,6 +230,14 @@ async def _assembled(
             validation_rollout=validation[0] if validation else None,
             monitor=runtime,
         )
+
+
+def _read_tasks(data: DataConfig, known: RunTasks) -> tuple[TaskSource, Sequence[Task]]:
+    """Training's tasks and those of validation, where there are some; read here where no check has read them."""
+    training = known.training or load_training_tasks(data)
+    if not data.val_files:
+        return training, ()
+    return training, (known.validation or load_validation_tasks(data)).tasks
 
 
 async def _look_at_prompts(config: TrainConfig, tasks: TaskSource, validation_tasks: Sequence[Task]) -> None:

@@ -42,6 +42,17 @@ def load_validation_tasks(data: DataConfig) -> TaskSource:
     return load_tasks(data.val_files, data, data.val_max_samples, validation=True)
 
 
+@dataclass(frozen=True, slots=True)
+class RunTasks:
+    """The tasks of a run that were read by its checks already; None for those that were not. Nothing is drawn yet."""
+
+    training: TaskSource | None = None
+    validation: TaskSource | None = None
+
+
+NOT_READ = RunTasks()
+
+
 def load_tasks(
     files: Sequence[str],
     data: DataConfig,

@@ -10,6 +10,7 @@ import asyncio
 import socket
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from importlib.util import find_spec
 from ipaddress import ip_address
 from pathlib import Path
@@ -23,7 +24,7 @@ from treadle.config.plugin import load_object
 from treadle.data.renderer import Renderer
 from treadle.data.rendering_parity import IGNORES_TOOLS
 from treadle.data.task_feed import load_feed
-from treadle.data.tasks import load_tasks, load_training_tasks
+from treadle.data.tasks import load_tasks
 from treadle.engine.gpus import visible_gpus
 from treadle.errors import ConfigError, Failure, Mistake, RunError
 from treadle.exit_status import memory_limit
@@ -109,11 +110,12 @@ def _why_unread(renderer: Renderer | None, tasks: Sequence[Task]) -> str:
 def _check_data(config: Config, report: PreflightReport) -> dict[str, list[Task]]:
     """Every row of every file, by the file or the key of several. Training tasks come first."""
     data, tasks = config.data, dict[str, list[Task]]()
-    wanted = [(data.train_files, data.train_max_samples, False), (data.val_files, data.val_max_samples, True)]
-    for files, most, validation in wanted:
+    trains = isinstance(config, TrainConfig)
+    for validation in (False, True):
+        files = data.val_files if validation else data.train_files
         if not files and (validation or data.val_files):
             continue
-        found = _read_tasks(files, data, most, validation, report)
+        found = _read_tasks(files, data, report, validation=validation, weighted=trains)
         if found:
             sources = sorted({task.data_source for task in found if task.data_source})
             named = f", data sources: {', '.join(sources[:5])}{' …' if len(sources) > 5 else ''}" if sources else ""
@@ -121,20 +123,24 @@ def _check_data(config: Config, report: PreflightReport) -> dict[str, list[Task]
             _check_batch(config, len(found), validation, report)
             place = f"data.{'val' if validation else 'train'}_files" if len(files) > 1 else files[0]
             tasks[place] = tasks.get(place, []) + found
-    samples = isinstance(config, TrainConfig) and not isinstance(config, SFTRunConfig)
-    if samples and data.sampler is not None:
+    source = report.tasks.training
+    if trains and data.sampler is not None and source is not None:
         with report.gather():
-            load_feed(load_training_tasks(data), data)
+            load_feed(source, data)
             report.note("sampler", data.sampler)
     return tasks
 
 
 def _read_tasks(
-    files: Sequence[str], data: DataConfig, most: int, validation: bool, report: PreflightReport
+    files: Sequence[str], data: DataConfig, report: PreflightReport, *, validation: bool, weighted: bool
 ) -> list[Task]:
-    """The tasks of all files; with mistakes, those of each file that has none."""
+    """The tasks of all files, as they first come; with mistakes, those of each file that has none."""
+    most = data.val_max_samples if validation else data.train_max_samples
+    weights = data.train_weights if weighted and not validation else ()
     with report.gather():
-        return list(load_tasks(files, data, most, validation=validation))
+        source = load_tasks(files, data, most, validation=validation, weights=weights)
+        report.tasks = replace(report.tasks, **{"validation" if validation else "training": source})
+        return [task for tasks in source.first_passes() for task in tasks]
     tasks: list[Task] = []
     for file in files if len(files) > 1 else ():
         with suppress(ConfigError):  # it is in the report

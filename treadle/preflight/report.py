@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
+from treadle.data.tasks import NOT_READ, RunTasks
 from treadle.errors import ConfigError, Mistake
 
 SHOWN_NAMES = 3
@@ -30,6 +31,8 @@ class PreflightReport:
     first_prompt: str = ""
     """The first task's prompt as the model reads it."""
     first_prompt_tokens: int = 0
+    tasks: RunTasks = NOT_READ
+    """What was read and has no mistakes, for the run that comes next."""
 
     @property
     def wrong(self) -> list[Mistake]:

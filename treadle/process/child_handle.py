@@ -30,16 +30,13 @@ from treadle.errors import RunError
 from treadle.exit_status import describe_exit
 from treadle.process.channel import PICKLES, ChannelCodec
 from treadle.process.child_main import ChildHead
-from treadle.process.tree import kill_group, kill_marked, kill_tree
+from treadle.process.tree import MARK, kill_group, kill_marked, kill_tree
 from treadle.terminal import printable, say, warn
 
 log = logging.getLogger(__name__)
 
 END_S = 5.0
 """How long a process may take to be gone, once it was killed or has closed its channel."""
-
-MARK = "TREADLE_PROCESS"
-"""A variable that leads from what a process started to that process."""
 
 _OUTPUT_S = 0.5
 """How long what it printed may take to be read, where something that it started still holds its output open."""
@@ -225,9 +222,7 @@ class ChildProcess:
         if self._trace is None or self._trace.closed:
             return ""
         self._trace.seek(0)
-        found = _FRAME.findall(self._trace.read().decode(errors="replace"))
-        places = dict.fromkeys(f"{file}:{line}" for file, line in found if is_user_file(file))
-        return f" ({', '.join(list(places)[:3])})" if places else ""
+        return describe_trace(self._trace.read())
 
     def release(self) -> None:
         """Once it has exited: let go of what is kept for it."""
@@ -264,6 +259,13 @@ class ChildProcess:
     def _close_lifeline(self) -> None:
         if self._lifeline >= 0:
             os.close(self._lifeline)
+
+
+def describe_trace(trace: bytes) -> str:
+    """The user's lines in the stack traces of all threads, as the end of a sentence."""
+    found = _FRAME.findall(trace.decode(errors="replace"))
+    places = dict.fromkeys(f"{file}:{line}" for file, line in found if is_user_file(file))
+    return f" ({', '.join(list(places)[:3])})" if places else ""
 
 
 def _read(stream: IO[bytes], take: Callable[[bytes], None]) -> None:

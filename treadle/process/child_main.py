@@ -191,7 +191,7 @@ def main(arguments: Sequence[str]) -> None:
         sys.stdout.reconfigure(line_buffering=True, encoding="utf-8", errors="backslashreplace")
     if head.trace >= 0:
         os.set_inheritable(head.trace, False)
-        faulthandler.register(signal.SIGUSR1, file=head.trace, all_threads=True)
+        trace_on_signal(head.trace)
     if head.reap:
         adopt_orphans()
     try:
@@ -199,6 +199,11 @@ def main(arguments: Sequence[str]) -> None:
     finally:
         if head.reap:
             kill_children()
+
+
+def trace_on_signal(trace: int) -> None:
+    """Write where every thread is into this descriptor on SIGUSR1, also while one of them holds the interpreter."""
+    faulthandler.register(signal.SIGUSR1, file=trace, all_threads=True)
 
 
 def _serve(end: socket.socket, head: ChildHead) -> None:
@@ -221,15 +226,15 @@ def _serve(end: socket.socket, head: ChildHead) -> None:
 
 async def _serve_async(end: socket.socket, head: ChildHead, serve: Any, setup: Any, codec: ChannelCodec) -> None:
     if head.max_stall_s:
-        _end_when_stalled(asyncio.get_running_loop(), head.max_stall_s)
+        end_when_stalled(asyncio.get_running_loop(), head.max_stall_s)
     channel = await Channel.open(end, RAW, codec.to_child)
     await serve_async(serve, ParentConnection(channel, head.name, codec), setup)
 
 
-def _end_when_stalled(loop: asyncio.AbstractEventLoop, max_stall_s: float) -> None:
+def end_when_stalled(loop: asyncio.AbstractEventLoop, max_stall_s: float) -> None:
     """End this process where its event loop stands still for so long, by a thread that needs no interpreter."""
     faulthandler.dump_traceback_later(max_stall_s, exit=True)
-    loop.call_later(max_stall_s / 4, _end_when_stalled, loop, max_stall_s)
+    loop.call_later(max_stall_s / 4, end_when_stalled, loop, max_stall_s)
 
 
 def _print_bug(error: Exception) -> None:

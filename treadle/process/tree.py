@@ -15,6 +15,9 @@ from pathlib import Path
 from threading import Thread
 from time import monotonic, sleep
 
+MARK = "TREADLE_PROCESS"
+"""A variable that leads from what a process started to that process."""
+
 _PR_SET_CHILD_SUBREAPER = 36
 
 

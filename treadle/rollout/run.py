@@ -14,10 +14,10 @@ from logging import getLogger
 from pathlib import Path
 
 from treadle.aio import run_to_end
-from treadle.config import Config, to_yaml
+from treadle.config import Config, DataConfig, to_yaml
 from treadle.config.show import hide_in_words
 from treadle.data.renderer import Renderer
-from treadle.data.tasks import load_tasks, load_validation_tasks
+from treadle.data.tasks import NOT_READ, RunTasks, load_tasks, load_validation_tasks
 from treadle.errors import RunError
 from treadle.journal import Journal, JournalReader, logging_to, set_aside
 from treadle.observe import FinishedTrajectory, RolloutCounters, Summary, summarize
@@ -60,6 +60,7 @@ def run_rollout(
     parts: RolloutParts = FROM_CONFIG,
     progress: ShowProgress = hide_progress,
     stop: threading.Event | None = None,
+    tasks: RunTasks = NOT_READ,
 ) -> RolloutResult:
     """Roll out every task of the training files, or of the validation files, and keep everything in the run directory.
 
@@ -68,18 +69,14 @@ def run_rollout(
     sampling or prompt are never taken for the result: a directory that holds some is refused with what changed, unless
     `fresh` sets it aside. Where only the reward changed, they are scored again.
     """
-    data = config.data
-    if validation:
-        tasks = list(load_validation_tasks(data))
-    else:  # every task once, whatever its share in training
-        tasks = list(load_tasks(data.train_files, data, data.train_max_samples))
+    listed = _list_tasks(config.data, tasks, validation=validation)
     renderer = Renderer.create(config.model)  # a mistake in model or tasks leaves no run directory behind
-    survey = run_to_end(survey_prompts(tasks, config.rollout, renderer))
+    survey = run_to_end(survey_prompts(listed, config.rollout, renderer))
     if note := survey.note(config.rollout):
         warn(f"note: {note}")
     cut = 0 if config.rollout.overlong_prompts == "drop" else len(survey.overlong)
     if not config.logging.journal:
-        run = _RolloutRun(config, tasks, None, validation, ReusableSamples(), replace(parts, renderer=renderer))
+        run = _RolloutRun(config, listed, None, validation, ReusableSamples(), replace(parts, renderer=renderer))
         with progress(run.counters, run.total):
             interrupted = run.roll_out(stop)
         return RolloutResult(run.summary(num_cut=cut), interrupted, None)
@@ -87,14 +84,21 @@ def run_rollout(
     if fresh:
         set_aside(run_dir)
     inputs = RunInputs.of(config.rollout, config.model, config.reward)
-    kept = find_reusable(run_dir, config, inputs, tasks, validation=validation)
+    kept = find_reusable(run_dir, config, inputs, listed, validation=validation)
     with _open_journal(config, run_dir, command) as journal:
         record_inputs(journal, inputs, validation=validation)
         brought = replace(parts, renderer=renderer, journal=journal, inputs=inputs)
-        run = _RolloutRun(config, tasks, journal, validation, kept, brought)
+        run = _RolloutRun(config, listed, journal, validation, kept, brought)
         with progress(run.counters, run.total):
             interrupted = run.roll_out(stop)
     return RolloutResult(run.summary(num_cut=cut), interrupted, run_dir)
+
+
+def _list_tasks(data: DataConfig, tasks: RunTasks, *, validation: bool) -> list[Task]:
+    """Every task once, whatever its share in training."""
+    if validation:
+        return list(tasks.validation or load_validation_tasks(data))
+    return list(tasks.training or load_tasks(data.train_files, data, data.train_max_samples))
 
 
 @contextmanager

@@ -85,8 +85,8 @@ class Trainer:
             failures=config.rollout.failures,
         )
         self._probe = LogprobProbe.of(config, learner.parts.policy, weights.lock)
-        self._pushed = -1
-        """The version that the engines have."""
+        self._pushed, self._engines_slept = -1, False
+        """The version that the engines have, and whether they gave their memory to the policy since they got it."""
         self._baselines: list[float | None] | None = None
         """What the step under way was trained against, where the estimator needs it."""
         self._equal_steps, self._told_equal = 0, False
@@ -207,6 +207,7 @@ class Trainer:
         """One step on a batch. Not interrupted: a step is whole or has not begun."""
         baselines = await self._draw_baselines(taken.groups)
         if self._config.rollout.nnodes == 0 and self._config.rollout.free_cache_engine:
+            self._engines_slept = True
             await self._rollout.sleep()
         self._recorder.note_staleness(taken.groups, self.version)
         try:
@@ -259,9 +260,14 @@ class Trainer:
     async def push(self) -> None:
         """Push the policy's weights to the engines, with checksums, unless they have them or a stop is requested.
 
-        A stop is not raised here: a step that was trained is recorded first.
+        They may have them after a step too: one that trains the critic alone leaves the policy's version as it was.
+        Engines that slept have none of any version. A stop is not raised here: a step that was trained is recorded
+        first.
         """
-        if self._pushed == self.version or self._stop.requested:
+        if self._stop.requested:
+            return
+        if self._pushed == self.version and not self._engines_slept:
+            self._weights.lock.mark_synced(self.version)
             return
         try:
             await self._validations.hold()
@@ -340,6 +346,7 @@ class Trainer:
 
     def _note_pushed(self, report: PushReport) -> None:
         self._pushed = report.version
+        self._engines_slept = False
         self._buffer.advance(report.version)
 
     async def _save(self) -> None:

@@ -2,8 +2,8 @@
 
 Owns what a process does first (its GPUs, its threads, where it finds modules), the socket that it listens on, and the
 key that the driver must show before anything it sends is read as a pickle. Knows nothing of where it was placed. It
-serves until the driver's end of its socket closes, however the driver ended. torch is imported by what the actors host,
-after the process was set up, and never by this module.
+serves until the driver's end of its socket closes, however the driver ended, and takes what it started with it where
+that is asked for. torch is imported by what the actors host, after the process was set up, and never by this module.
 Invariant: one connection, of the process that has the key; then nothing listens any more.
 """
 
@@ -13,17 +13,26 @@ import os
 import secrets
 import socket
 import sys
-from collections.abc import Awaitable, Callable
-from contextlib import ExitStack
+import tempfile
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
+from uuid import uuid4
 
 import ray
 
 from treadle.cluster.ray.reaper import descendants, reaping
 from treadle.errors import DeadlineError
 from treadle.process.channel import RAW, Channel, ChannelCodec
-from treadle.process.child_main import ParentConnection, receive_setup, serve_async
+from treadle.process.child_main import (
+    ParentConnection,
+    end_when_stalled,
+    receive_setup,
+    serve_async,
+    trace_on_signal,
+)
+from treadle.process.tree import MARK, adopt_orphans, kill_children, list_children
 
 _KEY_BYTES = 32
 _KEY_TIMEOUT_S = 5.0
@@ -41,10 +50,12 @@ class ActorEnvironment:
     """Where the driver finds modules, so that the actor finds the same."""
     threads: str | None
     """The driver's own OMP_NUM_THREADS. Ray sets 1 for an actor that reserves no CPU of its own."""
+    trace: bool = False
+    """Write where every thread is into a file of its own, on SIGUSR1."""
 
     @classmethod
-    def here(cls, gpus: tuple[str, ...] = ()) -> "ActorEnvironment":
-        return cls(gpus, tuple(sys.path), os.environ.get(THREADS))
+    def here(cls, gpus: tuple[str, ...] = (), *, trace: bool = False) -> "ActorEnvironment":
+        return cls(gpus, tuple(sys.path), os.environ.get(THREADS), trace)
 
     def settle(self) -> None:
         os.environ[VISIBLE] = ",".join(self.gpus)
@@ -63,6 +74,8 @@ class Address:
     port: int
     key: bytes
     pid: int
+    trace: int = -1
+    """The descriptor of the file with its stack traces; -1: it has none."""
 
     def __repr__(self) -> str:
         return f"{self.host}:{self.port}"  # the key is in no log
@@ -71,10 +84,11 @@ class Address:
 class Listener:
     """The actor's end before the driver has connected."""
 
-    def __init__(self, host: str) -> None:
+    def __init__(self, host: str, trace: int = -1) -> None:
         self._listener = socket.create_server((host, 0))
         self._listener.setblocking(False)
-        self.address = Address(host, self._listener.getsockname()[1], secrets.token_bytes(_KEY_BYTES), os.getpid())
+        port, key = self._listener.getsockname()[1], secrets.token_bytes(_KEY_BYTES)
+        self.address = Address(host, port, key, os.getpid(), trace)
 
     async def accept(self, timeout_s: float) -> socket.socket:
         """The connection that has the key, within a deadline; others are closed."""
@@ -132,6 +146,23 @@ class _GuardedParent(ParentConnection):
         super().started(value)
 
 
+@contextmanager
+def _marked() -> Iterator[None]:
+    """Inside, this process adopts what its descendants leave behind; at the end, or where it is killed, that is killed.
+
+    What it forks without another program has no mark, and outlives a kill of this process.
+    """
+    before, mark = list_children(os.getpid()), uuid4().hex
+    adopt_orphans()
+    try:
+        with reaping([], mark):
+            os.environ[MARK] = mark
+            yield
+    finally:
+        os.environ.pop(MARK, None)
+        kill_children(spare=before)
+
+
 class ProcessActor:
     """One `serve` function."""
 
@@ -139,17 +170,29 @@ class ProcessActor:
 
     def __init__(self, environment: ActorEnvironment) -> None:
         environment.settle()
-        self._listener = Listener(ray.util.get_node_ip_address())
+        self._trace = tempfile.TemporaryFile(buffering=0) if environment.trace else None  # noqa: SIM115
+        trace = -1
+        if self._trace is not None:
+            trace = self._trace.fileno()
+            trace_on_signal(trace)
+        self._listener = Listener(ray.util.get_node_ip_address(), trace)
 
     async def address(self) -> Address:
         """Where the driver finds this actor."""
         return self._listener.address
 
-    async def serve(self, timeout_s: float, guard: bool) -> None:
-        """Serve what the driver says, until it goes. The driver connects within a deadline."""
+    async def serve(self, timeout_s: float, guard: bool, reap: bool) -> None:
+        """Serve what the driver says, until it goes. The driver connects within a deadline.
+
+        Where it should `reap`, what it started ends with it, however it ends.
+        """
         channel = await Channel.open(await self._listener.accept(timeout_s), RAW, RAW)
         with ExitStack() as guards:
+            if reap:
+                guards.enter_context(_marked())
             head, serve, setup, codec = await receive_setup(channel)
+            if head.max_stall_s:
+                end_when_stalled(asyncio.get_running_loop(), head.max_stall_s)
             self._parent = _GuardedParent(channel, head.name, codec, guards if guard else None)
             await serve_async(serve, self._parent, setup)
 

@@ -4,13 +4,18 @@ Owns the actor, the socket to it and the verdict on it. Two things tell of a dea
 closes, or Ray says so (a machine that vanishes closes nothing). Also what Ray says about an actor that is gone, in a
 sentence for people.
 Waits: `launch` for the actor's first message, until a deadline; `gone` for its end, without one: it means to run for
-ever.
+ever; `end` until it has ended in order, as long as its spec gives it, and then it is killed.
 """
 
 import asyncio
+import logging
+import os
 import pickle
+import signal
 import sys
+import time
 from collections.abc import Awaitable, Callable
+from pathlib import Path
 from typing import Any
 
 import ray
@@ -20,10 +25,15 @@ from treadle.cluster.ray.actor import ActorEnvironment, Address, ProcessActor, c
 from treadle.cluster.ray.placement import ActorSlot
 from treadle.errors import DeadlineError, RunError, TreadleError
 from treadle.process.channel import RAW, Channel, ChannelClosed
-from treadle.process.child_handle import ProcessSpec
+from treadle.process.child_handle import ProcessSpec, describe_trace
 from treadle.process.child_main import STARTED, ChildHead
 from treadle.process.launcher import read_first
 from treadle.process.rpc import Handler, RpcPeer
+
+log = logging.getLogger(__name__)
+
+_TRACE_S = 2.0
+"""How long the fault handler of an actor may take to write where its threads are."""
 
 _VERDICT_S = 2.0
 """How long Ray may take to say why an actor is gone, once its socket has closed."""
@@ -46,11 +56,12 @@ class RayLauncher:
     ) -> "RayProcess":
         """An actor that serves, or an error within the deadline."""
         slot = self._slot
-        actor: Any = ray.remote(_actor_class(spec)).options(**slot.options()).remote(ActorEnvironment.here(slot.gpus))
+        environment = ActorEnvironment.here(slot.gpus, trace=spec.trace)
+        actor: Any = ray.remote(_actor_class(spec)).options(**slot.options()).remote(environment)
         try:
             async with asyncio.timeout(spec.start_timeout_s):
                 address: Address = await actor.address.remote()
-                serving = actor.serve.remote(spec.start_timeout_s, spec.kill_with_parent)
+                serving = actor.serve.remote(spec.start_timeout_s, spec.kill_with_parent, spec.reap)
                 channel = await Channel.open(await connect(address), RAW, STARTED)
                 started = await _handshake(spec, channel, serving)
         except BaseException as error:
@@ -63,13 +74,13 @@ class RayLauncher:
             raise
         channel.use(spec.codec.to_child, spec.codec.to_parent)
         peer = RpcPeer(channel, handle, expected, name=spec.name)
-        return RayProcess(spec.name, actor, serving, channel, peer, address.pid, started)
+        return RayProcess(spec, slot, actor, serving, channel, peer, address, started)
 
 
 async def _handshake(spec: ProcessSpec, channel: Channel, serving: Any) -> Any:
     """Tell the actor what to serve; raise what is in the way."""
     try:
-        channel.send(ChildHead(list(sys.path), spec.name, spec.serve).to_json())
+        channel.send(ChildHead(list(sys.path), spec.name, spec.serve, max_stall_s=spec.max_stall_s).to_json())
         channel.send(pickle.dumps((spec.setup, spec.codec), pickle.HIGHEST_PROTOCOL))
         return read_first(spec.name, await channel.receive())
     except ChannelClosed:
@@ -85,11 +96,22 @@ class RayProcess:
     """A `RemoteProcess` in an actor."""
 
     def __init__(
-        self, name: str, actor: Any, serving: Any, channel: Channel, peer: RpcPeer, pid: int, started: Any
+        self,
+        spec: ProcessSpec,
+        slot: ActorSlot,
+        actor: Any,
+        serving: Any,
+        channel: Channel,
+        peer: RpcPeer,
+        address: Address,
+        started: Any,
     ) -> None:
-        self.name, self.pid = name, pid
+        self.name, self.pid = spec.name, address.pid
         self.started = started
         self.peer = peer
+        self._end_timeout_s = spec.end_timeout_s
+        self._slot, self._trace = slot, address.trace
+        self._tracing: asyncio.Future[bytes] | None = None
         self._actor = actor
         self._channel = channel
         self._verdict: asyncio.Future[None] = asyncio.wrap_future(serving.future())
@@ -129,20 +151,56 @@ class RayProcess:
         return "it ended by itself"
 
     def probe(self) -> None:
-        """Nothing: where an actor is cannot be asked from here."""
+        """By a task of Ray on its node, which needs a moment; Python's fault handler answers, whatever holds it."""
+        if self._trace >= 0 and not self._verdict.done():
+            task = ray.remote(_read_trace).options(**self._slot.task_options(), max_retries=0)
+            self._tracing = asyncio.wrap_future(task.remote(self.pid, self._trace).future())
+            self._tracing.add_done_callback(_note_untraced)
+
+    async def traced(self) -> str:
+        """Where it was when it was probed, as soon as that is known."""
+        if self._tracing is not None:
+            await asyncio.wait({self._tracing})
+        return self._where()
+
+    def _where(self) -> str:
+        tracing = self._tracing
+        if tracing is None or not tracing.done() or tracing.cancelled() or tracing.exception() is not None:
+            return ""
+        return describe_trace(tracing.result())
 
     def kill(self) -> str:
         self._channel.close()
         ray.kill(self._actor)
-        return ""
+        return self._where()
 
     async def end(self, timeout_s: float | None = None) -> None:
-        """End the actor, whatever it does: it takes no time to end in order."""
         self._channel.close()
+        await asyncio.wait({self._verdict}, timeout=self._end_timeout_s if timeout_s is None else timeout_s)
         ray.kill(self._actor)
         await asyncio.wait({self._served, self._verdict}, timeout=_VERDICT_S)
         if self._verdict.done() and not self._verdict.cancelled():
             self._verdict.exception()  # that it was killed is no news
+
+
+def _read_trace(pid: int, trace: int) -> bytes:
+    """On the node of an actor: where its threads are, as its fault handler writes it on SIGUSR1."""
+    path = Path(f"/proc/{pid}/fd/{trace}")
+    before, deadline = len(path.read_bytes()), time.monotonic() + _TRACE_S
+    os.kill(pid, signal.SIGUSR1)
+    seen = b""
+    while time.monotonic() < deadline:
+        time.sleep(0.02)
+        last, seen = seen, path.read_bytes()[before:]
+        if seen and seen == last:
+            break
+    return seen
+
+
+def _note_untraced(tracing: "asyncio.Future[bytes]") -> None:
+    """The kill says no place then; why is in the log."""
+    if not tracing.cancelled() and (error := tracing.exception()) is not None:
+        log.debug("no stack trace of an actor: %s", error)
 
 
 def explain(error: BaseException) -> str:

@@ -39,8 +39,12 @@ class ActorSlot:
 
     def options(self) -> dict[str, Any]:
         """For Ray. The bundle holds the resources; the actor takes none of its own."""
+        return {**self.task_options(), "max_restarts": 0}
+
+    def task_options(self) -> dict[str, Any]:
+        """For a task of Ray beside the actor."""
         pinned = PlacementGroupSchedulingStrategy(self.group, placement_group_bundle_index=self.bundle)
-        return {"num_cpus": 0, "num_gpus": 0, "scheduling_strategy": pinned, "max_restarts": 0}
+        return {"num_cpus": 0, "num_gpus": 0, "scheduling_strategy": pinned}
 
     def there(self) -> bool:
         """Whether its machine is still part of the cluster."""

@@ -32,7 +32,7 @@ from treadle.cores import num_cores
 from treadle.data.renderer import Renderer
 from treadle.engine.gpus import visible_gpus
 from treadle.engine.protocol import Engine, EngineGone, WeightUpdate
-from treadle.engine.remote import EngineCall, RemoteEngine
+from treadle.engine.remote import EngineCall, RemoteEngine, load_decoder
 from treadle.engine.replica_supervisor import ReplicaSupervisor
 from treadle.engine.requests import SAVE_S
 from treadle.errors import EngineFailure, TreadleError
@@ -74,7 +74,8 @@ async def start_replica(setup: ReplicaSetup) -> Engine:
         device = "cuda" if os.environ[VISIBLE] else "cpu"
         if device == "cpu" and THREADS not in os.environ:
             torch.set_num_threads(max(1, num_cores() // setup.sharers))
-        return await NativeEngine.create(rollout, model, name=setup.name, device=device)
+        load_decode = partial(load_decoder, model)
+        return await NativeEngine.create(rollout, model, name=setup.name, device=device, load_decode=load_decode)
     renderer = await asyncio.to_thread(Renderer.create, model)
     return await start_engine(rollout, model, renderer, setup.api_key, setup.name, visible_gpus())
 
