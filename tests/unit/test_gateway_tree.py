@@ -445,6 +445,41 @@ def test_an_engine_that_keeps_failing_fails_the_session() -> None:
     run(use, retries=1, failure_rate=1.0)
 
 
+async def failing_requests(it: Agent, *contents: str) -> None:
+    """Requests that are on their way together meet an engine that is gone."""
+    sent = [it.send({"model": "policy", "messages": [{"role": "user", "content": text}]}) for text in contents]
+    for exchange in sent:
+        with pytest.raises(Overloaded):
+            await it.receive(exchange)
+
+
+@pytest.mark.parametrize("contents", [("one", "two", "three"), ("same", "same", "same")])
+def test_requests_that_meet_one_outage_together_leave_the_retries_of_each_untouched(contents: tuple[str, ...]) -> None:
+    async def use(it: Agent) -> None:
+        await failing_requests(it, *contents)
+        assert it.conversation.failure is None and it.conversation.counters.engine_failures == 3
+        await failing_requests(it, contents[0])
+        assert it.conversation.failure is None
+        await failing_requests(it, contents[0])
+        assert isinstance(it.conversation.failure, EngineFailure), "the first request and two retries"
+
+    run(use, retries=2, failure_rate=1.0)
+
+
+@pytest.mark.parametrize("n", [1, 3])
+def test_a_turn_that_an_engine_failed_is_none_of_the_turns_that_a_session_may_have(n: int) -> None:
+    async def use(it: Agent) -> None:
+        real, it.engine.inner = it.engine.inner, Failing()
+        with pytest.raises(Overloaded):
+            await it.chat(USER, n=n)
+        it.engine.inner = real
+        await it.receive(it.send({"model": "policy", "messages": [USER], "n": n}))
+        with pytest.raises(SessionOver, match=f"max_assistant_turns = {n}"):
+            await it.chat({"role": "user", "content": "One more."})
+
+    run(use, config=rollout(response_length=500, max_assistant_turns=n), script=say("Well."))
+
+
 def test_a_call_that_is_required_is_opened_with_given_tokens() -> None:
     async def use(it: Agent) -> None:
         forced = {"type": "function", "function": {"name": "add"}}
