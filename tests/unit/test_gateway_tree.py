@@ -57,6 +57,36 @@ def test_a_conversation_is_one_row_and_every_prompt_extends_what_was_sampled() -
     run(use)
 
 
+class CountingKeys(list[bytes]):
+    """Keys of messages that count how many of them are taken to look a point up."""
+
+    num_taken = 0
+
+    def __getitem__(self, index: Any) -> Any:
+        found = super().__getitem__(index)
+        self.num_taken += len(found) if isinstance(index, slice) else 1
+        return found
+
+
+def test_to_find_a_place_takes_as_many_steps_as_there_are_messages() -> None:
+    """Assistant messages that are no turns of ours, where a turn was sampled after as many messages once."""
+
+    async def steps(count: int) -> int:
+        async with agent(say("Well."), config=rollout(prompt_length=200_000, response_length=200_000)) as it:
+            empty = {"role": "user", "content": ""}
+            await it.chat(*[empty] * count, USER)
+            others = [{"role": "assistant", "content": ""} if at % 2 else empty for at in range(count)]
+            history = [*others, USER, {"role": "assistant", "content": "Well."}, USER]
+            request = DIALECTS["chat"].parse_request({"model": "policy", "messages": history, "tools": TOOLS})
+            tree, keys = it.conversation._tree, CountingKeys(request.keys())
+            (root,) = tree._roots
+            assert tree.locate(request.messages, keys, root).start == 0
+            return keys.num_taken
+
+    assert asyncio.run(steps(400)) == 401
+    assert asyncio.run(steps(1600)) == 1601
+
+
 def test_the_first_prompt_is_the_agents_and_not_the_tasks() -> None:
     async def use(it: Agent) -> None:
         await it.chat({"role": "system", "content": "Be brief."}, USER)

@@ -29,9 +29,9 @@ from treadle.gateway.request import (
     read_body,
     read_count,
     read_list,
+    read_model,
     read_object,
     read_stops,
-    read_text,
     refuse,
 )
 from treadle.gateway.responses import KEEP_ALIVE_S, HttpError, encode_events, error_response
@@ -88,7 +88,7 @@ def parse_request(body: Mapping[str, Any]) -> CompletionsRequest:
         raise refuse("n", f"at most {MAX_ROWS} completions")
     stream_options = read_object(body.get("stream_options") or {}, "stream_options")
     return CompletionsRequest(
-        model=read_text(body.get("model"), "model"),
+        model=read_model(body.get("model")),
         prompts=prompts,
         max_tokens=read_count(body.get("max_tokens"), "max_tokens") or DEFAULT_MAX_TOKENS,
         stop=read_stops(body.get("stop"), "stop"),
