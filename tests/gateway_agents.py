@@ -154,7 +154,7 @@ async def endless_async(base_url: str, api_key: str, task: Any, left: str) -> No
                 await client.post("/chat/completions", json={"model": "policy", "messages": list(task.messages)})
     finally:
         await asyncio.sleep(0)
-        Path(left).write_text("cleaned up")
+        await asyncio.to_thread(Path(left).write_text, "cleaned up")
 
 
 def silent(base_url: str, api_key: str, task: Any) -> float:

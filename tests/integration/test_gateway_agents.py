@@ -477,6 +477,15 @@ def descendants(pid: int) -> list[int]:
     return children + [found for child in children for found in descendants(child)]
 
 
+def test_files_of_an_agent_are_written_as_utf_8_in_any_locale(tmp_path: Path) -> None:
+    code = "import sys, pathlib; from treadle.gateway.agent_program import write_files; "
+    code += "write_files(pathlib.Path(sys.argv[1]), {'a/b.txt': '\\u6f22\\u00e9'})"
+    environment = {**os.environ, "LC_ALL": "C", "PYTHONCOERCECLOCALE": "0"}
+    command = [sys.executable, "-X", "utf8=0", "-c", code, str(tmp_path)]
+    subprocess.run(command, check=True, env=environment, cwd=Path(__file__).parents[2])
+    assert (tmp_path / "a" / "b.txt").read_bytes() == "漢é".encode()
+
+
 def test_python_of_a_program_is_the_one_that_runs_treadle(model: Any, tmp_path: Path) -> None:
     code = PROGRAM + "\nprint('runs', sys.executable)"
     batch, _ = run(config("program_agent", program(code, files={"settings.json": ""})), model, tmp_path, count=1)

@@ -546,6 +546,27 @@ def test_what_a_message_means_decides_and_not_how_it_is_written() -> None:
     run(use)
 
 
+@pytest.mark.parametrize("minted", [True, False])
+def test_results_of_equal_text_that_answer_other_calls_are_another_context(minted: bool) -> None:
+    async def use(it: Agent) -> None:
+        if minted:
+            answer = assistant(await it.chat(USER))
+        else:
+            calls = [{"id": f"c{at}", "function": {"name": ("add", "sub")[at], "arguments": "{}"}} for at in range(2)]
+            answer = {"role": "assistant", "content": "", "tool_calls": calls}
+        first, second = ({"role": "tool", "tool_call_id": call["id"], "content": "ok"} for call in answer["tool_calls"])
+        unknown = {**first, "tool_call_id": "unknown"}
+        for results in ((first, second), (second, first), (second, unknown), (unknown, second)):
+            await it.chat(USER, answer, *results)
+        points = {turn.point for turn in it.conversation._tree.turns}
+        assert len(points) == 4 + minted and not it.conversation.counters.forks["sibling"]
+        await it.chat(USER, answer, second, first)
+        assert it.conversation.counters.forks["sibling"] == 1
+
+    other = CALL.replace('"add"', '"sub"')
+    run(use, script=lambda request, rng: f"{CALL}\n{other}" if len(request.messages) == 1 else "Well.")
+
+
 def test_a_conversation_that_ends_with_an_assistant_message_is_refused() -> None:
     async def use(it: Agent) -> None:
         with pytest.raises(RequestError, match="does not go on"):

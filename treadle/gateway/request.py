@@ -4,9 +4,9 @@ Owns the internal records, the canonical form of a message, the tools of a reque
 of a request. Knows no dialect, no token and no HTTP. A large body is read in a thread, and refused before where that
 would hold the interpreter.
 Invariants: two messages have the same `key` exactly if they mean the same to a chat template: a list of text blocks is
-its text, null is "", arguments are JSON values, and ids and caching hints are left out. Requests of a session whose
-tools are the same JSON get the same objects: agents send tens of kilobytes of them with every request, and they are
-read and hashed once.
+its text, null is "", arguments are JSON values, caching hints are left out, and of ids there is which call a result
+answers. Requests of a session whose tools are the same JSON get the same objects: agents send tens of kilobytes of them
+with every request, and they are read and hashed once.
 """
 
 import asyncio
@@ -56,10 +56,10 @@ class ChatMessage:
     marks: tuple[str, ...] = ()
     """Ids that may be ones we minted: of calls, items and signatures."""
 
-    def key(self) -> bytes:
-        """Digest of the canonical content."""
+    def key(self, answered: str = "") -> bytes:
+        """Digest of the canonical content. `answered`: which call it is the result of."""
         calls = [[call.name, call.arguments] for call in self.calls]
-        written = json.dumps(calls, sort_keys=True, ensure_ascii=False) if calls else ""
+        written = json.dumps(calls, sort_keys=True, ensure_ascii=False) if calls else answered
         parts = [part.encode("utf-8", "surrogatepass") for part in (self.text.strip(), self.reasoning.strip(), written)]
         lengths = f"{self.role} {len(parts[0])} {len(parts[1])} ".encode()
         return sha256(b"".join((lengths, *parts))).digest()[:16]
@@ -109,8 +109,17 @@ class TurnRequest:
     """Tools that came in a namespace, by the name that the model is shown."""
 
     def keys(self) -> list[bytes]:
-        """The keys of its messages."""
-        return [message.key() for message in self.messages]
+        """The keys of its messages. A result of a tool is that of a call by its name and its place among all calls."""
+        answered: dict[str, str] = {}
+        keys: list[bytes] = []
+        num_calls = 0
+        for message in self.messages:
+            is_result = message.role == "tool"
+            keys.append(message.key(answered.get(message.call_id, f"id {message.call_id}") if is_result else ""))
+            for call in message.calls:
+                answered[call.id] = f"{num_calls} {call.name}"
+                num_calls += 1
+        return keys
 
     def repeat_key(self, keys: Sequence[bytes], tools: bytes) -> bytes:
         """Digest of what decides the answer: two requests with the same one ask for the same.
