@@ -278,6 +278,19 @@ def test_calls_for_another_model_do_not_train() -> None:
     run(use, train="main")
 
 
+def test_where_all_turns_train_none_is_counted_that_does_not() -> None:
+    async def use(it: Agent) -> None:
+        await it.chat(USER)
+        await it.chat(USER, model="small")
+        await it.chat(USER)
+        rows = await it.rows()
+        assert trained(rows) == {pair: 1 for pair in it.engine.sampled}
+        counted = it.session.extra["gateway"]
+        assert not {"untrained", "auxiliary", "replaced", "undelivered"} & set(counted)
+
+    run(use, train="all")
+
+
 def test_an_agent_that_names_one_model_of_its_own_trains_that() -> None:
     async def use(it: Agent) -> None:
         await it.chat(USER, model="gpt-x")
@@ -556,8 +569,8 @@ def test_results_of_equal_text_that_answer_other_calls_are_another_context(minte
             answer = {"role": "assistant", "content": "", "tool_calls": calls}
         first, second = ({"role": "tool", "tool_call_id": call["id"], "content": "ok"} for call in answer["tool_calls"])
         unknown = {**first, "tool_call_id": "unknown"}
-        for results in ((first, second), (second, first), (second, unknown), (unknown, second)):
-            await it.chat(USER, answer, *results)
+        for both in ((first, second), (second, first), (second, unknown), (unknown, second)):
+            await it.chat(USER, answer, *both)
         points = {turn.point for turn in it.conversation._tree.turns}
         assert len(points) == 4 + minted and not it.conversation.counters.forks["sibling"]
         await it.chat(USER, answer, second, first)

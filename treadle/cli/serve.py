@@ -53,8 +53,8 @@ def register(commands: Commands) -> None:
     )
     command.add_argument(
         "--notes-key",
-        help="with --gateway, the key for rewards and notes; a new one by default. Other users, and agents, can read it "
-        "off the command line: better --notes-key-file, or TREADLE_NOTES_KEY in the environment",
+        help="with --gateway, the key for rewards and notes; a new one by default. Other users, and agents, can read a "
+        "command line: better --notes-key-file, or TREADLE_NOTES_KEY in the environment",
     )
     command.add_argument(
         "--notes-key-file", help="the same, of a file that its owner alone can read (chmod 600); - for standard input"

@@ -285,8 +285,8 @@ class Conversation:
         last: TurnNode | None = None
         kept: dict[int, TurnNode] = {}
         for turn in self._tree.turns:
-            why = self._why_untrained(turn, main)
-            if why and self._train == "main":
+            why = self._why_untrained(turn, main) if self._train == "main" else ""
+            if why:
                 untrained.append(
                     {"why": why, "model": turn.model, "tokens": turn.reply.sampled_tokens, "text": turn.reply.text}
                 )
