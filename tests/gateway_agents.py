@@ -1,7 +1,9 @@
 """Agents as their authors write them: with the SDK of their choice, and nothing of treadle."""
 
+import asyncio
 import json
 import time
+from pathlib import Path
 from typing import Any
 
 TOOL = {
@@ -125,6 +127,34 @@ def anthropic_sdk(base_url: str, api_key: str, task: Any) -> float:
             blocks = [{"type": "tool_result", "tool_use_id": at, "content": text} for at, text in results]
             history.append({"role": "user", "content": blocks})
     return 0.0
+
+
+async def openai_sync_in_async(base_url: str, api_key: str, task: Any) -> float:
+    """A coroutine that blocks its event loop: with the plain SDK, as many are written."""
+    return openai_sync(base_url, api_key, task)
+
+
+class AwaitedAgent:
+    """A callable object whose call is a coroutine."""
+
+    async def __call__(self, base_url: str, api_key: str, task: Any) -> float:
+        return openai_sync(base_url, api_key, task)
+
+
+awaited = AwaitedAgent()
+
+
+async def endless_async(base_url: str, api_key: str, task: Any, left: str) -> None:
+    """Asks until it is ended, and leaves a file then."""
+    import httpx
+
+    try:
+        async with httpx.AsyncClient(base_url=base_url, headers={"authorization": f"Bearer {api_key}"}) as client:
+            while True:
+                await client.post("/chat/completions", json={"model": "policy", "messages": list(task.messages)})
+    finally:
+        await asyncio.sleep(0)
+        await asyncio.to_thread(Path(left).write_text, "cleaned up")
 
 
 def silent(base_url: str, api_key: str, task: Any) -> float:

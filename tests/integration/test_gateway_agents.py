@@ -20,6 +20,7 @@ from treadle.errors import BudgetSpent, ConfigError
 from treadle.gateway import openai_chat
 from treadle.gateway.agent_program import AgentDirectory
 from treadle.journal import Journal, JournalReader
+from treadle.rollout import remote_worker
 from treadle.rollout.manager import AgentLoopManager
 from treadle.rollout.service import RolloutParts
 from treadle.types import Batch, Status, StopReason
@@ -95,6 +96,29 @@ def test_an_agent_with_a_real_sdk_trains_what_was_sampled(name: str, workers: in
         assert trajectory.response_text == FINAL
     rewards = {trajectory.reward.value for trajectory in batch.trajectories}
     assert rewards == ({0.0} if name == "openai_streaming" else {1.0})
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.parametrize("name", ["openai_sync_in_async", "awaited"])
+def test_a_coroutine_that_blocks_its_loop_is_answered_all_the_same(
+    name: str, workers: int, model: Any, tmp_path: Path
+) -> None:
+    _, recording = run(function_agent(name, num_workers=workers), model, tmp_path)
+    for trajectory in check_exact(tmp_path, recording):
+        assert trajectory.response_text == FINAL and len(trajectory.rows) == 1
+
+
+def test_a_coroutine_is_cancelled_at_the_end_of_its_session_and_cleans_up(model: Any, tmp_path: Path) -> None:
+    left = tmp_path / "left"
+    kwargs = {"function": f"{AGENTS}:endless_async", "kwargs": {"left": str(left)}}
+    section = config("function_agent", kwargs, max_assistant_turns=3)
+    (trajectory,) = run(section, model, tmp_path, say("Well."), count=1)[0].trajectories
+    assert trajectory.outcome.reason is StopReason.TURN_LIMIT and left.read_text() == "cleaned up"
+
+
+def test_a_worker_of_agent_functions_may_be_silent_for_as_long_as_a_session() -> None:
+    longest = function_agent("openai_async", limits=LimitsConfig(session_timeout_s=500.0))
+    assert remote_worker._max_silence_s(longest) > 500 > remote_worker._max_silence_s(rollout())
 
 
 def test_a_run_ends_with_a_line_about_its_agents(
@@ -451,6 +475,15 @@ def test_a_program_dies_with_a_worker_that_is_killed() -> None:
 def descendants(pid: int) -> list[int]:
     children = [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
     return children + [found for child in children for found in descendants(child)]
+
+
+def test_files_of_an_agent_are_written_as_utf_8_in_any_locale(tmp_path: Path) -> None:
+    code = "import sys, pathlib; from treadle.gateway.agent_program import write_files; "
+    code += "write_files(pathlib.Path(sys.argv[1]), {'a/b.txt': '\\u6f22\\u00e9'})"
+    environment = {**os.environ, "LC_ALL": "C", "PYTHONCOERCECLOCALE": "0"}
+    command = [sys.executable, "-X", "utf8=0", "-c", code, str(tmp_path)]
+    subprocess.run(command, check=True, env=environment, cwd=Path(__file__).parents[2])
+    assert (tmp_path / "a" / "b.txt").read_bytes() == "漢é".encode()
 
 
 def test_python_of_a_program_is_the_one_that_runs_treadle(model: Any, tmp_path: Path) -> None:

@@ -1,8 +1,10 @@
 """`treadle serve`: a model behind OpenAI's and Anthropic's APIs, and sessions that are recorded."""
 
 import asyncio
+import io
 import json
 import signal
+import sys
 import time
 from contextlib import suppress
 from pathlib import Path
@@ -16,6 +18,7 @@ import treadle
 from tests.gateway_agents import TOOLS
 from tests.rollouts import save_model
 from tests.serving import serving
+from treadle.cli.environment import read_notes_key
 from treadle.cli.main import main
 from treadle.cli.serve import _announce
 from treadle.config import load
@@ -212,9 +215,56 @@ def test_a_key_for_rewards_is_refused_where_no_session_is_recorded(
     config: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for words in ([], ["--tinker"]):
-        with pytest.raises(SystemExit) as ended:
-            main(["serve", str(config), "--notes-key", "n", *words])
-        assert ended.value.code == 2 and "--notes-key" in capsys.readouterr().err
+        for option in ("--notes-key", "--notes-key-file"):
+            with pytest.raises(SystemExit) as ended:
+                main(["serve", str(config), option, "n", *words])
+            assert ended.value.code == 2 and option in capsys.readouterr().err
+    with pytest.raises(SystemExit) as ended:
+        main(["serve", str(config), "--gateway", "--notes-key", "n", "--notes-key-file", "n"])
+    assert ended.value.code == 2 and "give one of the two" in capsys.readouterr().err
+
+
+def kept_secret(path: Path, text: str, mode: int = 0o600) -> Path:
+    path.write_text(text)
+    path.chmod(mode)
+    return path
+
+
+def test_a_key_for_rewards_comes_from_a_file_that_its_owner_alone_can_read_or_from_standard_input(
+    config: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = kept_secret(tmp_path / "key", "from a file\n")
+    with serving(str(config), "--gateway", "--notes-key-file", str(found), f"logging.run_dir={tmp_path / 'run'}") as (
+        url,
+        key,
+    ):
+        base = url.removesuffix("/v1")
+        body = {"model": "policy", "messages": [{"role": "user", "content": "Hi."}]}
+        httpx.post(f"{base}/s/one/v1/chat/completions", json=body, headers={"x-api-key": key}).raise_for_status()
+        grader = {"x-api-key": "from a file"}
+        httpx.post(f"{base}/s/one/v1/notes", json={"reward": 0.5}, headers=grader).raise_for_status()
+    monkeypatch.setattr(sys, "stdin", io.StringIO("from a pipe\n"))
+    assert read_notes_key(None, "-") == "from a pipe"
+    monkeypatch.setenv("TREADLE_NOTES_KEY", "from the environment")
+    assert read_notes_key(None, None) == "from the environment" and read_notes_key("given", None) == "given"
+    monkeypatch.delenv("TREADLE_NOTES_KEY")
+    assert read_notes_key(None, None) is None
+
+
+@pytest.mark.parametrize(
+    ("text", "mode", "words"),
+    [("k", 0o640, "chmod 600"), ("k", 0o604, "chmod 600"), ("\n", 0o600, "is empty"), (None, 0o600, "No such file")],
+)
+def test_a_file_with_a_key_for_rewards_that_others_can_read_or_without_one_is_a_mistake(
+    text: str | None, mode: int, words: str, config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "key"
+    if text is not None:
+        kept_secret(path, text, mode)
+    with pytest.raises(SystemExit) as ended:
+        main(["serve", str(config), "--gateway", "--notes-key-file", str(path)])
+    said = capsys.readouterr().err
+    assert ended.value.code == 2 and "--notes-key-file" in said and words in said
 
 
 def test_requests_that_never_come_whole_open_no_session(config: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,15 +1,21 @@
 """Three dialects, one request: what real programs send is read, what cannot be kept is refused by its name."""
 
+import asyncio
 from typing import Any
 
 import pytest
 
-from tests.gateways import DIALECTS
+from tests.gateways import DIALECTS, TOOLS, agent
+from tests.rollouts import rollout
+from treadle.gateway import openai_responses
 from treadle.gateway.counters import MAX_OPTIONS, OTHERS, GatewayCounters
 from treadle.gateway.event_stream import write_whole
 from treadle.gateway.options import CONSTRAINING
 from treadle.gateway.placement import fold
 from treadle.gateway.request import (
+    MAX_CALL_ID_CHARS,
+    MAX_MESSAGES,
+    MAX_MODEL_CHARS,
     ChatCall,
     ChatMessage,
     Choice,
@@ -18,7 +24,9 @@ from treadle.gateway.request import (
     Overloaded,
     ReplySet,
     RequestError,
+    TooManyValues,
     TurnReply,
+    TurnRequest,
 )
 
 USER = {"role": "user", "content": "Hi."}
@@ -127,6 +135,33 @@ def test_stop_strings_are_bounded(stops: list[str]) -> None:
         assert refused.value.option == name
 
 
+def long_conversation(dialect: str, count: int) -> dict[str, Any]:
+    message = {"role": "user", "content": "x"}
+    return {"model": "policy", "input" if dialect == "responses" else "messages": [message] * count}
+
+
+@pytest.mark.parametrize("dialect", DIALECTS)
+def test_messages_of_a_request_are_bounded(dialect: str) -> None:
+    parse = DIALECTS[dialect].parse_request
+    assert len(parse(long_conversation(dialect, MAX_MESSAGES)).messages) == MAX_MESSAGES
+    with pytest.raises(RequestError, match=f"holds {MAX_MESSAGES + 1} messages; at most {MAX_MESSAGES}"):
+        parse(long_conversation(dialect, MAX_MESSAGES + 1))
+
+
+def test_a_message_of_no_blocks_is_no_conversation() -> None:
+    with pytest.raises(RequestError, match="messages must hold at least one message"):
+        DIALECTS["messages"].parse_request({"messages": [{"role": "user", "content": []}]})
+
+
+def test_items_of_one_turn_are_joined_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    joined: list[int] = []
+    join = openai_responses._join
+    monkeypatch.setattr(openai_responses, "_join", lambda parts: joined.append(len(parts)) or join(parts))
+    items = [{"type": "message", "role": "assistant", "content": f"{at}"} for at in range(3000)]
+    (message,) = DIALECTS["responses"].parse_request({"input": items}).messages
+    assert message.text.split("\n") == [f"{at}" for at in range(3000)] and joined == [3000]
+
+
 def test_a_tool_of_the_provider_is_left_out_and_noted() -> None:
     notes = DIALECTS["responses"].parse_request(BODIES["responses"]).notes
     assert notes == (
@@ -197,6 +232,85 @@ def test_what_cannot_be_kept_is_refused_by_name(dialect: str, change: dict[str, 
     with pytest.raises(RequestError) as refused:
         DIALECTS[dialect].parse_request({**BODIES[dialect], **change})
     assert refused.value.option.startswith(named)
+
+
+ANTHROPIC_TOOL = {"name": "add", "input_schema": TOOL["parameters"]}
+RESPONSES_TOOL = {"type": "function", **TOOL}
+OFFERED: dict[str, Any] = {"chat": TOOLS, "messages": [ANTHROPIC_TOOL], "responses": [RESPONSES_TOOL]}
+
+
+def choose(dialect: str, name: str) -> Any:
+    """A `tool_choice` that names a tool; any of them without a name."""
+    if dialect == "messages":
+        return {"type": "tool", "name": name} if name else {"type": "any"}
+    named = {"name": name} if dialect == "responses" else {"function": {"name": name}}
+    return {"type": "function", **named} if name else "required"
+
+
+@pytest.mark.parametrize("dialect", DIALECTS)
+def test_a_call_of_a_tool_that_is_not_offered_is_not_forced(dialect: str) -> None:
+    def parse(**changes: Any) -> TurnRequest:
+        return DIALECTS[dialect].parse_request({"model": "policy", **MINIMAL[dialect], **changes})
+
+    for name in ("", "add"):
+        assert parse(tools=OFFERED[dialect], tool_choice=choose(dialect, name)).forced_tool == name
+        with pytest.raises(RequestError, match="offers no function") as refused:
+            parse(tool_choice=choose(dialect, name))
+        assert refused.value.option == "tool_choice"
+    with pytest.raises(RequestError, match="'nope' is none of the functions of this request: add") as refused:
+        parse(tools=OFFERED[dialect], tool_choice=choose(dialect, "nope"))
+    assert refused.value.option == "tool_choice"
+
+
+def test_a_deferred_tool_can_be_named_and_a_tool_without_a_name_cannot() -> None:
+    tools = [ANTHROPIC_TOOL, {"name": "late", "defer_loading": True, "input_schema": {}}]
+    body = {"messages": [USER], "tools": tools}
+    named = DIALECTS["messages"].parse_request({**body, "tool_choice": {"type": "tool", "name": "late"}})
+    assert named.forced_tool == "late"
+    with pytest.raises(RequestError, match=r"tool_choice\.name"):
+        DIALECTS["messages"].parse_request({**body, "tool_choice": {"type": "tool"}})
+
+
+def with_ids(dialect: str, of_call: str, of_result: str) -> dict[str, Any]:
+    """A conversation with a call and its result."""
+    if dialect == "messages":
+        use = {"type": "tool_use", "id": of_call, "name": "add", "input": {}}
+        result = {"type": "tool_result", "tool_use_id": of_result, "content": "2"}
+        return {"messages": [USER, {"role": "assistant", "content": [use]}, {"role": "user", "content": [result]}]}
+    if dialect == "responses":
+        call = {"type": "function_call", "call_id": of_call, "name": "add", "arguments": "{}"}
+        return {"input": [USER, call, {"type": "function_call_output", "call_id": of_result, "output": "2"}]}
+    calls = [{"id": of_call, "function": {"name": "add", "arguments": "{}"}}]
+    result = {"role": "tool", "tool_call_id": of_result, "content": "2"}
+    return {"messages": [USER, {"role": "assistant", "tool_calls": calls}, result]}
+
+
+@pytest.mark.parametrize("dialect", DIALECTS)
+def test_names_and_ids_that_a_session_keeps_are_bounded(dialect: str) -> None:
+    parse = DIALECTS[dialect].parse_request
+    short, long = "c" * MAX_CALL_ID_CHARS, "c" * (MAX_CALL_ID_CHARS + 1)
+    parse({"model": "m" * MAX_MODEL_CHARS, **with_ids(dialect, short, short)})
+    for ids in ((long, short), (short, long)):
+        with pytest.raises(RequestError, match=f"at most {MAX_CALL_ID_CHARS} characters"):
+            parse({"model": "policy", **with_ids(dialect, *ids)})
+    with pytest.raises(RequestError, match=f"model: .*{MAX_MODEL_CHARS + 1} characters; at most {MAX_MODEL_CHARS}"):
+        parse({"model": "m" * (MAX_MODEL_CHARS + 1), **MINIMAL[dialect]})
+
+
+def test_reasoning_that_no_row_could_hold_is_not_kept() -> None:
+    async def main() -> None:
+        async with agent(config=rollout(prompt_length=300, response_length=300)) as it:
+            thought = {"role": "assistant", "reasoning_content": "Hm. " * 20_000, "content": "Well."}
+            with pytest.raises(ContextExhausted):
+                it.send({"model": "policy", "messages": [USER, thought, USER]})
+            await it.chat(USER, {**thought, "reasoning_content": "Hm."}, USER)
+
+    asyncio.run(main())
+
+
+def test_a_body_that_is_too_large_is_said_in_the_words_of_the_messages_api() -> None:
+    kind = DIALECTS["messages"].format_error(TooManyValues("much"))["error"]["type"]
+    assert kind == "request_too_large"
 
 
 MINIMAL = {"chat": {"messages": [USER]}, "messages": {"messages": [USER]}, "responses": {"input": "Hi."}}

@@ -1,6 +1,7 @@
 """The gateway over HTTP: keys, streams, lost connections; and clients that mean no good."""
 
 import asyncio
+import contextlib
 import json
 import resource
 import socket
@@ -489,6 +490,44 @@ def test_a_client_that_sends_its_head_or_its_body_slowly_is_let_go(monkeypatch: 
         assert b"408" in await it.raw(head("/v1/messages", it.opened.key, content_length="100") + b"{")
         assert await it.raw(b"") == b""
         assert it.gateway.num_connections == 0
+
+    served(use)
+
+
+async def drip(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bytes:
+    """What is answered to a byte now and then, which never ends a line."""
+    answer = asyncio.ensure_future(reader.read())
+    async with asyncio.timeout(60):
+        while not answer.done():
+            with contextlib.suppress(ConnectionError):
+                writer.write(b"x")
+                await writer.drain()
+            await asyncio.wait({answer}, timeout=0.02)
+    return answer.result()
+
+
+def test_a_byte_now_and_then_does_not_give_a_head_more_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def use(it: Served) -> None:
+        async with it.socket() as (reader, writer):
+            await until(lambda: it.gateway.num_connections == 1)
+            monkeypatch.setattr(http_server, "HEAD_TIMEOUT_S", 0.3)
+            writer.write(b"GET /")
+            assert (await drip(reader, writer)).startswith(b"HTTP/1.1 408")
+
+    served(use)
+
+
+def test_the_time_of_a_head_that_came_ahead_begins_when_its_turn_comes(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def use(it: Served) -> None:
+        it.it.engine.held = asyncio.Event()
+        body = json.dumps(BODY).encode()
+        async with it.socket() as (reader, writer):
+            writer.write(head("/v1/chat/completions", it.opened.key, content_length=str(len(body))) + body + b"GET /")
+            await until(lambda: it.it.conversation.is_sampling)
+            monkeypatch.setattr(http_server, "HEAD_TIMEOUT_S", 0.3)
+            it.it.engine.held.set()
+            answers = await drip(reader, writer)
+        assert answers.startswith(b"HTTP/1.1 200") and b"HTTP/1.1 408" in answers
 
     served(use)
 

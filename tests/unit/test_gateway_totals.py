@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 from treadle.gateway.session_tree import Fork
-from treadle.observe.gateway_totals import FIXES, GatewayTotals, describe_gateway
+from treadle.observe.gateway_totals import FIXES, UNTRAINED, GatewayTotals, describe_gateway
 from treadle.observe.step_metrics import describe_batch
 from treadle.types import Group, Outcome, Row, StopReason, Task, Trajectory
 
@@ -29,11 +29,28 @@ def test_the_line_has_requests_echoes_and_the_fork_that_costs_most_with_its_fix(
     )
     line = totals.line()
     assert line is not None and "4 chat, 2 messages requests of 2 sessions in 4 rows" in line
-    assert "50% of turns came back" in line and "1 turns do not train" in line and "2 retries" in line
-    assert "refused: logit_bias" in line and line.endswith(
+    assert "50% of turns came back" in line
+    assert f"1 turns do not train: 1 replaced ({UNTRAINED['replaced']}); " in line
+    assert "; 2 retries given the same answer (clients " in line
+    assert "; refused: logit_bias (" in line and line.endswith(
         f"5 forks: 1 reduced, 41,200 tokens computed again ({FIXES['reduced']}); 4 edited, 70 tokens computed again"
     )
     assert totals.fields()["requests/chat"] == 4
+
+
+def test_turns_that_do_not_train_are_said_by_why_with_the_fix_of_each() -> None:
+    totals = GatewayTotals()
+    totals.finish(finished(requests={"chat": 9}, auxiliary=3, undelivered=1, unfinished=2, replaced=1))
+    line = totals.line()
+    assert line is not None
+    said = line.partition("7 turns do not train: ")[2]
+    assert [part.split()[:2] for part in said.split("; ")] == [
+        ["3", "auxiliary"],
+        ["2", "unfinished"],
+        ["1", "replaced"],
+        ["1", "undelivered"],
+    ]
+    assert all(f"({fix})" in said for fix in UNTRAINED.values())
 
 
 def test_nothing_is_said_where_no_agent_asked() -> None:
@@ -51,6 +68,7 @@ def test_what_is_no_number_is_not_counted() -> None:
 
 def test_every_fork_has_a_fix() -> None:
     assert set(FIXES) == set(Fork)
+    assert all(";" not in fix and ")" not in fix for fix in (*FIXES.values(), *UNTRAINED.values()))
 
 
 def test_a_step_has_the_figures_of_its_agents() -> None:

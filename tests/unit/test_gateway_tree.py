@@ -57,6 +57,36 @@ def test_a_conversation_is_one_row_and_every_prompt_extends_what_was_sampled() -
     run(use)
 
 
+class CountingKeys(list[bytes]):
+    """Keys of messages that count how many of them are taken to look a point up."""
+
+    num_taken = 0
+
+    def __getitem__(self, index: Any) -> Any:
+        found = super().__getitem__(index)
+        self.num_taken += len(found) if isinstance(index, slice) else 1
+        return found
+
+
+def test_to_find_a_place_takes_as_many_steps_as_there_are_messages() -> None:
+    """Assistant messages that are no turns of ours, where a turn was sampled after as many messages once."""
+
+    async def steps(count: int) -> int:
+        async with agent(say("Well."), config=rollout(prompt_length=200_000, response_length=200_000)) as it:
+            empty = {"role": "user", "content": ""}
+            await it.chat(*[empty] * count, USER)
+            others = [{"role": "assistant", "content": ""} if at % 2 else empty for at in range(count)]
+            history = [*others, USER, {"role": "assistant", "content": "Well."}, USER]
+            request = DIALECTS["chat"].parse_request({"model": "policy", "messages": history, "tools": TOOLS})
+            tree, keys = it.conversation._tree, CountingKeys(request.keys())
+            (root,) = tree._roots
+            assert tree.locate(request.messages, keys, root).start == 0
+            return keys.num_taken
+
+    assert asyncio.run(steps(400)) == 401
+    assert asyncio.run(steps(1600)) == 1601
+
+
 def test_the_first_prompt_is_the_agents_and_not_the_tasks() -> None:
     async def use(it: Agent) -> None:
         await it.chat({"role": "system", "content": "Be brief."}, USER)
@@ -246,6 +276,19 @@ def test_calls_for_another_model_do_not_train() -> None:
         assert trained([row]) == {it.engine.sampled[1]: 1}
 
     run(use, train="main")
+
+
+def test_where_all_turns_train_none_is_counted_that_does_not() -> None:
+    async def use(it: Agent) -> None:
+        await it.chat(USER)
+        await it.chat(USER, model="small")
+        await it.chat(USER)
+        rows = await it.rows()
+        assert trained(rows) == {pair: 1 for pair in it.engine.sampled}
+        counted = it.session.extra["gateway"]
+        assert not {"untrained", "auxiliary", "replaced", "undelivered"} & set(counted)
+
+    run(use, train="all")
 
 
 def test_an_agent_that_names_one_model_of_its_own_trains_that() -> None:
@@ -445,6 +488,41 @@ def test_an_engine_that_keeps_failing_fails_the_session() -> None:
     run(use, retries=1, failure_rate=1.0)
 
 
+async def failing_requests(it: Agent, *contents: str) -> None:
+    """Requests that are on their way together meet an engine that is gone."""
+    sent = [it.send({"model": "policy", "messages": [{"role": "user", "content": text}]}) for text in contents]
+    for exchange in sent:
+        with pytest.raises(Overloaded):
+            await it.receive(exchange)
+
+
+@pytest.mark.parametrize("contents", [("one", "two", "three"), ("same", "same", "same")])
+def test_requests_that_meet_one_outage_together_leave_the_retries_of_each_untouched(contents: tuple[str, ...]) -> None:
+    async def use(it: Agent) -> None:
+        await failing_requests(it, *contents)
+        assert it.conversation.failure is None and it.conversation.counters.engine_failures == 3
+        await failing_requests(it, contents[0])
+        assert it.conversation.failure is None
+        await failing_requests(it, contents[0])
+        assert isinstance(it.conversation.failure, EngineFailure), "the first request and two retries"
+
+    run(use, retries=2, failure_rate=1.0)
+
+
+@pytest.mark.parametrize("n", [1, 3])
+def test_a_turn_that_an_engine_failed_is_none_of_the_turns_that_a_session_may_have(n: int) -> None:
+    async def use(it: Agent) -> None:
+        real, it.engine.inner = it.engine.inner, Failing()
+        with pytest.raises(Overloaded):
+            await it.chat(USER, n=n)
+        it.engine.inner = real
+        await it.receive(it.send({"model": "policy", "messages": [USER], "n": n}))
+        with pytest.raises(SessionOver, match=f"max_assistant_turns = {n}"):
+            await it.chat({"role": "user", "content": "One more."})
+
+    run(use, config=rollout(response_length=500, max_assistant_turns=n), script=say("Well."))
+
+
 def test_a_call_that_is_required_is_opened_with_given_tokens() -> None:
     async def use(it: Agent) -> None:
         forced = {"type": "function", "function": {"name": "add"}}
@@ -479,6 +557,27 @@ def test_what_a_message_means_decides_and_not_how_it_is_written() -> None:
         assert len(await it.rows()) == 1 and it.conversation.counters.roots == 1
 
     run(use)
+
+
+@pytest.mark.parametrize("minted", [True, False])
+def test_results_of_equal_text_that_answer_other_calls_are_another_context(minted: bool) -> None:
+    async def use(it: Agent) -> None:
+        if minted:
+            answer = assistant(await it.chat(USER))
+        else:
+            calls = [{"id": f"c{at}", "function": {"name": ("add", "sub")[at], "arguments": "{}"}} for at in range(2)]
+            answer = {"role": "assistant", "content": "", "tool_calls": calls}
+        first, second = ({"role": "tool", "tool_call_id": call["id"], "content": "ok"} for call in answer["tool_calls"])
+        unknown = {**first, "tool_call_id": "unknown"}
+        for both in ((first, second), (second, first), (second, unknown), (unknown, second)):
+            await it.chat(USER, answer, *both)
+        points = {turn.point for turn in it.conversation._tree.turns}
+        assert len(points) == 4 + minted and not it.conversation.counters.forks["sibling"]
+        await it.chat(USER, answer, second, first)
+        assert it.conversation.counters.forks["sibling"] == 1
+
+    other = CALL.replace('"add"', '"sub"')
+    run(use, script=lambda request, rng: f"{CALL}\n{other}" if len(request.messages) == 1 else "Well.")
 
 
 def test_a_conversation_that_ends_with_an_assistant_message_is_refused() -> None:

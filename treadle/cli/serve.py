@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from treadle.cli.environment import read_api_keys
+from treadle.cli.environment import read_api_keys, read_notes_key
 from treadle.cli.parser import Arguments, Commands, add_command, add_words, load_words, run_path
 from treadle.errors import ConfigError, Mistake
 from treadle.terminal import say
@@ -51,7 +51,14 @@ def register(commands: Commands) -> None:
     command.add_argument(
         "--key", help="the key that clients use; a new one by default. With --tinker it begins with tml-"
     )
-    command.add_argument("--notes-key", help="with --gateway, the key for rewards and notes; a new one by default")
+    command.add_argument(
+        "--notes-key",
+        help="with --gateway, the key for rewards and notes; a new one by default. Other users, and agents, can read a "
+        "command line: better --notes-key-file, or TREADLE_NOTES_KEY in the environment",
+    )
+    command.add_argument(
+        "--notes-key-file", help="the same, of a file that its owner alone can read (chmod 600); - for standard input"
+    )
 
 
 def serve(arguments: Arguments) -> int:
@@ -69,10 +76,11 @@ def serve(arguments: Arguments) -> int:
         if getattr(arguments, name) is not None:
             option = f"--{name.replace('_', '-')}"
             raise ConfigError([Mistake(option, "belongs to the Tinker API", fix="add --tinker, or leave it out")])
-    if arguments.notes_key and not arguments.gateway:
+    for option in _notes_options(arguments) if not arguments.gateway else ():
         problem = "is for rewards of sessions that are recorded"
-        raise ConfigError([Mistake("--notes-key", problem, fix="add --gateway, or leave it out")])
-    key, notes_key = arguments.key or token_hex(16), arguments.notes_key or token_hex(16)
+        raise ConfigError([Mistake(option, problem, fix="add --gateway, or leave it out")])
+    given = read_notes_key(arguments.notes_key, arguments.notes_key_file) if arguments.gateway else None
+    key, notes_key = arguments.key or token_hex(16), given or token_hex(16)
     if key == notes_key:
         problem = "is the key of the clients, too: an agent could give itself a reward"
         raise ConfigError([Mistake("--notes-key", problem, fix="leave it out, or give another one")])
@@ -107,8 +115,8 @@ def _serve_tinker(arguments: Arguments) -> int:
         mistakes.append(Mistake("--key", f"the tinker package takes keys that begin with {KEY_PREFIX} only", key))
     if arguments.gateway:
         mistakes.append(Mistake("--gateway", "the Tinker API records no sessions", fix="leave out one of the two"))
-    if arguments.notes_key:
-        mistakes.append(Mistake("--notes-key", "the Tinker API takes no rewards for sessions", fix="leave it out"))
+    for option in _notes_options(arguments):
+        mistakes.append(Mistake(option, "the Tinker API takes no rewards for sessions", fix="leave it out"))
     for name, value in (("--max-models", arguments.max_models), ("--max-sessions", arguments.max_sessions)):
         if value is not None and value < 1:
             mistakes.append(Mistake(name, "must be 1 or more", value))
@@ -134,6 +142,12 @@ def _serve_tinker(arguments: Arguments) -> int:
         asyncio.run(until_signal(serve_tinker(config, settings, ready)))
         say("ended")
     return 0
+
+
+def _notes_options(arguments: Arguments) -> list[str]:
+    """Those of the key for rewards that were given."""
+    given = {"--notes-key": arguments.notes_key, "--notes-key-file": arguments.notes_key_file}
+    return [option for option, value in given.items() if value]
 
 
 def _announce(config: "Config", key: str, name: str, notes_key: str | None) -> Callable[[str], None]:

@@ -307,7 +307,7 @@ def write_files(directory: Path, files: Mapping[str, str]) -> None:
     for name, text in files.items():
         path = directory / name
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text)
+        path.write_text(text, encoding="utf-8")
 
 
 class GraderProgram:

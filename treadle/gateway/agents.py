@@ -15,12 +15,15 @@ import logging
 import math
 import os
 import shutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import threading
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from contextvars import copy_context
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from treadle.aio import cancel_and_wait
+from treadle.aio import as_result, cancel_and_wait
 from treadle.config import RolloutConfig
 from treadle.config.plugin import load_object
 from treadle.errors import ConfigError, LoopFailure, Mistake, blame
@@ -129,8 +132,66 @@ def _warn_of_few_files(rollout: RolloutConfig, max_connections: int) -> None:
         )
 
 
+class CoroutineThread:
+    """One coroutine of an agent in a thread, with an event loop of its own: one that blocks holds up itself alone.
+
+    Invariant: it is cancelled with whoever awaits it, and has `TERM_S` to clean up; then it is left alone, with a line
+    in the log. Its thread does not keep the process from ending.
+    """
+
+    def __init__(self, begin: Callable[[], Awaitable[Any]]) -> None:
+        self._begin = begin
+        self._ours = asyncio.get_running_loop()
+        self._ended = self._ours.create_future()
+        self._running: tuple[asyncio.AbstractEventLoop, asyncio.Task[Any]] | None = None
+        self._is_cancelled = False
+
+    async def run(self) -> Any:
+        """What the coroutine returns or raises."""
+        threading.Thread(target=copy_context().run, args=(self._serve,), name="treadle-agent", daemon=True).start()
+        try:
+            await asyncio.wait({self._ended})
+        except asyncio.CancelledError:
+            self._cancel()
+            await asyncio.wait({self._ended}, timeout=TERM_S)
+            if not self._ended.done():
+                log.warning("an agent function did not end within %g s of its session, and was left alone", TERM_S)
+            raise
+        value, error = self._ended.result()
+        if error is not None:
+            raise error
+        return value
+
+    def _cancel(self) -> None:
+        self._is_cancelled = True
+        if self._running is not None:
+            loop, task = self._running
+            with suppress(RuntimeError):  # it has just ended
+                loop.call_soon_threadsafe(task.cancel)
+
+    def _serve(self) -> None:
+        try:
+            with asyncio.Runner() as runner:
+                ended: tuple[Any, BaseException | None] = runner.run(as_result(self._work()))
+        except BaseException as error:  # noqa: BLE001  it is raised where the agent is awaited
+            ended = None, error
+        with suppress(RuntimeError):  # the worker has ended meanwhile
+            self._ours.call_soon_threadsafe(self._ended.set_result, ended)
+
+    async def _work(self) -> Any:
+        task = asyncio.current_task()
+        assert task is not None, "a coroutine runs in a task"
+        self._running = asyncio.get_running_loop(), task
+        if self._is_cancelled:
+            raise asyncio.CancelledError
+        return await self._begin()
+
+
 class FunctionAgentLoop(GatewayAgentLoop):
-    """Calls `agent(base_url, api_key, task)`, async or plain. It returns a reward, a dict of notes, or nothing."""
+    """Calls `agent(base_url, api_key, task)`, async or plain. It returns a reward, a dict of notes, or nothing.
+
+    A coroutine runs in a thread, too, with a loop of its own: the loop of this worker serves what it asks for.
+    """
 
     def __init__(self, rollout: RolloutConfig, function: str, kwargs: Mapping[str, Any] | None = None) -> None:
         super().__init__(rollout)
@@ -144,10 +205,10 @@ class FunctionAgentLoop(GatewayAgentLoop):
         call = partial(self._function, base_url=f"{url}/v1", api_key=opened.key, task=session.task)
         with blame(LoopFailure):
             if inspect.iscoroutinefunction(self._function):
-                value = await call()
+                value = await CoroutineThread(call).run()
             else:
                 value = await session.in_thread(call, self.rollout.limits.session_timeout_s)
-                value = await value if inspect.isawaitable(value) else value
+                value = await CoroutineThread(lambda: value).run() if inspect.isawaitable(value) else value
         return self._read_value(value, session)
 
     def _read_value(self, value: Any, session: Session) -> float | None:

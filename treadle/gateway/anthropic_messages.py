@@ -26,8 +26,11 @@ from treadle.gateway.request import (
     function_tool,
     read_blocks,
     read_call,
+    read_call_id,
+    read_conversation,
     read_count,
     read_list,
+    read_model,
     read_object,
     read_stops,
     read_text,
@@ -65,10 +68,11 @@ def parse_request(body: Mapping[str, Any], known: KnownTools | None = None) -> T
     if not given:
         raise RequestError("messages: at least one message is required")
     choice, forced = _parse_choice(body.get("tool_choice"))
+    tools.check_choice(choice, forced)
     return TurnRequest(
         dialect=NAME,
-        model=read_text(body.get("model"), "model"),
-        messages=tuple(messages),
+        model=read_model(body.get("model")),
+        messages=read_conversation(messages, "messages"),
         tools=tools.shown,
         max_tokens=read_count(body.get("max_tokens"), "max_tokens"),
         stop=read_stops(body.get("stop_sequences"), "stop_sequences"),
@@ -117,7 +121,7 @@ def _parse_user(content: Any, what: str, deferred: Mapping[str, Tool]) -> Iterat
                 yield ChatMessage("user", read_blocks(texts, what, ("text",)))
                 texts = []
             text = _read_result(block.get("content"), f"{what}[{at}].content", deferred)
-            yield ChatMessage("tool", text, call_id=read_text(block.get("tool_use_id"), f"{what}[{at}].tool_use_id"))
+            yield ChatMessage("tool", text, call_id=read_call_id(block.get("tool_use_id"), f"{what}[{at}].tool_use_id"))
         else:
             texts.append(block)
     if texts:
@@ -195,7 +199,10 @@ def _parse_choice(value: Any) -> tuple[Choice, str]:
     chosen = read_object(value, "tool_choice")
     kind = chosen.get("type")
     if kind == "tool":
-        return Choice.REQUIRED, read_text(chosen.get("name"), "tool_choice.name")
+        name = read_text(chosen.get("name"), "tool_choice.name")
+        if not name:
+            raise refuse("tool_choice.name", "name the tool")
+        return Choice.REQUIRED, name
     if kind not in ("auto", "none", "any"):
         raise refuse("tool_choice", f"{kind!r} is not one of auto, any, none, tool")
     return {"auto": Choice.AUTO, "none": Choice.NONE, "any": Choice.REQUIRED}[kind], ""
@@ -306,7 +313,7 @@ _TYPES = {
     "overloaded": "overloaded_error",
     "unauthorized": "authentication_error",
     "not_found": "not_found_error",
-    "too_large": "request_too_large",
+    "request_too_large": "request_too_large",
     "internal": "api_error",
     "over": "permission_error",
 }

@@ -26,16 +26,15 @@ from treadle.gateway.request import (
     ContextExhausted,
     Overloaded,
     RequestError,
-    SessionOver,
     read_body,
     read_count,
     read_list,
+    read_model,
     read_object,
     read_stops,
-    read_text,
     refuse,
 )
-from treadle.gateway.responses import KEEP_ALIVE_S, encode_events, error_response
+from treadle.gateway.responses import KEEP_ALIVE_S, HttpError, encode_events, error_response
 from treadle.gateway.turn_reader import PartialTurn
 from treadle.rollout.session import Session
 from treadle.types import Completion, StopReason
@@ -89,7 +88,7 @@ def parse_request(body: Mapping[str, Any]) -> CompletionsRequest:
         raise refuse("n", f"at most {MAX_ROWS} completions")
     stream_options = read_object(body.get("stream_options") or {}, "stream_options")
     return CompletionsRequest(
-        model=read_text(body.get("model"), "model"),
+        model=read_model(body.get("model")),
         prompts=prompts,
         max_tokens=read_count(body.get("max_tokens"), "max_tokens") or DEFAULT_MAX_TOKENS,
         stop=read_stops(body.get("stop"), "stop"),
@@ -199,6 +198,9 @@ async def answer_completions(
     """Answer a request: whole, or as a stream."""
     try:
         request = parse_request(await read_body(body))
+        conversation.check_not_over()
+        if connection.is_lost:
+            raise ConnectionLost
         conversation.counters.requests["completions"] += 1
         conversation.counters.add_options(request.options.ignored, request.options.asked)
         answer = CompletionsAnswer(request, _open_choices(request, session))
@@ -207,7 +209,8 @@ async def answer_completions(
             conversation.counters.add_refused(error.option)
         await connection.respond(error_response(openai_chat, error))
         return
-    work = asyncio.ensure_future(_sample_all(answer))
+    work = asyncio.create_task(_sample_all(answer))
+    conversation.begin_text(work)
     try:
         if request.stream:
             await connection.start_stream("text/event-stream")
@@ -215,6 +218,8 @@ async def answer_completions(
     finally:
         await cancel_and_wait(work)
     try:
+        if work.cancelled():
+            raise HttpError(503, "over", "the session has ended")
         work.result()
         changed = next((one for one in answer.choices if not one.text().startswith(one.sent)), None)
         if changed is not None:
@@ -232,8 +237,6 @@ async def answer_completions(
 
 
 def _open_choices(request: CompletionsRequest, session: Session) -> list[CompletionsChoice]:
-    if session.done:
-        raise SessionOver(f"the session is over: {session.ended}")
     choices = []
     for prompt in request.prompts:
         for _ in range(request.n):
@@ -268,7 +271,7 @@ async def _sample_all(answer: CompletionsAnswer) -> None:
             raise error
 
 
-async def _wait(work: "asyncio.Future[None]", answer: CompletionsAnswer, connection: HttpConnection) -> None:
+async def _wait(work: "asyncio.Task[None]", answer: CompletionsAnswer, connection: HttpConnection) -> None:
     """Until all is sampled; a stream is sent what can be shown meanwhile."""
     woken = asyncio.Event()
     connection.on_lost = lambda _: woken.set()
@@ -277,6 +280,8 @@ async def _wait(work: "asyncio.Future[None]", answer: CompletionsAnswer, connect
         choice.partial.on_change = woken.set
     try:
         while not work.done():
+            if connection.is_lost:
+                raise ConnectionLost
             woken.clear()
             with suppress(TimeoutError):
                 async with asyncio.timeout(KEEP_ALIVE_S):

@@ -52,6 +52,15 @@ class Exchange:
     """Its turns as they are sampled, where they are shown before they are whole."""
 
 
+@dataclass(slots=True)
+class PointFailures:
+    """Failures of an engine at one point, one after the other."""
+
+    count: int = 0
+    last_at: int = -1
+    """When the last of them came: what had been asked before that met the same outage, and is none more."""
+
+
 class Conversation:
     """All requests of one session. `close` says what trains, and ends what is still being sampled."""
 
@@ -79,8 +88,10 @@ class Conversation:
         self.known_tools = KnownTools()
         self._num_asked = 0
         self._clock = 0
-        self._failures_in_a_row = 0
-        self._failed_points: set[Point] = set()
+        self._is_closed = False
+        self._text_work: set[asyncio.Task[None]] = set()
+        """Text completions that are being sampled: they are no turns of a conversation, and end with it."""
+        self._failures: dict[Point, PointFailures] = {}
         """Where an engine failed, and nothing was sampled since."""
         self._last_failure: EngineFailure | None = None
         self.over = asyncio.Event()
@@ -102,6 +113,7 @@ class Conversation:
 
     def ask(self, request: TurnRequest, rendered: RenderedRequest | None = None) -> Exchange:
         """Place a request in the tree and start to sample, or find the exchange it repeats; RequestError if refused."""
+        self._check_not_closed()
         self.counters.requests[request.dialect] += 1
         known = (rendered.keys, rendered.tools, rendered.repeat) if rendered else self._placement.keys_of(request)
         keys, tools, key = known
@@ -143,9 +155,23 @@ class Conversation:
             exchange.is_delivered = False
             self._exchanges.setdefault(exchange.key, []).append(exchange)
 
-    def _check_open(self, n: int) -> None:
+    def begin_text(self, work: "asyncio.Task[None]") -> None:
+        """A text completion is being sampled in a row of this session."""
+        self._text_work.add(work)
+        work.add_done_callback(self._text_work.discard)
+
+    def check_not_over(self) -> None:
+        """SessionOver where nothing more may be sampled."""
+        self._check_not_closed()
         if self.over.is_set() or self._session.done:
             raise SessionOver(f"the session is over: {self._session.ended or 'it has failed'}")
+
+    def _check_not_closed(self) -> None:
+        if self._is_closed:  # while the request was read or rendered: its rows are cut by now
+            raise SessionOver("the session has ended")
+
+    def _check_open(self, n: int) -> None:
+        self.check_not_over()
         if self._max_turns is not None and self._num_asked + n > self._max_turns:
             self._end(StopReason.TURN_LIMIT)
             raise SessionOver(f"the session is over: rollout.multi_turn.max_assistant_turns = {self._max_turns}")
@@ -168,9 +194,10 @@ class Conversation:
         errors = [result for result in results if isinstance(result, BaseException)]
         if errors:
             self._forget(exchange)
-            raise self._explain(point, next((e for e in errors if not isinstance(e, EngineFailure)), errors[0]))
-        self._failures_in_a_row = 0
-        self._failed_points.discard(point)
+            self._num_asked -= len(errors)  # they are none of the turns that a session may have
+            error = next((e for e in errors if not isinstance(e, EngineFailure)), errors[0])
+            raise self._explain(point, error, asked_at)
+        self._failures.pop(point, None)
         if self._session.done:
             self.over.set()
         turns = [result for result in results if isinstance(result, TurnNode)]
@@ -225,16 +252,17 @@ class Conversation:
         task = f"{self._session.task.uid}/{self._session.sample}/{number or len(self._tree.turns)}"
         return blake2b(task.encode(), digest_size=10).hexdigest()
 
-    def _explain(self, point: Point, error: BaseException) -> BaseException:
-        """An engine's failure as the agent is told; one too many, and anything else, ends the session."""
+    def _explain(self, point: Point, error: BaseException, asked_at: int) -> BaseException:
+        """An engine's failure as the agent is told; one too many at one point, and anything else, ends the session."""
         if not isinstance(error, EngineFailure):
             if not isinstance(error, asyncio.CancelledError):
                 self.fail(error)
             return error
         self.counters.engine_failures += 1
-        self._failures_in_a_row += 1
-        self._failed_points.add(point)
-        if isinstance(error, RequestRefused) or self._failures_in_a_row > self._retries:
+        failures = self._failures.setdefault(point, PointFailures())
+        if asked_at > failures.last_at:
+            failures.count, failures.last_at = failures.count + 1, self._tick()
+        if isinstance(error, RequestRefused) or failures.count > self._retries:
             self.fail(error)
         self._last_failure = error
         return Overloaded(f"the engine failed: {error}")
@@ -247,14 +275,18 @@ class Conversation:
     # --- the end
 
     async def close(self) -> TurnNode | None:
-        """End what is being sampled, and leave out what does not train; the last turn that does, if there is one."""
+        """End what is being sampled, and leave out what does not train; the last turn that does, if there is one.
+
+        What is asked from here on is refused: a large request may still be read and rendered in its thread.
+        """
+        self._is_closed = True
         untrained = await self._end_exchanges()
         main = self._main_model()
         last: TurnNode | None = None
         kept: dict[int, TurnNode] = {}
         for turn in self._tree.turns:
-            why = self._why_untrained(turn, main)
-            if why and self._train == "main":
+            why = self._why_untrained(turn, main) if self._train == "main" else ""
+            if why:
                 untrained.append(
                     {"why": why, "model": turn.model, "tokens": turn.reply.sampled_tokens, "text": turn.reply.text}
                 )
@@ -271,6 +303,8 @@ class Conversation:
 
     async def _end_exchanges(self) -> list[dict[str, Any]]:
         """End what is being sampled; what is left of it, and of turns that an engine broke off for good."""
+        for work in list(self._text_work):
+            await cancel_and_wait(work)
         under_way: list[Session] = []
         for exchange in [exchange for exchanges in self._exchanges.values() for exchange in exchanges]:
             if not exchange.task.done():
@@ -288,7 +322,8 @@ class Conversation:
     @property
     def is_sampling(self) -> bool:
         """Whether an engine is at work for it."""
-        return any(not one.task.done() for exchanges in self._exchanges.values() for one in exchanges)
+        exchanges = (one for same in self._exchanges.values() for one in same)
+        return bool(self._text_work) or any(not one.task.done() for one in exchanges)
 
     @property
     def has_run_out(self) -> bool:
@@ -297,7 +332,7 @@ class Conversation:
 
     def open_failure(self) -> Failure | None:
         """The failure of an engine that no later answer made good."""
-        return self._last_failure if self._failed_points else None
+        return self._last_failure if self._failures else None
 
     def _main_model(self) -> str:
         """The model that trains: the policy by its name; the one used most where an agent only asks for other names."""

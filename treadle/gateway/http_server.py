@@ -136,6 +136,8 @@ class HttpConnection(asyncio.Protocol):
         self._http = h11.Connection(h11.SERVER, max_incomplete_event_size=MAX_HEAD_BYTES)
         self._transport: asyncio.Transport | None = None
         self._head: h11.Request | None = None
+        self._has_begun = False
+        """Something of the next request has come."""
         self._request: HttpRequest | None = None
         self._owner: object = None
         self._body: list[bytes] = []
@@ -185,8 +187,8 @@ class HttpConnection(asyncio.Protocol):
             if self._num_ahead > MAX_PIPELINED_BYTES:
                 self.drop()
                 return
-        elif self._head is None:
-            self._set_timer(HEAD_TIMEOUT_S)
+        else:
+            self._begin_head()
         try:
             self._http.receive_data(data)
             self._advance()
@@ -211,6 +213,12 @@ class HttpConnection(asyncio.Protocol):
                 self._take(bytes(event.data))
             elif isinstance(event, h11.EndOfMessage):
                 self._run()
+
+    def _begin_head(self) -> None:
+        """The time of a head begins with its first byte; no later one gives it more."""
+        if self._head is None and not self._has_begun:
+            self._has_begun = True
+            self._set_timer(HEAD_TIMEOUT_S)
 
     def _begin(self, head: h11.Request) -> None:
         headers = {bytes(name).decode("latin-1"): bytes(value).decode("latin-1") for name, value in head.headers}
@@ -296,6 +304,7 @@ class HttpConnection(asyncio.Protocol):
         """Get ready for the next request of this connection, or close it."""
         self._release()
         self.task, self._head, self._request, self._num_bytes, self._num_ahead = None, None, None, 0, 0
+        self._has_begun = False
         if self.is_lost or self._transport is None:
             return
         if self._http.our_state is not h11.DONE or self._http.their_state is not h11.DONE:
@@ -304,6 +313,8 @@ class HttpConnection(asyncio.Protocol):
         self._http.start_next_cycle()
         self._server.connections.set_idle(self, Idleness.WAITING)
         self._set_timer(IDLE_TIMEOUT_S)
+        if self._http.trailing_data[0]:
+            self._begin_head()
         try:
             self._advance()
         except h11.RemoteProtocolError:

@@ -24,8 +24,11 @@ from treadle.gateway.request import (
     function_tool,
     read_blocks,
     read_call,
+    read_call_id,
+    read_conversation,
     read_count,
     read_list,
+    read_model,
     read_object,
     read_stops,
     read_text,
@@ -72,17 +75,16 @@ def parse_request(body: Mapping[str, Any], known: KnownTools | None = None) -> T
     if n > MAX_CHOICES:
         raise refuse("n", f"at most {MAX_CHOICES} choices")
     choice, forced = parse_choice(body.get("tool_choice"))
+    tools.check_choice(choice, forced)
     stream_options = body.get("stream_options") or {}
-    messages = tuple(
+    messages = [
         _parse_message(read_object(item, f"messages[{at}]"), f"messages[{at}]")
         for at, item in enumerate(read_list(body.get("messages"), "messages"))
-    )
-    if not messages:
-        raise RequestError("messages must hold at least one message")
+    ]
     return TurnRequest(
         dialect=NAME,
-        model=read_text(body.get("model"), "model"),
-        messages=messages,
+        model=read_model(body.get("model")),
+        messages=read_conversation(messages, "messages"),
         tools=tools.shown,
         max_tokens=read_count(body.get("max_completion_tokens"), "max_completion_tokens")
         or read_count(body.get("max_tokens"), "max_tokens"),
@@ -103,7 +105,7 @@ def _parse_message(message: Mapping[str, Any], what: str) -> ChatMessage:
         raise RequestError(f"{what}.role must be one of {', '.join(_ROLES)}")
     text = read_blocks(message.get("content"), f"{what}.content", _TEXT_BLOCKS)
     if role == "tool":
-        return ChatMessage("tool", text, call_id=read_text(message.get("tool_call_id"), f"{what}.tool_call_id"))
+        return ChatMessage("tool", text, call_id=read_call_id(message.get("tool_call_id"), f"{what}.tool_call_id"))
     if role != "assistant":
         return ChatMessage(role, text)
     calls = tuple(

@@ -28,8 +28,11 @@ from treadle.gateway.request import (
     function_tool,
     read_blocks,
     read_call,
+    read_call_id,
+    read_conversation,
     read_count,
     read_list,
+    read_model,
     read_object,
     read_text,
     refuse,
@@ -84,10 +87,11 @@ def parse_request(body: Mapping[str, Any], known: KnownTools | None = None) -> T
     if not given:
         raise RequestError("input must hold at least one item")
     choice, forced = parse_choice(body.get("tool_choice"))
+    tools.check_choice(choice, forced)
     return TurnRequest(
         dialect=NAME,
-        model=read_text(body.get("model"), "model"),
-        messages=tuple(messages),
+        model=read_model(body.get("model")),
+        messages=read_conversation(messages, "input"),
         tools=tools.shown,
         max_tokens=read_count(body.get("max_output_tokens"), "max_output_tokens"),
         choice=choice,
@@ -155,7 +159,7 @@ class _ShownTools:
 
 def _parse_items(items: Sequence[Any], tools: ParsedTools) -> list[ChatMessage]:
     """Messages. Reasoning, text and calls of one turn come as items in a row, and are one assistant message."""
-    messages: list[ChatMessage] = []
+    runs: list[list[ChatMessage]] = []
     for at, item in enumerate(items):
         what = f"input[{at}]"
         entry = read_object(item, what)
@@ -164,14 +168,14 @@ def _parse_items(items: Sequence[Any], tools: ParsedTools) -> list[ChatMessage]:
             raise refuse(f"{what}.type", "nothing is stored here: send the item itself (store=false)")
         if kind == "function_call_output":
             output = read_blocks(entry.get("output"), f"{what}.output", _TEXT_BLOCKS)
-            messages.append(ChatMessage("tool", output, call_id=read_text(entry.get("call_id"), f"{what}.call_id")))
+            runs.append([ChatMessage("tool", output, call_id=read_call_id(entry.get("call_id"), f"{what}.call_id"))])
             continue
         part = _parse_part(entry, kind, what, tools)
-        if part.role == "assistant" and messages and messages[-1].role == "assistant":
-            messages[-1] = _join(messages[-1], part)
+        if part.role == "assistant" and runs and runs[-1][0].role == "assistant":
+            runs[-1].append(part)
         else:
-            messages.append(part)
-    return messages
+            runs.append([part])
+    return [_join(run) if len(run) > 1 else run[0] for run in runs]
 
 
 def _parse_part(item: Mapping[str, Any], kind: Any, what: str, tools: ParsedTools) -> ChatMessage:
@@ -194,13 +198,13 @@ def _parse_part(item: Mapping[str, Any], kind: Any, what: str, tools: ParsedTool
     raise refuse(f"{what}.type", f"{kind!r} is not supported")
 
 
-def _join(one: ChatMessage, other: ChatMessage) -> ChatMessage:
+def _join(parts: Sequence[ChatMessage]) -> ChatMessage:
     return ChatMessage(
         "assistant",
-        "\n".join(text for text in (one.text, other.text) if text),
-        one.calls + other.calls,
-        "\n".join(text for text in (one.reasoning, other.reasoning) if text),
-        marks=one.marks + other.marks,
+        "\n".join(part.text for part in parts if part.text),
+        tuple(call for part in parts for call in part.calls),
+        "\n".join(part.reasoning for part in parts if part.reasoning),
+        marks=tuple(mark for part in parts for mark in part.marks),
     )
 
 

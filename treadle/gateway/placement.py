@@ -154,7 +154,7 @@ class RowPlacement:
                 self.rows.append(session)
             form = self.turn_form(request)
             rows = [self._take_row(point, form) for _ in range(request.n)]
-        for turn, echo in place.echoes:
+        for turn, echo in place.echoes():
             if not turn.is_echoed:
                 turn.is_echoed = True
                 self.counters.echoes[echo] += 1
@@ -162,6 +162,9 @@ class RowPlacement:
 
     def _fold(self, request: TurnRequest, place: Place) -> AddedMessages:
         given, is_root = request.messages[place.start :], not isinstance(place.node, TurnNode)
+        for message in given:  # a row keeps it, also where its template shows none of it
+            if message.reasoning:
+                self._session.check_texts([message.reasoning])
         return AddedMessages(*fold(given, self.calls_of(request.messages), at_start=is_root))
 
     def _open_row(self, request: TurnRequest, place: Place, added: AddedMessages) -> Session:
@@ -205,8 +208,7 @@ class RowPlacement:
         """Every call that a tool's result may answer, by id; for those we minted, with the id that the model wrote."""
         return {**{call.id: call for message in messages for call in message.calls}, **self.minted}
 
-    def _drops_reasoning(self, message: ChatMessage, following: Sequence[ChatMessage]) -> bool:
-        user_follows = any(later.role == "user" for later in following)
+    def _drops_reasoning(self, message: ChatMessage, user_follows: bool) -> bool:
         return self._session.drops_reasoning(has_calls=bool(message.calls), user_follows=user_follows)
 
     def leave_broken(self, point: Point, row: Session, form: TurnForm) -> None:

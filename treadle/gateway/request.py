@@ -4,9 +4,9 @@ Owns the internal records, the canonical form of a message, the tools of a reque
 of a request. Knows no dialect, no token and no HTTP. A large body is read in a thread, and refused before where that
 would hold the interpreter.
 Invariants: two messages have the same `key` exactly if they mean the same to a chat template: a list of text blocks is
-its text, null is "", arguments are JSON values, and ids and caching hints are left out. Requests of a session whose
-tools are the same JSON get the same objects: agents send tens of kilobytes of them with every request, and they are
-read and hashed once.
+its text, null is "", arguments are JSON values, caching hints are left out, and of ids there is which call a result
+answers. Requests of a session whose tools are the same JSON get the same objects: agents send tens of kilobytes of them
+with every request, and they are read and hashed once.
 """
 
 import asyncio
@@ -56,10 +56,10 @@ class ChatMessage:
     marks: tuple[str, ...] = ()
     """Ids that may be ones we minted: of calls, items and signatures."""
 
-    def key(self) -> bytes:
-        """Digest of the canonical content."""
+    def key(self, answered: str = "") -> bytes:
+        """Digest of the canonical content. `answered`: which call it is the result of."""
         calls = [[call.name, call.arguments] for call in self.calls]
-        written = json.dumps(calls, sort_keys=True, ensure_ascii=False) if calls else ""
+        written = json.dumps(calls, sort_keys=True, ensure_ascii=False) if calls else answered
         parts = [part.encode("utf-8", "surrogatepass") for part in (self.text.strip(), self.reasoning.strip(), written)]
         lengths = f"{self.role} {len(parts[0])} {len(parts[1])} ".encode()
         return sha256(b"".join((lengths, *parts))).digest()[:16]
@@ -109,8 +109,17 @@ class TurnRequest:
     """Tools that came in a namespace, by the name that the model is shown."""
 
     def keys(self) -> list[bytes]:
-        """The keys of its messages."""
-        return [message.key() for message in self.messages]
+        """The keys of its messages. A result of a tool is that of a call by its name and its place among all calls."""
+        answered: dict[str, str] = {}
+        keys: list[bytes] = []
+        num_calls = 0
+        for message in self.messages:
+            is_result = message.role == "tool"
+            keys.append(message.key(answered.get(message.call_id, f"id {message.call_id}") if is_result else ""))
+            for call in message.calls:
+                answered[call.id] = f"{num_calls} {call.name}"
+                num_calls += 1
+        return keys
 
     def repeat_key(self, keys: Sequence[bytes], tools: bytes) -> bytes:
         """Digest of what decides the answer: two requests with the same one ask for the same.
@@ -250,6 +259,27 @@ def read_count(value: Any, what: str) -> int | None:
     return value
 
 
+MAX_MODEL_CHARS = 256
+MAX_CALL_ID_CHARS = 1024
+"""Names and ids are kept with each turn, and no budget of tokens bounds them."""
+
+
+def read_model(value: Any) -> str:
+    """The name of the model that is asked for."""
+    return _bounded(read_text(value, "model"), "model", MAX_MODEL_CHARS)
+
+
+def read_call_id(value: Any, what: str) -> str:
+    """The id of a tool call."""
+    return _bounded(read_text(value, what), what, MAX_CALL_ID_CHARS)
+
+
+def _bounded(text: str, what: str, most: int) -> str:
+    if len(text) > most:
+        raise RequestError(f"{what}: {text[:40]}… has {len(text)} characters; at most {most} characters are taken")
+    return text
+
+
 def read_call(name: Any, arguments: Any, identity: Any, what: str) -> ChatCall:
     """A call, whether its arguments came as a JSON value or as text."""
     written = arguments if isinstance(arguments, str) else None
@@ -259,7 +289,7 @@ def read_call(name: Any, arguments: Any, identity: Any, what: str) -> ChatCall:
             value = json.loads(written) if written.strip() else {}
         except (ValueError, RecursionError):
             value = written
-    return ChatCall(read_text(name, f"{what}.name"), value, read_text(identity, f"{what}.id"), written=written)
+    return ChatCall(read_text(name, f"{what}.name"), value, read_call_id(identity, f"{what}.id"), written=written)
 
 
 MAX_STOPS = 32
@@ -291,6 +321,19 @@ def read_blocks(content: Any, what: str, text_types: Sequence[str]) -> str:
             raise refuse(f"{what}[{at}].type", f"{kind!r} is not supported: this model reads text")
         texts.append(read_text(block.get("text", block.get("refusal")), f"{what}[{at}].text"))
     return "\n".join(texts)
+
+
+MAX_MESSAGES = 10_000
+"""Of a conversation: where it goes on is found on the loop that serves all sessions of a worker."""
+
+
+def read_conversation(messages: Sequence[ChatMessage], what: str) -> tuple[ChatMessage, ...]:
+    """The messages of a request: at least one, and at most `MAX_MESSAGES`."""
+    if not messages:
+        raise RequestError(f"{what} must hold at least one message")
+    if len(messages) > MAX_MESSAGES:
+        raise RequestError(f"{what} holds {len(messages)} messages; at most {MAX_MESSAGES} are taken: send fewer")
+    return tuple(messages)
 
 
 LARGE_BODY_BYTES = 100_000
@@ -344,6 +387,9 @@ def _refuse_constant(word: str) -> NoReturn:
     raise ValueError(f"{word} is not JSON")
 
 
+_MAX_LISTED_CHARS = 400
+"""Of the names of tools in an error."""
+
 KNOWN_TOOLS = 4
 """Sets of tools that a session keeps: its sub-agents have some of their own."""
 
@@ -369,6 +415,17 @@ class ParsedTools:
     notes: tuple[str, ...] = ()
     ignored: Mapping[str, Any] = field(default_factory=dict)
     """Options of tools that have no effect, and the first value of each."""
+
+    def check_choice(self, choice: Choice, forced: str) -> None:
+        """The refusal of a `tool_choice` that these functions cannot meet."""
+        if choice is not Choice.REQUIRED:
+            return
+        if not self.shown:
+            raise refuse("tool_choice", "a call is required, and the request offers no function: send tools")
+        names = [*(tool["function"]["name"] for tool in self.shown), *self.deferred]
+        if forced and forced not in names:
+            offered = ", ".join(names)[:_MAX_LISTED_CHARS]
+            raise refuse("tool_choice", f"{forced[:80]!r} is none of the functions of this request: {offered}")
 
     def label(self, namespace: str, name: str) -> str:
         """What a tool is shown as."""

@@ -119,6 +119,8 @@ async def _wait(
     exchange.task.add_done_callback(lambda _: woken.set())
     try:
         while not exchange.task.done():
+            if connection.is_lost:  # before there was something to wake
+                raise ConnectionLost
             woken.clear()
             with suppress(TimeoutError):
                 async with asyncio.timeout(KEEP_ALIVE_S):

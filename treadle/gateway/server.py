@@ -252,6 +252,8 @@ class GatewayServer:
         parsed = replace(parsed, agent_id=request.headers.get("x-claude-code-agent-id", ""))
         try:
             rendered = await conversation.render(parsed) if len(request.body) > LARGE_BODY_BYTES else None
+            if connection.is_lost:  # while it was read and rendered: nothing is sampled for it
+                raise ConnectionLost
             exchange = conversation.ask(parsed, rendered)
         except RequestError as error:
             if not (parsed.stream and dialect is openai_responses and error.kind == "context"):

@@ -12,9 +12,11 @@ row, and a place in it. Invariant: a request goes on from a turn only if every m
 shown, so no sampled token is ever shown in another context than the one it was sampled in.
 """
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
+from heapq import heappop, heappush
+from itertools import count
 
 from treadle.gateway.request import ChatMessage, TurnReply
 from treadle.rollout.session import Session
@@ -55,13 +57,13 @@ class TreeNode:
     """A place that messages can follow: a root, or a sampled turn."""
 
     points: dict[SegmentKey, "Point"] = field(default_factory=dict)
-    longest: int = 0
-    """Messages of the longest key."""
+    lengths: set[int] = field(default_factory=set)
+    """Of the keys, in messages: a request is looked up where one of these ends, and nowhere else."""
 
     def add_point(self, key: SegmentKey, session: Session) -> "Point":
         """These messages follow; `session` is the row in which a turn can be sampled after them."""
         point = self.points[key] = Point(self, session, session.mark(), [session])
-        self.longest = max(self.longest, len(key))
+        self.lengths.add(len(key))
         return point
 
 
@@ -117,13 +119,23 @@ class Place:
 
     node: TreeNode
     start: int = 0
-    echoes: tuple[tuple[TurnNode, Echo], ...] = ()
+    echo: Echo | None = None
+    """How the last repeated turn came back; None where it is none."""
+    before: "Place | None" = None
+    """The place that the last repeated turn follows."""
     edited: Fork | None = None
     """Why an assistant message after the last repeated turn is not a turn of ours, if it could have been."""
 
+    def echoes(self) -> Iterator[tuple[TurnNode, Echo]]:
+        """The turns that it repeats, and how they came back; the last one first."""
+        place: Place | None = self
+        while place is not None and isinstance(place.node, TurnNode) and place.echo is not None:
+            yield place.node, place.echo
+            place = place.before
 
-DropsReasoning = Callable[[ChatMessage, Sequence[ChatMessage]], bool]
-"""Whether the template leaves out the reasoning of an assistant message that these messages follow."""
+
+DropsReasoning = Callable[[ChatMessage, bool], bool]
+"""Whether the template leaves out the reasoning of an assistant message; and whether a user's message follows that."""
 
 
 class SessionTree:
@@ -142,28 +154,31 @@ class SessionTree:
         return sum(len(root.points) for root in self._roots.values())
 
     def locate(self, messages: Sequence[ChatMessage], keys: Sequence[bytes], tools: bytes, agent_id: str = "") -> Place:
-        """The place with the last turn that these messages repeat; its own one for a sub-agent that says who it is."""
-        root = self._roots.setdefault(tools, TreeNode())
-        best = Place(root)
-        active = [best]
+        """The place with the last turn that these messages repeat; its own one for a sub-agent that says who it is.
+
+        Takes time for each place that it passes and each length of a key there, not for each pair of messages.
+        """
+        best = Place(self._roots.setdefault(tools, TreeNode()))
+        candidates = _Candidates(messages)
+        candidates.add(best)
+        last_user = max((at for at, message in enumerate(messages) if message.role == "user"), default=-1)
         fork: Fork | None = None
-        for at, message in enumerate(messages):
-            if message.role != "assistant":
-                continue
-            found: list[Place] = []
-            for place in active:
+        while (at := candidates.next_message()) is not None:
+            message, found = messages[at], list[Place]()
+            for place in candidates.take(at):
                 point = place.node.points.get(tuple(keys[place.start : at]))
                 if point is not None:
-                    matches, why = self._match(point, message, messages[at + 1 :])
+                    matches, why = self._match(point, message, at < last_user)
                     fork = fork or why if not matches else fork
-                    found += [Place(turn, at + 1, (*place.echoes, (turn, echo))) for turn, echo in matches]
+                    found += [Place(turn, at + 1, echo, place) for turn, echo in matches]
             if found:
                 best = max(found, key=lambda place: _rank(place, message, agent_id))
                 fork = None
-            active = [place for place in (*active, *found) if at + 1 - place.start <= place.node.longest]
+            for place in found:
+                candidates.add(place)
         if fork is None and self._repeats_others(messages[best.start :]):
             fork = Fork.PREFIX
-        return Place(best.node, best.start, best.echoes, fork)
+        return replace(best, edited=fork)
 
     def add_turn(
         self, point: Point, reply: TurnReply, session: Session, model: str, asked_at: int, agent_id: str = ""
@@ -186,14 +201,14 @@ class SessionTree:
         return turn
 
     def _match(
-        self, point: Point, message: ChatMessage, following: Sequence[ChatMessage]
+        self, point: Point, message: ChatMessage, user_follows: bool
     ) -> tuple[list[tuple[TurnNode, Echo]], Fork | None]:
         """The turns of a point that a message repeats, and why there is none."""
         matches: list[tuple[TurnNode, Echo]] = []
         why: Fork | None = None
         for turn in point.turns:
             echo = compare(message, turn.reply, self._marks_of_others(message, turn))
-            if echo is Echo.REDUCED and not self._drops_reasoning(message, following):
+            if echo is Echo.REDUCED and not self._drops_reasoning(message, user_follows):
                 why = Fork.REDUCED
             elif echo is Echo.EDITED:
                 why = why or Fork.EDITED
@@ -209,9 +224,33 @@ class SessionTree:
         return any(mark in self._marks for message in messages for mark in message.marks)
 
 
+class _Candidates:
+    """Assistant messages that may be turns of ours, each with the places that one could follow."""
+
+    def __init__(self, messages: Sequence[ChatMessage]) -> None:
+        self._messages = messages
+        self._numbers = count()
+        self._heap: list[tuple[int, int, Place]] = []
+        """By the message, then in the order in which places were found."""
+
+    def add(self, place: Place) -> None:
+        for length in place.node.lengths:
+            at = place.start + length
+            if at < len(self._messages) and self._messages[at].role == "assistant":
+                heappush(self._heap, (at, next(self._numbers), place))
+
+    def next_message(self) -> int | None:
+        return self._heap[0][0] if self._heap else None
+
+    def take(self, at: int) -> Iterator[Place]:
+        while self._heap and self._heap[0][0] == at:
+            yield heappop(self._heap)[2]
+
+
 def _rank(place: Place, message: ChatMessage, agent_id: str) -> tuple[bool, bool, int]:
     """Rank of a place among those that say the same: the one whose mark a message bears, its own agent's, the last."""
-    turn = place.echoes[-1][0]
+    turn = place.node
+    assert isinstance(turn, TurnNode), "a root repeats nothing"
     return not set(turn.reply.marks()).isdisjoint(message.marks), turn.agent_id == agent_id, turn.number
 
 

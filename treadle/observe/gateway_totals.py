@@ -1,4 +1,4 @@
-"""Gateway totals: what the agents of a run did with their conversations, summed, and the habit that costs most.
+"""Gateway totals: what the agents of a run did with their conversations, summed, with the fix for each costly habit.
 
 Reads `extra["gateway"]` of finished trajectories, for the last line of a run and for the metrics of a step; knows
 nothing of how it was counted.
@@ -17,10 +17,18 @@ FIXES: Mapping[str, str] = {
     "rewound": "agents go back and try another way: rows branch there, and every turn trains once",
     "sibling": "agents sample the same messages several times: every sample trains that is not asked for again",
 }
+"""For why rows fork."""
 
+UNTRAINED: Mapping[str, str] = {
+    "replaced": "agents read an answer and asked again: let them go on with it, or set rollout.gateway.train: all",
+    "undelivered": "agents hung up before the answer: raise the timeout of their client",
+    "auxiliary": "agents asked for another model: let them ask for policy where a turn is to train",
+    "unfinished": "sessions ended while they were sampled: let agents wait, or raise the limit that ended them",
+}
+"""Counters of turns that do not train, and the fix for each."""
 
-UNTRAINED = ("replaced", "undelivered", "auxiliary", "unfinished")
-"""Counters of turns that do not train."""
+_REPLAYED_FIX = "clients lose connections or time out while they wait: raise their timeout"
+_REFUSED_FIX = "leave them out: docs/gateway.md has why each would change what is trained"
 
 MAX_NAMES = 1000
 """Different counters of a run; agents may send options of any name."""
@@ -79,14 +87,21 @@ class GatewayTotals:
         if echoes:
             exact = echoes.get("exact", 0) + echoes.get("equivalent", 0)
             said.append(f"{exact / sum(echoes.values()):.0%} of turns came back as they were sampled")
-        untrained = sum(self.counts[name] for name in UNTRAINED)
-        said += [f"{untrained} turns do not train"] if untrained else []
-        said += [f"{self.counts['replayed']} retries given the same answer"] if self.counts["replayed"] else []
+        said += self._untrained_words()
+        if self.counts["replayed"]:
+            said.append(f"{self.counts['replayed']} retries given the same answer ({_REPLAYED_FIX})")
         refused = self.part("refused")
-        said += [f"refused: {', '.join(sorted(refused))}"] if refused else []
+        said += [f"refused: {', '.join(sorted(refused))} ({_REFUSED_FIX})"] if refused else []
         if forks:
             said.append(self._fork_words(forks))
         return "; ".join(said)
+
+    def _untrained_words(self) -> list[str]:
+        """How many turns do not train, by why, each with its fix; nothing where all do."""
+        ranked = sorted((why for why in UNTRAINED if self.counts[why]), key=lambda why: -self.counts[why])
+        parts = [f"{self.counts[why]} {why} ({UNTRAINED[why]})" for why in ranked]
+        total = sum(self.counts[why] for why in ranked)
+        return [f"{total} turns do not train: {'; '.join(parts)}"] if parts else []
 
     def _fork_words(self, forks: Mapping[str, int]) -> str:
         """Why rows fork, by the tokens that it costs, and the fix for what costs most."""

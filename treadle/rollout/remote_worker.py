@@ -77,8 +77,10 @@ def _calls_user_code(rollout: RolloutConfig) -> bool:
 
 
 def _has_user_loop(rollout: RolloutConfig) -> bool:
+    """Whether a loop is a user's own, or calls a user's agent function."""
     agent = rollout.agent
-    return any(map(_is_users, (agent.default_agent_loop, *(loop.path or "" for loop in agent.loops.values()))))
+    paths = {agent.default_agent_loop, *(loop.path or name for name, loop in agent.loops.items())}
+    return "function_agent" in paths or any(map(_is_users, paths))
 
 
 def _is_users(path: str) -> bool:
