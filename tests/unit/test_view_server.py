@@ -15,9 +15,11 @@ from pathlib import Path
 
 import pytest
 
+from tests.rollouts import task
 from tests.view_runs import annotated, made, sampled, trained, write_run
 from treadle.cli.main import main
 from treadle.journal import Journal
+from treadle.types import Score, ToolCall
 from treadle.view import export
 from treadle.view.run_pages import RunPages
 from treadle.view.server import FILES, HEADERS, STATIC, ViewerServer
@@ -125,6 +127,29 @@ def test_a_bad_question_is_answered_by_a_sentence(server, path, told):
     status, _, body = get(f"{server.url}api/{path}")
     assert status == 422
     assert told in json.loads(body)["error"]
+
+
+def test_numbers_that_are_not_finite_are_answered_as_text(tmp_path):
+    """In what a loop noted, in a reward's extra, in the arguments of a call and in the ground truth."""
+    nan, inf = math.nan, math.inf
+    row = sampled((20, 30, 31, 32, 33, 40, 41))
+    call = ToolCall("calculate", {"at": nan})
+    row = replace(row, turns=(replace(row.turns[0], calls=(call,)),))
+    item = made("n", 0, None, rows=(row,), extra={"a": nan, "deep": [{"b": -inf}]})
+    item = replace(item, reward=Score(1.0, {"answer": 1.0}, {"c": inf}))
+    run_dir = write_run(tmp_path / "run", item)
+    with Journal.open(run_dir, max_mb=50) as journal:
+        journal.add_task(task("n", ground_truth=[inf, 4]))
+    server = ViewerServer({"run": run_dir})
+    try:
+        shown = json.loads(server.viewer.answer("api/trajectory", {"run": "run", "id": "8"}).body)
+        group = json.loads(server.viewer.answer("api/group", {"run": "run", "uid": "n"}).body)
+    finally:
+        server.server_close()
+    assert shown["extra"] == {"trajectory": {"a": "nan", "deep": [{"b": "-inf"}]}, "score": {"c": "inf"}}
+    assert shown["rows_shown"][0]["turns"][0]["calls"][0]["arguments"] == {"at": "nan"}
+    assert shown["task"]["ground_truth"] == group["task"]["ground_truth"] == ["inf", 4]
+    assert shown["reward"] == 1.0
 
 
 def test_a_run_that_breaks_is_named_and_the_others_stay(server, tmp_path):

@@ -15,6 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from math import isfinite
 from pathlib import Path
 from typing import TYPE_CHECKING
 from urllib.parse import parse_qsl, unquote, urlsplit
@@ -259,7 +260,24 @@ def _finding(run: ViewedRun, given: Given) -> RunFinding:
 
 
 def _json(value: object) -> Answer:
-    return Answer(json.dumps(value, ensure_ascii=True, allow_nan=False, separators=(",", ":")).encode())
+    try:
+        text = _dump(value)
+    except ValueError:  # a NaN or an infinity of a loop, a tool, a reward function or a row of data
+        text = _dump(_spell_out(value))
+    return Answer(text.encode())
+
+
+def _dump(value: object) -> str:
+    return json.dumps(value, ensure_ascii=True, allow_nan=False, separators=(",", ":"))
+
+
+def _spell_out(value: object) -> object:
+    """A copy in which numbers that JSON cannot hold are texts: `nan`, `inf`, `-inf`."""
+    if isinstance(value, float) and not isfinite(value):
+        return str(value)
+    if isinstance(value, Mapping):
+        return {name: _spell_out(item) for name, item in value.items()}
+    return [_spell_out(item) for item in value] if isinstance(value, list | tuple) else value
 
 
 def _number(given: Given, name: str) -> int | None:
