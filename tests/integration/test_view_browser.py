@@ -517,6 +517,24 @@ def test_rows_beside_the_main_one_are_read_in_the_transcript(opened):
     ]
 
 
+def test_turns_belong_to_the_last_messages_of_a_transcript(opened):
+    """Reward, seconds and calls of a turn stand at what the model said, not at an example of its prompt."""
+    browser, run_dir = opened
+    row = sampled((21, 30, 31, 9, 8))
+    row = replace(row, turns=(replace(row.turns[0], reward=0.5),))
+    example = ({"role": "user", "content": "how?"}, {"role": "assistant", "content": "an example"})
+    item = made("shots", 0, 1.0, rows=(row,))
+    with Journal.open(run_dir, max_mb=50) as journal:
+        journal.add(replace(item, messages=(*example, *item.messages)))
+    browser.go("/run/run/find?uid=shots")
+    last = browser.evaluate("document.querySelector('main tbody a').hash.split('/')[4]")
+    browser.go(f"/run/run/t/{last}/transcript")
+    shown = "[...document.querySelectorAll('.message.assistant')].map(n => /reward 0.5/.test(n.innerText))"
+    assert browser.evaluate(shown) == [False, True]
+    calls = "[...document.querySelectorAll('.message.assistant')].map(n => n.querySelectorAll('.call').length)"
+    assert browser.evaluate(calls) == [0, 1]
+
+
 def test_a_run_of_supervised_fine_tuning_shows_its_loss(browser, tmp_path):
     run_dir = tmp_path / "run"
     with Journal.open(run_dir, max_mb=50, config_yaml=CONFIG) as journal:

@@ -1025,9 +1025,10 @@ const originOf = (row) =>
 async function showTranscript(name, item, given) {
   const results = item.rows_shown.length ? item.rows_shown[0].turns.flatMap((turn) => turn.results || []) : [];
   const tools = item.messages.filter((message) => message.role === "tool").length;
-  let tool = 0,
-    turn = 0;
   const turns = item.rows_shown.length ? item.rows_shown[0].turns : [];
+  const said = item.messages.filter((message) => message.role === "assistant").length;
+  let tool = 0,
+    number = Math.min(0, turns.length - said); // assistant messages before the first turn are the prompt's
   const [from, to] = span(given.span),
     field = given.field || "content";
   const whole =
@@ -1038,7 +1039,7 @@ async function showTranscript(name, item, given) {
     h("section", { "aria-label": "Transcript" }, [
       item.messages.map((message, at) => {
         const result = message.role === "tool" && tools === results.length ? results[tool++] : null;
-        const own = message.role === "assistant" ? turns[turn++] : null;
+        const own = message.role === "assistant" ? turns[number++] : null;
         const text = h("div", { class: "text", dir: "auto" }, show_(at, "content", message.text));
         const known = ["user", "assistant", "tool", "system"].includes(message.role) ? message.role : "";
         return h("div", { class: "message " + known, id: "message-" + at, tabindex: -1 }, [
@@ -1086,11 +1087,11 @@ async function showTranscript(name, item, given) {
                   visible(call.problem || JSON.stringify(call.arguments)),
                 ]),
               ),
-            message.calls.map((call, number) =>
+            message.calls.map((call, place) =>
               h("div", { class: "call", dir: "auto" }, [
                 h("b", {}, visible(call.name)),
                 " ",
-                show_(at, "call-" + number, call.arguments),
+                show_(at, "call-" + place, call.arguments),
               ]),
             ),
           ]),
