@@ -150,6 +150,72 @@ def test_tokens_whose_text_would_be_other_tokens_are_marked():
     assert text.encode_again([]) == []
 
 
+def test_a_broken_byte_leaves_drift_beside_it_seen():
+    """Each stretch of whole characters is encoded by itself."""
+
+    class Tokenizer:
+        from tokenizers import Tokenizer as _Core
+        from tokenizers.models import BPE as _Model
+
+        backend_tokenizer = _Core(
+            _Model({"a": 0, "b": 1, "ab": 2, "<0xE2>": 3, "<0x98>": 4, "<0x92>": 5}, [("a", "b")])
+        )
+        added_tokens_decoder = {}  # noqa: RUF012
+
+    text = TokenText(Tokenizer())
+    assert text.encode_again([0, 1, 3, 2, 0, 1]) == [[2], [], [], None, [2], []]
+    assert text.encode_again([3, 4, 0, 1, 4]) == [[], [], [2], [], []]
+    assert text.encode_again([3, 3]) == [[], []]
+
+
+@pytest.mark.parametrize("way", ["always", "first", "normalizer"])
+def test_a_space_that_a_tokenizer_puts_before_a_text_is_no_drift(way):
+    """Nor the one that some put behind every special token."""
+    from tokenizers import Tokenizer as Core
+    from tokenizers import models, normalizers, pre_tokenizers
+
+    words = ["<unk>", "▁", "H", "i", "▁H", "▁Hi", "Hi", "y", "▁▁", "<0x0A>", "▁y", "yo", "o", "▁yo", "</s>"]
+    vocabulary = {word: at for at, word in enumerate(words)}
+    merges = [("▁", "▁"), ("H", "i"), ("▁", "Hi"), ("y", "o"), ("▁", "yo")]
+    core = Core(models.BPE(vocabulary, merges, byte_fallback=True, unk_token="<unk>"))
+    if way == "normalizer":
+        core.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    else:
+        core.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme=way)
+    core.add_special_tokens(["</s>"])
+
+    class Tokenizer:
+        backend_tokenizer = core
+        added_tokens_decoder = {vocabulary["</s>"]: "</s>"}  # noqa: RUF012
+
+    text = TokenText(Tokenizer())
+    text._spaces = True
+    again = lambda *said: text.encode_again([vocabulary[word] for word in said])  # noqa: E731
+    assert again("Hi", "▁yo") == [None, None]
+    assert again("▁Hi", "▁yo") == [None, None]
+    assert again("<0x0A>", "Hi", "▁yo") == [None, None, None]
+    assert again("Hi", "</s>", "▁Hi", "</s>", "Hi", "▁yo") == [None] * 6
+    assert again("▁Hi", "▁y", "o", "<0x0A>") == [None, [vocabulary["▁yo"]], [], None]
+    assert again("H", "i", "▁yo") == [[vocabulary["Hi"]], [], None]
+
+
+def test_drift_is_the_same_in_every_window(pages):
+    """A word that the edge of a window cuts is read whole."""
+    with Journal.open(pages.run_dir, max_mb=50) as journal:
+        row = sampled((69, 67, 78, 69) * 20 + (9, 8), prompt=(69, 67, 78))
+        journal.add(made("letters", 0, 1.0, rows=(row,)))
+    last, shown = pages.group("letters")["samples"][0]["id"], TrajectoryPages(pages)
+    whole = shown.tokens(last, 0)
+    assert whole["drift"][3:11] == [1, 1, 1, 0, 1, 1, 1, 0]
+    for start in range(len(whole["ids"])):
+        for count in (1, 2, 5):
+            window = shown.tokens(last, 0, start, count)
+            assert window["drift"] == whole["drift"][start : start + count], (start, count)
+            assert window["again"] == {
+                at - start: found for at, found in whole["again"].items() if start <= at < start + count
+            }
+
+
 def test_drift_is_told_for_sampled_tokens_alone(pages):
     """The bundled tokenizer has "cal" as one token; in the prompt nothing was sampled letter by letter."""
     with Journal.open(pages.run_dir, max_mb=50) as journal:
