@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.view_runs import annotated, made, sampled, trained, write_run
-from treadle.errors import RunError
+from treadle.errors import RunError, ToolFailure
 from treadle.journal import Journal, schema
 from treadle.types import Outcome, StopReason
 from treadle.view import run_pages, trajectory_pages
@@ -94,6 +94,29 @@ def test_what_a_resume_undid_is_not_shown_also_in_an_open_viewer(pages):
     assert pages.groups(step=2)["groups"][0]["uid"] == "c"
     assert pages.metrics(["reward/mean"])["curves"]["reward/mean"] == [(1, 0.5), (2, 1.0)]
     assert pages.group("b")["step"] is None
+
+
+def test_what_a_step_in_force_did_not_train_on_is_not_said_to_be_trained(pages, index):
+    """Step 2 is undone and runs again: its task is sampled anew under the same names, and once more for a failure."""
+    with Journal.open(pages.run_dir, max_mb=50) as journal:
+        journal.add_event("resume", step=1, position=0, open=[])
+        journal.rewind(1)
+        journal.add(made("b", 2, None, attempt=1, outcome=Outcome.failed(ToolFailure("again"))))
+        trained(journal, 2, made("b", 0, 0.5), made("b", 1, 1.0), made("b", 2, 1.0, attempt=2))
+    found = {item["id"]: (item["step"], item["replaced"]) for item in find(pages, index, {"uid": "b"})["samples"]}
+    old, new = (4, 5, 6, 8), (9, 10, 11)
+    assert found == dict.fromkeys(old, (None, True)) | dict.fromkeys(new, (2, False))
+    assert sorted(item["id"] for item in find(pages, index, {"step": "2"})["samples"]) == list(new)
+    shown = TrajectoryPages(pages)
+    one, other = shown.trajectory(4), shown.trajectory(9)
+    assert (one["step"], one["rows_shown"][0]["why"]) == (
+        None,
+        "not trained: undone, or replaced by a later attempt",
+    )
+    assert (other["step"], other["rows_shown"][0]["trained"]) == (2, True)
+    lines = compare_rows(RowPlace(shown, 4), RowPlace(shown, 9))["lines"]
+    assert [(line["step"], line["replaced"]) for line in lines] == [(None, True), (2, False)]
+    assert [item["id"] for item in pages.group("b")["samples"]] == list(new)
 
 
 def test_a_run_is_read_while_it_is_written(pages):

@@ -100,6 +100,7 @@ def _section(trajectories: TrajectoryPages, item: Json, found: RunFinding | None
     parts = ", ".join(f"{name} {value}" for name, value in item["parts"].items())
     facts = [reward, parts, f"{item['status']} ({item['reason']})", f"{item['tokens']:,} sampled tokens"]
     facts += [f"step {item['step']}"] if item["step"] is not None else []
+    facts += ["undone, or replaced by a later attempt"] if item["replaced"] else []
     yield f"<h2>{visible(_name(item))}</h2><p class='soft'>{visible(' · '.join(fact for fact in facts if fact))}</p>"
     if item["detail"]:
         yield f"<pre>{visible(item['detail'])}</pre>"

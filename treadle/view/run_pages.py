@@ -20,7 +20,7 @@ from typing import Any
 
 from treadle.errors import RunError
 from treadle.inspect.gaps import TokenGap
-from treadle.journal import schema
+from treadle.journal import Headline, schema
 from treadle.journal.codec import read_headline
 from treadle.journal.run_directory import CONFIG_FILE, RUN_FILE, read_starts
 from treadle.view.queries import COLUMNS, HAS_BODY, Json, RunQuery, finite, sample_line, task_name, validation_of
@@ -233,7 +233,10 @@ class RunPages:
                 values,
             )
             headlines = [read_headline(stored[:-1], bool(stored[-1])) for stored in found]
-            lines = [{**sample_line(item), "step": self.step_of(query, item.uid)} for item in headlines]
+            lines = [
+                {**sample_line(item), **place}
+                for item, place in zip(headlines, self.places(query, headlines), strict=True)
+            ]
         if gaps is not None:
             for line in lines:
                 own = gaps[line["id"]]
@@ -242,18 +245,36 @@ class RunPages:
         following = (headlines[-1].id if order == "new" else offset + SAMPLES) if full else None
         return {"samples": lines, "next": following}
 
-    def uids_of_step(self, step: int) -> list[str]:
-        """Tasks that a step in force trained on."""
+    def ids_of_step(self, step: int) -> list[int]:
+        """Trajectories that a step in force trained on."""
         with self.query() as query:
             entry = self._steps(query).get(step)
             if entry is None:
                 raise RunError(f"{self.name} has no training step {step}: see the list of steps")
-            return [uid for uid, _ in query.groups_of(entry.event)]
+            named = query.groups_of(entry.event)
+            return sorted(id for uid, samples in named for id in query.ids_of(uid, samples))
 
     def step_of(self, query: RunQuery, uid: str) -> int | None:
         """The training step in force that trained on a task; None for validations and what was never trained."""
         self._steps(query)
         return self._kept.places.get(uid)
+
+    def places(self, query: RunQuery, headlines: Sequence[Headline]) -> list[Json]:
+        """Of each trajectory the step in force that trained on it, and whether such a step took another in its place.
+
+        A task that was sampled again after a resume, or a sample that was tried again, has trajectories that no step
+        in force knows.
+        """
+        steps = self._steps(query)
+        of_task = {item.uid: self._kept.places.get(item.uid) for item in headlines}
+        named = {step: dict(query.groups_of(steps[step].event)) for step in set(of_task.values()) if step is not None}
+        taken = {uid: query.ids_of(uid, named[step].get(uid, ())) for uid, step in of_task.items() if step is not None}
+        return [
+            {"step": of_task[item.uid], "replaced": False}
+            if item.id in taken.get(item.uid, (item.id,))
+            else {"step": None, "replaced": True}
+            for item in headlines
+        ]
 
     def config(self) -> list[Json]:
         """Every key of the run's config with its value and its origin, in the order of the file."""

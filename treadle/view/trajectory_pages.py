@@ -53,15 +53,15 @@ class TrajectoryPages:
             line = sample_line(headline)
             bare = headline.uid.partition("/")[2] if line["validation"] is not None else headline.uid
             siblings = [sample_line(item) for item in query.samples(headline.uid, None)]
-            step = self._pages.step_of(query, headline.uid)
+            (place,) = self._pages.places(query, [headline])
             rows = read_rows(query, id)
             return {
                 **line,
-                "step": step,
+                **place,
                 "task": query.task(headline.uid) or query.task(bare),
                 "messages": _messages(query, id),
                 "extra": _extra(query, id),
-                "rows_shown": row_lines(query, id, rows, step, line, self._settings()),
+                "rows_shown": row_lines(query, id, rows, {**line, **place}, self._settings()),
                 "updates": _weight_updates(query, headline.timing.started_at, headline.timing.total_s),
                 "siblings": [
                     {key: item[key] for key in ("id", "uid", "sample", "reward", "status")} for item in siblings

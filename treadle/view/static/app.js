@@ -1750,7 +1750,9 @@ const when = (line) =>
     ? `step ${line.step}`
     : line.validation !== null
       ? `validation after step ${line.validation}`
-      : "not trained";
+      : line.replaced
+        ? "undone, or replaced by a later attempt"
+        : "not trained";
 
 async function showDiff(name, given) {
   if (!given.other) return showChoices(name, given);
