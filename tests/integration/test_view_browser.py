@@ -324,6 +324,16 @@ def test_a_run_is_walked_by_keyboard_alone(opened):
     browser.press("Escape")
 
 
+def test_the_skip_link_leads_to_the_content_of_the_screen(opened):
+    browser, _ = opened
+    browser.go("/run/run/steps")
+    browser.evaluate("document.querySelector('.skip').focus()")
+    browser.press("Enter")
+    browser.wait("document.activeElement.id === 'main'")
+    assert browser.evaluate("[location.hash, document.getElementById('main').dataset.shown]") == ["#/run/run/steps"] * 2
+    assert "Steps" in browser.text()
+
+
 def test_any_two_rows_are_compared_by_keyboard_alone(opened):
     """Marked on one screen, compared on another: a fork with a validation, a found line, a finding, and by choice."""
     browser, _ = opened

@@ -365,7 +365,8 @@ def test_filters_narrow_and_refuse_what_they_cannot_read(pages, index):
     assert uids(min_rows="2") == ["a/1"]
     assert uids(version="0", tool="calculate", uid="b") == ["b/2", "b/1", "b/0"]
     assert uids(version="1") == [] and uids(tool="other") == []
-    assert uids(order="best")[:2] == ["a/1", "validation-2/v/0"]
+    assert uids(order="best")[:2] == ["a/1", "validation-2/v/0"] and uids(order="best")[-1] == "b/2"
+    assert uids(order="worst")[:2] == ["validation-0/v/0", "a/0"] and uids(order="worst")[-1] == "b/2"
     with Journal.open(pages.run_dir, max_mb=50) as journal:
         journal.add(made("c", 0, 1.0, extra={"gateway": {"requests": 3, "echoes": {"exact": 2, "edited": 1}}}))
     assert uids(echo="edited") == uids(echo="exact") == ["c/0"]

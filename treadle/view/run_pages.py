@@ -370,7 +370,7 @@ class RunPages:
 
 _ORDERS = {
     "new": "t.id DESC",
-    "worst": "t.reward, t.id",
+    "worst": "t.reward IS NULL, t.reward, t.id",
     "best": "t.reward DESC, t.id",
     "gap": "gap_of(t.id) DESC, t.id",
 }

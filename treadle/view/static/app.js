@@ -2752,6 +2752,10 @@ async function watch() {
 
 if (localStorage.getItem("treadle-theme"))
   document.documentElement.dataset.theme = localStorage.getItem("treadle-theme") === "dark" ? "dark" : "light";
+document.querySelector(".skip").addEventListener("click", (event) => {
+  event.preventDefault(); // the hash is the address of the screen
+  document.getElementById("main").focus();
+});
 document.getElementById("keys").addEventListener("click", help);
 document.getElementById("fresh").addEventListener("click", () => show());
 document.getElementById("theme").addEventListener("click", theme);
