@@ -188,6 +188,8 @@ def test_a_scan_goes_on_where_its_time_ended_and_reads_new_steps_alone(tmp_path,
         scan = RunScan(run_dir)
         first = scan.report(budget_s=0.0)
         assert (first.groups, first.is_over, first.is_whole) == (1, False, False)
+        second = scan.report(budget_s=0.0)
+        assert (second.groups, second.is_over) == (2, False)
         whole = scan.report()
         assert (whole.groups, whole.is_over, whole.is_whole) == (3, True, True)
         assert whole == scan_run(run_dir)

@@ -18,9 +18,11 @@ import pytest
 from tests.rollouts import task
 from tests.view_runs import annotated, made, sampled, trained, write_run
 from treadle.cli.main import main
+from treadle.errors import RunError
 from treadle.journal import Journal
 from treadle.types import Score, ToolCall
 from treadle.view import export
+from treadle.view import server as view_server
 from treadle.view.run_pages import RunPages
 from treadle.view.server import FILES, HEADERS, STATIC, ViewerServer
 
@@ -198,6 +200,48 @@ def test_a_finding_is_exported_with_its_span_marked(tmp_path):
     assert "rewarded 1, and wrote" in page
     assert json.loads(line)["finding"] == finding
     assert finding in group
+
+
+def test_a_replaced_trajectory_is_exported_as_itself(tmp_path):
+    """One that a later attempt replaced, and one whose name another has since a resume; and a number that is none."""
+    run_dir = write_run(tmp_path / "run", made("c", 0, 0.0, "first"))
+    with Journal.open(run_dir, max_mb=50) as journal:
+        journal.add(made("c", 0, 1.0, "same name"))
+        journal.add(made("c", 0, 1.0, "second", attempt=1))
+    server = ViewerServer({"run": run_dir})
+    try:
+        lines = {
+            id: [json.loads(line) for line in server.viewer.answer("api/export", exported_lines(id)).body.splitlines()]
+            for id in ("8", "9", "10")
+        }
+        with pytest.raises(RunError, match="no trajectory 99"):
+            server.viewer.answer("api/export", exported_lines("99"))
+    finally:
+        server.server_close()
+    said = {id: [(line["messages"][1]["content"], line["step"]) for line in found] for id, found in lines.items()}
+    assert said == {"8": [("first", None)], "9": [("same name", 3)], "10": [("second", None)]}
+
+
+def exported_lines(id: str) -> dict[str, str]:
+    return {"run": "run", "id": id, "form": "jsonl"}
+
+
+def test_a_finding_is_exported_before_the_scan_of_its_run_is_over(tmp_path, monkeypatch):
+    """Its address names a finding of the oldest group; each answer of the scan has time for one group."""
+    run_dir = write_run(tmp_path / "run", made("c", 0, 1.0, "os._exit(0)"), made("c", 1, 0.0, "x"))
+    with Journal.open(run_dir, max_mb=50) as journal:
+        for step in range(4, 9):
+            trained(journal, step, made(f"t{step}", 0, 0.0), made(f"t{step}", 1, 1.0))
+    monkeypatch.setattr(view_server, "SCAN_S", 0.0)
+    server = ViewerServer({"run": run_dir})
+    where = {"run": "run", "kind": "tampering", "id": "8", "start": "0"}
+    try:
+        page = server.viewer.answer("api/export", where).body.decode()
+        with pytest.raises(RunError, match="no finding 'gap'"):
+            server.viewer.answer("api/export", {**where, "kind": "gap"})
+    finally:
+        server.server_close()
+    assert "<mark>os._exit(</mark>0)" in page
 
 
 def test_a_finding_about_a_group_is_exported_with_the_whole_group(tmp_path):

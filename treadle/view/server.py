@@ -11,6 +11,7 @@ import logging
 import secrets
 import socket
 import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from http import HTTPStatus
@@ -61,6 +62,8 @@ LARGEST = 2**63 - 1
 """What SQLite takes for a whole number."""
 SCAN_S = 0.4
 """Seconds that one answer spends on looking for findings."""
+FINDING_S = 20.0
+"""Seconds that the export of a finding looks for it."""
 TIMELINE_S = 0.25
 """Seconds that one picture of the timeline spends on reading."""
 
@@ -252,10 +255,16 @@ def _export(run: ViewedRun, given: Given) -> Answer:
 
 def _finding(run: ViewedRun, given: Given) -> RunFinding:
     """The finding that an address names by its kind, its trajectory and where its span begins."""
-    wanted = given["kind"], _id(given), _number(given, "start")
-    for found in run.findings()["findings"]:
-        if (found["kind"], found["id"], found["start"]) == wanted:
-            return RunFinding(**found)
+    wanted, ends = (given["kind"], _id(given), _number(given, "start")), time.monotonic() + FINDING_S
+    while True:
+        report = run.findings()
+        for found in report["findings"]:
+            if (found["kind"], found["id"], found["start"]) == wanted:
+                return RunFinding(**found)
+        if report["is_over"]:
+            break
+        if time.monotonic() > ends:
+            raise RunError(f"the findings of this run were not read within {FINDING_S:.0f} s: ask again, which goes on")
     raise RunError(f"there is no finding {given['kind']!r} of trajectory {wanted[1]} among the newest of this run")
 
 
