@@ -2,6 +2,8 @@
 
 import json
 import sqlite3
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -127,6 +129,28 @@ def test_a_run_is_read_while_it_is_written(pages):
         assert pages.pulse() != before
         assert pages.overview()["status"] == "running"
         assert pages.samples("1", (), None)["samples"][0]["uid"] == "live"
+
+
+def test_a_killed_run_is_not_shown_as_live(pages):
+    """Its run.json and its lock are as the kill left them; a lock of another host may be held."""
+    write = (
+        "import sys; from pathlib import Path; from treadle.journal import Journal; "
+        "Journal.open(Path(sys.argv[1]), max_mb=50); print('open', flush=True); sys.stdin.read()"
+    )
+    command = [sys.executable, "-c", write, str(pages.run_dir)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as run:
+        assert run.stdout.readline() == b"open\n"
+        assert pages.pulse()["status"] == "running"
+        run.kill()
+    about = pages.overview()
+    assert pages.pulse()["status"] == about["status"] == about["starts"][-1]["status"] == "crashed"
+    assert about["cause"] == about["starts"][-1]["cause"] == "it died without a word"
+    lock = pages.run_dir / "lock"
+    lock.write_text(json.dumps({**json.loads(lock.read_text()), "host": "another"}))
+    assert pages.pulse()["status"] == "running"
+    with Journal.open(pages.run_dir, max_mb=50):
+        assert pages.pulse()["status"] == "running"
+    assert pages.pulse()["status"] == "finished"
 
 
 def test_curves_are_thinned_and_keep_their_ends():

@@ -20,9 +20,9 @@ from typing import Any
 
 from treadle.errors import RunError
 from treadle.inspect.gaps import TokenGap
-from treadle.journal import Headline, schema
+from treadle.journal import Headline, RunStatus, schema
 from treadle.journal.codec import read_headline
-from treadle.journal.run_directory import CONFIG_FILE, RUN_FILE, read_starts
+from treadle.journal.run_directory import CONFIG_FILE, DIED, RUN_FILE, read_owner, read_starts
 from treadle.view.queries import COLUMNS, HAS_BODY, Json, RunQuery, finite, sample_line, task_name, validation_of
 
 TIMELINE = "timeline.svg"
@@ -103,6 +103,8 @@ class RunPages:
             {"at": start.started_at, "ended": start.ended_at, "status": start.status, "cause": start.cause}
             for start in read_starts(self.run_dir)
         ]
+        if starts:
+            starts[-1] |= {"status": status, "cause": cause}
         with self.query() as query:
             steps = self._steps(query)
             counted, total = self._count(query)
@@ -307,11 +309,14 @@ class RunPages:
             return None
 
     def _status(self) -> tuple[str, str | None]:
+        """As `run.json` says; a run whose process is gone cannot say that it crashed: the owner of its lock tells."""
         try:
             found = json.loads((self.run_dir / RUN_FILE).read_text(encoding="utf-8"))
-            return str(found.get("status", "unknown")), found.get("cause")
+            status, cause = str(found.get("status", "unknown")), found.get("cause")
         except (OSError, ValueError, AttributeError):
             return "unknown", None
+        owner = read_owner(self.run_dir) if status == RunStatus.RUNNING else None
+        return (RunStatus.CRASHED, DIED) if owner is not None and not owner.may_be_alive else (status, cause)
 
     def _validations(self, query: RunQuery) -> list[int]:
         with self._lock:
