@@ -38,15 +38,15 @@ def pages(tmp_path: Path) -> RunPages:
 def test_the_overview_counts_how_every_attempt_ended(pages):
     about = pages.overview()
     assert (about["steps"], about["validations"], about["trajectories"]) == ([1, 2], [0, 2], 7)
-    ends = {(end["status"], end["reason"], end["boundary"]): end["count"] for end in about["ends"]}
+    ends = {(end["status"], end["reason"], end["boundary"]): end["count"] for end in pages.ends()["ends"]}
     assert ends == {("completed", "stop", None): 6, ("failed", "failure", "tool"): 1}
     assert [event["kind"] for event in about["events"]] == ["stall"]
 
 
 def test_counts_go_on_where_the_last_answer_ended(pages, monkeypatch):
     monkeypatch.setattr(run_pages, "COUNTED", 3)
-    assert [pages.overview()["counted"] for _ in range(3)] == [3, 6, 7]
-    assert sum(end["count"] for end in pages.overview()["ends"]) == 7
+    assert [pages.ends()["counted"] for _ in range(3)] == [3, 6, 7]
+    assert sum(end["count"] for end in pages.ends()["ends"]) == pages.overview()["trajectories"] == 7
 
 
 def test_a_step_lists_its_groups_page_by_page(pages, monkeypatch):
@@ -430,7 +430,7 @@ def test_a_truncated_journal_is_a_sentence(pages):
     whole = path.read_bytes()
     path.write_bytes(whole[: len(whole) // 3])
     with pytest.raises(RunError, match="cannot read the journal"):
-        [pages.overview() for _ in range(2)]
+        [(pages.overview(), pages.ends()) for _ in range(2)]
         pages.samples("1", (), None)
 
 
@@ -552,7 +552,7 @@ def test_a_viewer_that_read_leaves_the_writer_free(pages, index):
     with Journal.open(pages.run_dir, max_mb=50) as journal:
         journal.add(made("more", 0, 1.0))
         journal.flush_blocking()
-        pages.overview(), pages.groups(), shown.trajectory(2), shown.tokens(2, 0), find(pages, index, {})
+        pages.overview(), pages.ends(), pages.groups(), shown.trajectory(2), shown.tokens(2, 0), find(pages, index, {})
         with sqlite3.connect(pages.run_dir / schema.FILE_NAME) as connection:
             busy, _, _ = connection.execute("PRAGMA wal_checkpoint(RESTART)").fetchone()
         assert busy == 0

@@ -101,7 +101,7 @@ def test_the_page_is_three_files_without_inline_code_or_foreign_addresses():
 
 def test_every_route_answers_with_strict_json(server):
     for path in (
-        *("runs", "pulse", "overview?run=one", "metrics?run=one&names=reward/mean", "steps?run=one"),
+        *("runs", "pulse", "overview?run=one", "ends?run=one", "metrics?run=one&names=reward/mean", "steps?run=one"),
         *("groups?run=one&step=1", "groups?run=one&validation=0", "group?run=one&uid=a", "find?run=one&q=four"),
         *("config?run=one&other=other/run", "waits?run=one", "trajectory?run=one&id=3", "message?run=one&id=3&at=0"),
         *("tokens?run=one&id=3&row=1", "strip?run=one&id=3", "diff?run=one&id=2&other=3", "findings?run=one"),

@@ -97,7 +97,7 @@ class RunPages:
         return {**last, "start": start, "status": self._status()[0]}
 
     def overview(self) -> Json:
-        """How the run stands, what it did so far, how trajectories ended, and what was notable."""
+        """How the run stands, what it did so far, and what was notable."""
         status, cause = self._status()
         starts = [
             {"at": start.started_at, "ended": start.ended_at, "status": start.status, "cause": start.cause}
@@ -107,7 +107,6 @@ class RunPages:
             starts[-1] |= {"status": status, "cause": cause}
         with self.query() as query:
             steps = self._steps(query)
-            counted, total = self._count(query)
             trained = [entry.step for entry in steps.values()]
             return {
                 "name": self.name,
@@ -117,18 +116,26 @@ class RunPages:
                 "starts": starts,
                 "steps": [min(trained), max(trained)] if trained else [],
                 "validations": self._validations(query),
-                "trajectories": total,
-                "counted": counted,
-                "ends": [
-                    {"status": status, "reason": reason, "boundary": boundary, "count": count}
-                    for (status, reason, boundary), count in sorted(
-                        self._kept.counts.items(), key=lambda item: -item[1]
-                    )
-                ],
+                "trajectories": _last_id(query),
                 "events": query.notable(),
                 "sources": [row[0] for row in query.all("SELECT DISTINCT data_source FROM tasks LIMIT 50")],
                 "annotated": query.has_annotations(),
             }
+
+    def ends(self) -> Json:
+        """How trajectories ended, a part of them more with every answer, and how many were counted."""
+        with self.query() as query:
+            counted, total = self._count(query)
+        with self._lock:
+            counts = sorted(self._kept.counts.items(), key=lambda item: -item[1])
+        return {
+            "trajectories": total,
+            "counted": counted,
+            "ends": [
+                {"status": status, "reason": reason, "boundary": boundary, "count": count}
+                for (status, reason, boundary), count in counts
+            ],
+        }
 
     def metrics(self, names: Sequence[str] | None = None) -> Json:
         """Names of all metrics with their last value, and the curves of those that are asked for, thinned."""
@@ -359,7 +366,7 @@ class RunPages:
 
     def _count(self, query: RunQuery) -> tuple[int, int]:
         """Count how trajectories ended, a bounded number of them; (counted so far, all)."""
-        total = int(query.one("SELECT ifnull(max(id), 0) FROM trajectories")[0])
+        total = _last_id(query)
         with self._lock:
             kept = self._kept
             through = min(total, kept.counted + COUNTED)
@@ -394,6 +401,11 @@ _STEP_FIGURES = {
     "rollout_s": "seconds/rollout",
 }
 """Columns of the list of steps, and the metrics behind them."""
+
+
+def _last_id(query: RunQuery) -> int:
+    """How many trajectories there are: they are numbered from 1, and kept for good."""
+    return int(query.one("SELECT ifnull(max(id), 0) FROM trajectories")[0])
 
 
 def _when(place: Json) -> tuple[int, bool]:

@@ -138,6 +138,7 @@ class Viewer:
         self._runs = {name: ViewedRun(name, run_dir) for name, run_dir in runs.items()}
         self._routes: dict[str, Callable[[ViewedRun, Given], Json | Sequence[Json] | Answer]] = {
             "overview": lambda run, given: run.pages.overview(),
+            "ends": lambda run, given: run.pages.ends(),
             "metrics": lambda run, given: run.pages.metrics(given["names"].split(",") if "names" in given else None),
             "steps": lambda run, given: run.pages.steps(_number(given, "before")),
             "groups": lambda run, given: run.pages.groups(
