@@ -78,11 +78,11 @@ def opened(tmp_path: Path, browser: Browser) -> Iterator[tuple[Browser, Path]]:
     serving = Serving({"run": run_dir})
     browser.console.clear()
     browser.requests.clear()
-    browser.open(serving.server.url)
-    browser.wait("location.hash === '#/run/run' && document.getElementById('main').dataset.shown === '#/run/run'")
-    yield browser, run_dir
-    browser.open("about:blank")
-    serving.close()
+    with serving:
+        browser.open(serving.server.url)
+        browser.wait("location.hash === '#/run/run' && document.getElementById('main').dataset.shown === '#/run/run'")
+        yield browser, run_dir
+        browser.open("about:blank")
 
 
 SCREENS = {
@@ -859,6 +859,21 @@ def test_a_hostile_address_stays_text(hostile, browser, fragment):
     browser.open(hostile + fragment)
     browser.evaluate("new Promise(r => setTimeout(r, 500))")
     assert_harmless(browser, fragment)
+
+
+@pytest.mark.parametrize("fragment", ["#/run/%zz", "#/run/run/%E0%A4%A/x", "#/x/%"])
+def test_an_address_that_cannot_be_read_is_a_sentence(opened, fragment):
+    """Also the first one of a page, which goes on watching the run and leads elsewhere."""
+    browser, _ = opened
+    start = browser.evaluate("location.href.split('#')[0]")
+    browser.open("about:blank")
+    browser.console.clear()
+    browser.open(start + fragment)
+    browser.wait("document.querySelector('main .problem')")
+    assert "this address cannot be read at %" in browser.text()
+    browser.wait("performance.getEntriesByType('resource').some(e => /pulse/.test(e.name))")
+    browser.go("/run/run/steps")
+    assert "Steps" in browser.text() and browser.console == []
 
 
 def test_an_exported_page_opens_without_a_server_and_runs_nothing(hostile, browser, tmp_path):

@@ -128,12 +128,20 @@ const moment = (time) =>
   time ? new Date(time * 1000).toLocaleString([], { dateStyle: "medium", timeStyle: "short" }) : "";
 
 // ── the address ─────────────────────────────────────────────────────────────────────────────────────────────────────
+// An address may be typed or cut off: a part that cannot be read is kept as it is, and named.
 function place() {
   const [path, query] = location.hash.replace(/^#\/?/, "").split("?");
-  return {
-    parts: path.split("/").filter(Boolean).map(decodeURIComponent),
-    given: Object.fromEntries(new URLSearchParams(query || "")),
+  let unread = null;
+  const read = (part) => {
+    try {
+      return decodeURIComponent(part);
+    } catch {
+      unread ??= part;
+      return part;
+    }
   };
+  const parts = path.split("/").filter(Boolean).map(read);
+  return { parts, given: Object.fromEntries(new URLSearchParams(query || "")), unread };
 }
 function link(parts, given = {}) {
   const kept = Object.entries(given).filter(([, value]) => value !== null && value !== undefined && value !== "");
@@ -2413,7 +2421,9 @@ const OFFERS = new Set(["validation", "tasks", "find"]);
 
 // `view` is the turn of `show` that asks, and whether it brings a screen up to date.
 async function screen(view) {
-  const { parts, given } = place();
+  const { parts, given, unread } = place();
+  if (unread !== null)
+    throw new Error(`this address cannot be read at ${unread}: a percent sign stands for two hexadecimal digits`);
   if (parts[0] !== "run") return showRuns();
   if (!runs.length) runs = await ask("runs");
   const [, name, what, which, tab] = parts;
@@ -2508,10 +2518,10 @@ let turn = 0,
 async function show({ live = false } = {}) {
   const mine = ++turn,
     main = document.getElementById("main");
-  frame();
   if (!live) main.setAttribute("aria-busy", "true");
   let content;
   try {
+    frame();
     content = await screen({ mine, live });
   } catch (error) {
     content = h("p", { class: "problem", role: "alert" }, visible(error.message));
