@@ -4,6 +4,8 @@ import itertools
 import json
 import math
 import re
+import socket
+import struct
 import subprocess
 import sys
 import threading
@@ -12,6 +14,7 @@ import urllib.request
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from urllib.parse import urlsplit
 
 import pytest
 
@@ -57,6 +60,43 @@ def ask(server: ViewerServer, path: str) -> object:
 def test_it_listens_on_this_machine_alone(server):
     assert server.server_address[0] == "127.0.0.1"
     assert len(server.token) >= 32
+
+
+def reset(server: ViewerServer, sent: bytes) -> None:
+    """Send a beginning of a request, and reset the connection as a browser does that is closed."""
+    with socket.create_connection(server.server_address) as client:
+        client.sendall(sent)
+        client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+
+
+def test_a_connection_that_is_reset_prints_nothing(server, capfd, monkeypatch):
+    """While its request is read, before its answer and inside it."""
+    ended, held = threading.Semaphore(0), threading.Event()
+    closes, pages = ViewerServer.shutdown_request, RunPages.steps
+    monkeypatch.setattr(ViewerServer, "shutdown_request", lambda *given: (closes(*given), ended.release()))
+    monkeypatch.setattr(RunPages, "steps", lambda *given: (held.wait(60), pages(*given))[1])
+    steps = f"GET /{server.token}/api/steps?run=one HTTP/1.1\r\nHost: {urlsplit(server.url).netloc}\r\n\r\n"
+    for sent in (b"GET / HT", b"GET / HTTP/1.1\r\nHost: x", steps.encode()):
+        reset(server, sent)
+        held.set()
+        assert ended.acquire(timeout=90)
+    assert capfd.readouterr() == ("", "")
+    assert ask(server, "overview?run=one")["steps"] == [1, 2]
+
+
+def test_a_response_whose_reader_has_left_prints_nothing(server, capfd, monkeypatch):
+    ended = threading.Semaphore(0)
+    closes = ViewerServer.shutdown_request
+    monkeypatch.setattr(ViewerServer, "shutdown_request", lambda *given: (closes(*given), ended.release()))
+
+    def left(self):
+        raise ConnectionResetError
+
+    monkeypatch.setattr(view_server._Handler, "end_headers", left)
+    with socket.create_connection(server.server_address) as client:
+        client.sendall(b"GET / HTTP/1.1\r\nHost: x\r\n\r\n")
+        assert ended.acquire(timeout=90)
+    assert capfd.readouterr() == ("", "")
 
 
 def test_without_the_token_there_is_nothing(server):

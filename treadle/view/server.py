@@ -10,6 +10,7 @@ import json
 import logging
 import secrets
 import socket
+import sys
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -344,6 +345,11 @@ class ViewerServer(ThreadingHTTPServer):
         connection.settimeout(30)
         return connection, address
 
+    def handle_error(self, request: object, client_address: object) -> None:
+        """A browser that has left is no news; what else breaks outside an answer is a bug, and logged."""
+        if not isinstance(sys.exception(), ConnectionError | TimeoutError):
+            log.warning("a connection of the viewer broke", exc_info=True)
+
     def allows(self, host: str | None) -> bool:
         """Whether a request was meant for this machine by a name that only it has."""
         port = self.server_address[1]
@@ -386,10 +392,10 @@ class _Handler(BaseHTTPRequestHandler):
         if answer.file_name is not None:
             safe = "".join(letter if letter.isalnum() or letter in "-_." else "-" for letter in answer.file_name)
             self.send_header("Content-Disposition", f'attachment; filename="{safe}"')
-        self.end_headers()
         try:
+            self.end_headers()
             self.wfile.write(answer.body)
-        except (BrokenPipeError, ConnectionResetError):
+        except (ConnectionError, TimeoutError):
             self.close_connection = True  # the browser has left the page
 
     def log_message(self, format: str, *args: object) -> None:
