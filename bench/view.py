@@ -103,6 +103,7 @@ def ask_screens(run_dir: Path, step: int) -> None:
     shown = TrajectoryPages(pages)
     index = Indexes(TextIndex(pages), GapIndex(pages), RowIndex(pages))
     measure("overview (first answer of a fresh viewer)", pages.overview)
+    measure("ends (first answer of a fresh viewer)", pages.ends)
     measure("curves", lambda: pages.metrics(["reward/mean"]))
     measure("steps", pages.steps)
     measure("groups of a step", lambda: pages.groups(step=step))
@@ -252,7 +253,7 @@ def burn() -> None:
 
 
 def ask_once(pages: RunPages) -> None:
-    pages.pulse(), pages.overview(), pages.steps(), pages.groups(step=0), pages.samples("1", (), None)
+    pages.pulse(), pages.overview(), pages.ends(), pages.steps(), pages.groups(step=0), pages.samples("1", (), None)
 
 
 def watch(run_dir: Path) -> None:

@@ -74,6 +74,7 @@ def main(words: Sequence[str] | None = None) -> None:
                 browser.dark(dark)
                 browser.go(address)
                 browser.wait("!/reading on|Reading/.test(document.getElementById('main').innerText)")
+                browser.wait("!document.querySelector('[aria-busy]')")
                 browser.wait("[...document.images].every(image => image.complete)")
                 browser.screenshot(given.output / f"view-{name}.png")
     finally:

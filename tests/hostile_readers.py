@@ -263,7 +263,7 @@ def _replace(item: Any, **fields: Any) -> Any:
 
 def _check_viewer(viewer: Viewer, texts: tuple[str, ...]) -> None:
     first = 8  # those before are of every run that `write_run` writes
-    for path in ("runs", "overview", "steps", "groups", "config", "waits", "metrics", "findings"):
+    for path in ("runs", "overview", "ends", "steps", "groups", "config", "waits", "metrics", "findings"):
         _check_answer(viewer.answer(f"api/{path}", {"run": "run"}).body, path)
     for at, text in enumerate(texts):
         id, rng = str(first + at), rng_of(text)

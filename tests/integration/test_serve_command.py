@@ -195,7 +195,7 @@ def test_a_served_run_is_shown_and_searched_by_the_viewer(config: Path, tmp_path
 
     overview = ask("overview")
     assert overview["status"] == "finished" and overview["trajectories"] == 2 and overview["steps"] == []
-    assert [(end["status"], end["count"]) for end in overview["ends"]] == [("completed", 2)]
+    assert [(end["status"], end["count"]) for end in ask("ends")["ends"]] == [("completed", 2)]
     while (found := ask("find", q="zebra"))["indexed"] < 1:
         pass
     assert {line["uid"] for line in found["samples"]} == {"one", "two"}

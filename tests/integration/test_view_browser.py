@@ -9,6 +9,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Self
 from urllib.parse import quote
 
 import pytest
@@ -19,7 +20,10 @@ from treadle.errors import ToolFailure
 from treadle.journal import Journal
 from treadle.journal.run_directory import CONFIG_FILE, RUN_FILE
 from treadle.types import Outcome, Row, Score, StopReason, Task, Timing, ToolCall, ToolResult, Turn
-from treadle.view.server import ViewerServer
+from treadle.view import run_pages
+from treadle.view import server as view_server
+from treadle.view.run_pages import RunPages
+from treadle.view.server import ViewedRun, ViewerServer
 
 pytestmark = pytest.mark.skipif(
     CHROMIUM is None and not is_demanded(os.environ), reason="no chromium on this machine: apt-get install chromium"
@@ -49,6 +53,12 @@ class Serving:
         self._thread = threading.Thread(target=self.server.serve_forever)
         self._thread.start()
 
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
     def close(self) -> None:
         self.server.shutdown()
         self.server.server_close()
@@ -68,11 +78,11 @@ def opened(tmp_path: Path, browser: Browser) -> Iterator[tuple[Browser, Path]]:
     serving = Serving({"run": run_dir})
     browser.console.clear()
     browser.requests.clear()
-    browser.open(serving.server.url)
-    browser.wait("location.hash === '#/run/run' && document.getElementById('main').dataset.shown === '#/run/run'")
-    yield browser, run_dir
-    browser.open("about:blank")
-    serving.close()
+    with serving:
+        browser.open(serving.server.url)
+        browser.wait("location.hash === '#/run/run' && document.getElementById('main').dataset.shown === '#/run/run'")
+        yield browser, run_dir
+        browser.open("about:blank")
 
 
 SCREENS = {
@@ -324,6 +334,16 @@ def test_a_run_is_walked_by_keyboard_alone(opened):
     browser.press("Escape")
 
 
+def test_the_skip_link_leads_to_the_content_of_the_screen(opened):
+    browser, _ = opened
+    browser.go("/run/run/steps")
+    browser.evaluate("document.querySelector('.skip').focus()")
+    browser.press("Enter")
+    browser.wait("document.activeElement.id === 'main'")
+    assert browser.evaluate("[location.hash, document.getElementById('main').dataset.shown]") == ["#/run/run/steps"] * 2
+    assert "Steps" in browser.text()
+
+
 def test_any_two_rows_are_compared_by_keyboard_alone(opened):
     """Marked on one screen, compared on another: a fork with a validation, a found line, a finding, and by choice."""
     browser, _ = opened
@@ -461,8 +481,73 @@ def test_the_run_screen_follows_in_place(opened):
     live = browser.evaluate(bars)
     assert not any("Content Security Policy" in line for line in browser.console)
     browser.reload()
-    browser.wait("document.querySelector('.bars')")
+    browser.wait("document.querySelector('.bars') && !document.querySelector('[aria-busy]')")
     assert live == browser.evaluate(bars) != before
+
+
+@pytest.fixture
+def gate() -> Iterator[threading.Event]:
+    """Opened at the end of the test at the latest: no answer of the viewer waits for it any longer."""
+    gate = threading.Event()
+    yield gate
+    gate.set()
+
+
+def hold(monkeypatch: pytest.MonkeyPatch, owner: type, name: str, gate: threading.Event) -> threading.Event:
+    """Make answers of a page wait for `gate`; the event says that one waits."""
+    real, waits = getattr(owner, name), threading.Event()
+
+    def held(*given):
+        waits.set()
+        gate.wait(300)
+        return real(*given)
+
+    monkeypatch.setattr(owner, name, held)
+    return waits
+
+
+def test_a_run_is_shown_before_its_sessions_are_counted(opened, gate, monkeypatch):
+    """Facts and curves stand while how sessions ended, and where the time goes, are still to come."""
+    browser, _ = opened
+    browser.go("/run/run/steps")
+    held = [hold(monkeypatch, RunPages, name, gate) for name in ("ends", "waits")]
+    browser.go("/run/run")
+    assert all(waits.wait(90) for waits in held)
+    assert browser.evaluate("document.querySelectorAll('.chart').length") > 0
+    assert "trajectories" in browser.text() and "Counting them…" in browser.text()
+    gate.set()
+    browser.wait("!document.querySelector('[aria-busy]')")
+    assert "stop" in browser.evaluate("document.getElementById('ends').innerText")
+    assert "training" in browser.evaluate("document.getElementById('waits').innerText")
+
+
+def test_the_sessions_of_a_run_that_has_ended_are_counted_to_the_end(opened, monkeypatch):
+    """An answer counts a part of them; the page asks on although nothing of the run changes."""
+    browser, _ = opened
+    browser.go("/run/run/steps")
+    monkeypatch.setattr(run_pages, "COUNTED", 2)
+    with Serving({"run": opened[1]}) as serving:
+        browser.open(serving.server.url)
+        browser.wait("/How sessions ended/.test(document.getElementById('ends').innerText)")
+        browser.wait("!/counted so far|Counting/.test(document.getElementById('ends').innerText)")
+        bars = browser.evaluate("[...document.querySelectorAll('#ends .bars .num')].map(bar => bar.innerText)")
+        assert bars == ["8", "1", "1"]  # stopped, failed; at the tool
+        browser.open("about:blank")
+
+
+def test_a_screen_that_was_left_asks_for_nothing_more(opened, gate, monkeypatch):
+    """Findings that come when another screen is shown are not a reason to draw that one anew."""
+    browser, _ = opened
+    monkeypatch.setattr(view_server, "SCAN_S", 0.0)
+    waits = hold(monkeypatch, ViewedRun, "findings", gate)
+    browser.evaluate("location.hash = '/run/run/findings'")
+    assert waits.wait(90)
+    browser.go("/run/run/config")
+    gate.set()
+    browser.wait("performance.getEntriesByType('resource').some(e => /findings/.test(e.name) && e.responseEnd)")
+    wait_for_pulse(browser)
+    asked = "performance.getEntriesByType('resource').filter(e => /api\\/config/.test(e.name)).length"
+    assert browser.evaluate(asked) == 1
 
 
 def test_a_list_of_a_live_run_stays_and_offers_what_is_new(opened):
@@ -515,6 +600,24 @@ def test_rows_beside_the_main_one_are_read_in_the_transcript(opened):
     assert browser.evaluate("[...document.querySelectorAll('.rowtext .role')].map(n => n.innerText)") == [
         *("prompt", "sampled", "given"),
     ]
+
+
+def test_turns_belong_to_the_last_messages_of_a_transcript(opened):
+    """Reward, seconds and calls of a turn stand at what the model said, not at an example of its prompt."""
+    browser, run_dir = opened
+    row = sampled((21, 30, 31, 9, 8))
+    row = replace(row, turns=(replace(row.turns[0], reward=0.5),))
+    example = ({"role": "user", "content": "how?"}, {"role": "assistant", "content": "an example"})
+    item = made("shots", 0, 1.0, rows=(row,))
+    with Journal.open(run_dir, max_mb=50) as journal:
+        journal.add(replace(item, messages=(*example, *item.messages)))
+    browser.go("/run/run/find?uid=shots")
+    last = browser.evaluate("document.querySelector('main tbody a').hash.split('/')[4]")
+    browser.go(f"/run/run/t/{last}/transcript")
+    shown = "[...document.querySelectorAll('.message.assistant')].map(n => /reward 0.5/.test(n.innerText))"
+    assert browser.evaluate(shown) == [False, True]
+    calls = "[...document.querySelectorAll('.message.assistant')].map(n => n.querySelectorAll('.call').length)"
+    assert browser.evaluate(calls) == [0, 1]
 
 
 def test_a_run_of_supervised_fine_tuning_shows_its_loss(browser, tmp_path):
@@ -756,6 +859,21 @@ def test_a_hostile_address_stays_text(hostile, browser, fragment):
     browser.open(hostile + fragment)
     browser.evaluate("new Promise(r => setTimeout(r, 500))")
     assert_harmless(browser, fragment)
+
+
+@pytest.mark.parametrize("fragment", ["#/run/%zz", "#/run/run/%E0%A4%A/x", "#/x/%"])
+def test_an_address_that_cannot_be_read_is_a_sentence(opened, fragment):
+    """Also the first one of a page, which goes on watching the run and leads elsewhere."""
+    browser, _ = opened
+    start = browser.evaluate("location.href.split('#')[0]")
+    browser.open("about:blank")
+    browser.console.clear()
+    browser.open(start + fragment)
+    browser.wait("document.querySelector('main .problem')")
+    assert "this address cannot be read at %" in browser.text()
+    browser.wait("performance.getEntriesByType('resource').some(e => /pulse/.test(e.name))")
+    browser.go("/run/run/steps")
+    assert "Steps" in browser.text() and browser.console == []
 
 
 def test_an_exported_page_opens_without_a_server_and_runs_nothing(hostile, browser, tmp_path):

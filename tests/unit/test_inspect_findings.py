@@ -82,6 +82,37 @@ def test_a_truth_in_the_prompt_that_the_answer_repeats(tmp_path):
     assert text[found[0].start : found[0].end] == "Lisbon"
 
 
+def few_shot(uid: str, sample: int, reward: float, example: str, said: str, asked: str = "and you?"):
+    """A sample of one turn whose prompt ends its example with an assistant message."""
+    given = ({"role": "user", "content": "how?"}, {"role": "assistant", "content": example})
+    rest = ({"role": "user", "content": asked}, {"role": "assistant", "content": said})
+    return replace(made(uid, sample, reward), messages=(*given, *rest))
+
+
+def test_assistant_messages_of_a_prompt_are_not_the_models(tmp_path):
+    """Neither what they write nor what they repeat; what the model writes after them is."""
+    given = [few_shot("a", at, float(at), "assert True, it is Lisbon", "I say Porto") for at in (0, 1)]
+    assert kinds(written(tmp_path / "given", *given, truth="Lisbon")) == {}
+    own = [few_shot("a", at, float(at), "I say Porto", "assert True") for at in (0, 1)]
+    found = scan_run(written(tmp_path / "own", *own)).findings
+    assert [(item.kind, item.message) for item in found] == [("tampering", 3)]
+
+
+def test_a_truth_behind_the_examples_of_a_prompt_is_found(tmp_path):
+    samples = [few_shot("a", at, float(at), "an example", "Lisbon", asked="It is Lisbon") for at in (0, 1)]
+    found = scan_run(written(tmp_path, *samples, truth="Lisbon")).findings
+    assert [(item.kind, item.message) for item in found] == [("echo", 2)]
+
+
+def test_the_longest_row_says_how_much_the_model_wrote(tmp_path):
+    """An agent may begin with a short question of its own; one with more turns than messages wrote all of them."""
+    short, long = sampled((21, 30, 31, 9, 8)), sampled((22, 30, 31, 9, 8))
+    said = [few_shot("a", at, float(at), "os._exit(0)", "fine") for at in (0, 1)]
+    rows = (short, replace(long, turns=long.turns * 3))
+    found = scan_run(written(tmp_path, *(replace(item, rows=rows) for item in said))).findings
+    assert [(item.kind, item.message) for item in found] == [("tampering", 1)]
+
+
 @pytest.mark.parametrize(
     ("truth", "asked", "found"),
     [
@@ -157,6 +188,8 @@ def test_a_scan_goes_on_where_its_time_ended_and_reads_new_steps_alone(tmp_path,
         scan = RunScan(run_dir)
         first = scan.report(budget_s=0.0)
         assert (first.groups, first.is_over, first.is_whole) == (1, False, False)
+        second = scan.report(budget_s=0.0)
+        assert (second.groups, second.is_over) == (2, False)
         whole = scan.report()
         assert (whole.groups, whole.is_over, whole.is_whole) == (3, True, True)
         assert whole == scan_run(run_dir)

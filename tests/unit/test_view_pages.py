@@ -2,13 +2,15 @@
 
 import json
 import sqlite3
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from tests.view_runs import annotated, made, sampled, trained, write_run
-from treadle.errors import RunError
+from treadle.errors import RunError, ToolFailure
 from treadle.journal import Journal, schema
 from treadle.types import Outcome, StopReason
 from treadle.view import run_pages, trajectory_pages
@@ -36,15 +38,15 @@ def pages(tmp_path: Path) -> RunPages:
 def test_the_overview_counts_how_every_attempt_ended(pages):
     about = pages.overview()
     assert (about["steps"], about["validations"], about["trajectories"]) == ([1, 2], [0, 2], 7)
-    ends = {(end["status"], end["reason"], end["boundary"]): end["count"] for end in about["ends"]}
+    ends = {(end["status"], end["reason"], end["boundary"]): end["count"] for end in pages.ends()["ends"]}
     assert ends == {("completed", "stop", None): 6, ("failed", "failure", "tool"): 1}
     assert [event["kind"] for event in about["events"]] == ["stall"]
 
 
 def test_counts_go_on_where_the_last_answer_ended(pages, monkeypatch):
     monkeypatch.setattr(run_pages, "COUNTED", 3)
-    assert [pages.overview()["counted"] for _ in range(3)] == [3, 6, 7]
-    assert sum(end["count"] for end in pages.overview()["ends"]) == 7
+    assert [pages.ends()["counted"] for _ in range(3)] == [3, 6, 7]
+    assert sum(end["count"] for end in pages.ends()["ends"]) == pages.overview()["trajectories"] == 7
 
 
 def test_a_step_lists_its_groups_page_by_page(pages, monkeypatch):
@@ -96,6 +98,29 @@ def test_what_a_resume_undid_is_not_shown_also_in_an_open_viewer(pages):
     assert pages.group("b")["step"] is None
 
 
+def test_what_a_step_in_force_did_not_train_on_is_not_said_to_be_trained(pages, index):
+    """Step 2 is undone and runs again: its task is sampled anew under the same names, and once more for a failure."""
+    with Journal.open(pages.run_dir, max_mb=50) as journal:
+        journal.add_event("resume", step=1, position=0, open=[])
+        journal.rewind(1)
+        journal.add(made("b", 2, None, attempt=1, outcome=Outcome.failed(ToolFailure("again"))))
+        trained(journal, 2, made("b", 0, 0.5), made("b", 1, 1.0), made("b", 2, 1.0, attempt=2))
+    found = {item["id"]: (item["step"], item["replaced"]) for item in find(pages, index, {"uid": "b"})["samples"]}
+    old, new = (4, 5, 6, 8), (9, 10, 11)
+    assert found == dict.fromkeys(old, (None, True)) | dict.fromkeys(new, (2, False))
+    assert sorted(item["id"] for item in find(pages, index, {"step": "2"})["samples"]) == list(new)
+    shown = TrajectoryPages(pages)
+    one, other = shown.trajectory(4), shown.trajectory(9)
+    assert (one["step"], one["rows_shown"][0]["why"]) == (
+        None,
+        "not trained: undone, or replaced by a later attempt",
+    )
+    assert (other["step"], other["rows_shown"][0]["trained"]) == (2, True)
+    lines = compare_rows(RowPlace(shown, 4), RowPlace(shown, 9))["lines"]
+    assert [(line["step"], line["replaced"]) for line in lines] == [(None, True), (2, False)]
+    assert [item["id"] for item in pages.group("b")["samples"]] == list(new)
+
+
 def test_a_run_is_read_while_it_is_written(pages):
     before = pages.pulse()
     with Journal.open(pages.run_dir, max_mb=50) as journal:
@@ -104,6 +129,28 @@ def test_a_run_is_read_while_it_is_written(pages):
         assert pages.pulse() != before
         assert pages.overview()["status"] == "running"
         assert pages.samples("1", (), None)["samples"][0]["uid"] == "live"
+
+
+def test_a_killed_run_is_not_shown_as_live(pages):
+    """Its run.json and its lock are as the kill left them; a lock of another host may be held."""
+    write = (
+        "import sys; from pathlib import Path; from treadle.journal import Journal; "
+        "Journal.open(Path(sys.argv[1]), max_mb=50); print('open', flush=True); sys.stdin.read()"
+    )
+    command = [sys.executable, "-c", write, str(pages.run_dir)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as run:
+        assert run.stdout.readline() == b"open\n"
+        assert pages.pulse()["status"] == "running"
+        run.kill()
+    about = pages.overview()
+    assert pages.pulse()["status"] == about["status"] == about["starts"][-1]["status"] == "crashed"
+    assert about["cause"] == about["starts"][-1]["cause"] == "it died without a word"
+    lock = pages.run_dir / "lock"
+    lock.write_text(json.dumps({**json.loads(lock.read_text()), "host": "another"}))
+    assert pages.pulse()["status"] == "running"
+    with Journal.open(pages.run_dir, max_mb=50):
+        assert pages.pulse()["status"] == "running"
+    assert pages.pulse()["status"] == "finished"
 
 
 def test_curves_are_thinned_and_keep_their_ends():
@@ -148,6 +195,72 @@ def test_tokens_whose_text_would_be_other_tokens_are_marked():
     assert text.encode_again([3, 0, 1, 3]) == [None, [2], [], None]
     assert text.encode_again([3, 2, 3]) == [None, None, None]
     assert text.encode_again([]) == []
+
+
+def test_a_broken_byte_leaves_drift_beside_it_seen():
+    """Each stretch of whole characters is encoded by itself."""
+
+    class Tokenizer:
+        from tokenizers import Tokenizer as _Core
+        from tokenizers.models import BPE as _Model
+
+        backend_tokenizer = _Core(
+            _Model({"a": 0, "b": 1, "ab": 2, "<0xE2>": 3, "<0x98>": 4, "<0x92>": 5}, [("a", "b")])
+        )
+        added_tokens_decoder = {}  # noqa: RUF012
+
+    text = TokenText(Tokenizer())
+    assert text.encode_again([0, 1, 3, 2, 0, 1]) == [[2], [], [], None, [2], []]
+    assert text.encode_again([3, 4, 0, 1, 4]) == [[], [], [2], [], []]
+    assert text.encode_again([3, 3]) == [[], []]
+
+
+@pytest.mark.parametrize("way", ["always", "first", "normalizer"])
+def test_a_space_that_a_tokenizer_puts_before_a_text_is_no_drift(way):
+    """Nor the one that some put behind every special token."""
+    from tokenizers import Tokenizer as Core
+    from tokenizers import models, normalizers, pre_tokenizers
+
+    words = ["<unk>", "▁", "H", "i", "▁H", "▁Hi", "Hi", "y", "▁▁", "<0x0A>", "▁y", "yo", "o", "▁yo", "</s>"]
+    vocabulary = {word: at for at, word in enumerate(words)}
+    merges = [("▁", "▁"), ("H", "i"), ("▁", "Hi"), ("y", "o"), ("▁", "yo")]
+    core = Core(models.BPE(vocabulary, merges, byte_fallback=True, unk_token="<unk>"))
+    if way == "normalizer":
+        core.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    else:
+        core.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme=way)
+    core.add_special_tokens(["</s>"])
+
+    class Tokenizer:
+        backend_tokenizer = core
+        added_tokens_decoder = {vocabulary["</s>"]: "</s>"}  # noqa: RUF012
+
+    text = TokenText(Tokenizer())
+    text._spaces = True
+    again = lambda *said: text.encode_again([vocabulary[word] for word in said])  # noqa: E731
+    assert again("Hi", "▁yo") == [None, None]
+    assert again("▁Hi", "▁yo") == [None, None]
+    assert again("<0x0A>", "Hi", "▁yo") == [None, None, None]
+    assert again("Hi", "</s>", "▁Hi", "</s>", "Hi", "▁yo") == [None] * 6
+    assert again("▁Hi", "▁y", "o", "<0x0A>") == [None, [vocabulary["▁yo"]], [], None]
+    assert again("H", "i", "▁yo") == [[vocabulary["Hi"]], [], None]
+
+
+def test_drift_is_the_same_in_every_window(pages):
+    """A word that the edge of a window cuts is read whole."""
+    with Journal.open(pages.run_dir, max_mb=50) as journal:
+        row = sampled((69, 67, 78, 69) * 20 + (9, 8), prompt=(69, 67, 78))
+        journal.add(made("letters", 0, 1.0, rows=(row,)))
+    last, shown = pages.group("letters")["samples"][0]["id"], TrajectoryPages(pages)
+    whole = shown.tokens(last, 0)
+    assert whole["drift"][3:11] == [1, 1, 1, 0, 1, 1, 1, 0]
+    for start in range(len(whole["ids"])):
+        for count in (1, 2, 5):
+            window = shown.tokens(last, 0, start, count)
+            assert window["drift"] == whole["drift"][start : start + count], (start, count)
+            assert window["again"] == {
+                at - start: found for at, found in whole["again"].items() if start <= at < start + count
+            }
 
 
 def test_drift_is_told_for_sampled_tokens_alone(pages):
@@ -276,7 +389,8 @@ def test_filters_narrow_and_refuse_what_they_cannot_read(pages, index):
     assert uids(min_rows="2") == ["a/1"]
     assert uids(version="0", tool="calculate", uid="b") == ["b/2", "b/1", "b/0"]
     assert uids(version="1") == [] and uids(tool="other") == []
-    assert uids(order="best")[:2] == ["a/1", "validation-2/v/0"]
+    assert uids(order="best")[:2] == ["a/1", "validation-2/v/0"] and uids(order="best")[-1] == "b/2"
+    assert uids(order="worst")[:2] == ["validation-0/v/0", "a/0"] and uids(order="worst")[-1] == "b/2"
     with Journal.open(pages.run_dir, max_mb=50) as journal:
         journal.add(made("c", 0, 1.0, extra={"gateway": {"requests": 3, "echoes": {"exact": 2, "edited": 1}}}))
     assert uids(echo="edited") == uids(echo="exact") == ["c/0"]
@@ -316,7 +430,7 @@ def test_a_truncated_journal_is_a_sentence(pages):
     whole = path.read_bytes()
     path.write_bytes(whole[: len(whole) // 3])
     with pytest.raises(RunError, match="cannot read the journal"):
-        [pages.overview() for _ in range(2)]
+        [(pages.overview(), pages.ends()) for _ in range(2)]
         pages.samples("1", (), None)
 
 
@@ -438,7 +552,7 @@ def test_a_viewer_that_read_leaves_the_writer_free(pages, index):
     with Journal.open(pages.run_dir, max_mb=50) as journal:
         journal.add(made("more", 0, 1.0))
         journal.flush_blocking()
-        pages.overview(), pages.groups(), shown.trajectory(2), shown.tokens(2, 0), find(pages, index, {})
+        pages.overview(), pages.ends(), pages.groups(), shown.trajectory(2), shown.tokens(2, 0), find(pages, index, {})
         with sqlite3.connect(pages.run_dir / schema.FILE_NAME) as connection:
             busy, _, _ = connection.execute("PRAGMA wal_checkpoint(RESTART)").fetchone()
         assert busy == 0

@@ -4,6 +4,8 @@ import itertools
 import json
 import math
 import re
+import socket
+import struct
 import subprocess
 import sys
 import threading
@@ -12,13 +14,18 @@ import urllib.request
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from urllib.parse import urlsplit
 
 import pytest
 
+from tests.rollouts import task
 from tests.view_runs import annotated, made, sampled, trained, write_run
 from treadle.cli.main import main
+from treadle.errors import RunError
 from treadle.journal import Journal
+from treadle.types import Score, ToolCall
 from treadle.view import export
+from treadle.view import server as view_server
 from treadle.view.run_pages import RunPages
 from treadle.view.server import FILES, HEADERS, STATIC, ViewerServer
 
@@ -53,6 +60,43 @@ def ask(server: ViewerServer, path: str) -> object:
 def test_it_listens_on_this_machine_alone(server):
     assert server.server_address[0] == "127.0.0.1"
     assert len(server.token) >= 32
+
+
+def reset(server: ViewerServer, sent: bytes) -> None:
+    """Send a beginning of a request, and reset the connection as a browser does that is closed."""
+    with socket.create_connection(server.server_address) as client:
+        client.sendall(sent)
+        client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+
+
+def test_a_connection_that_is_reset_prints_nothing(server, capfd, monkeypatch):
+    """While its request is read, before its answer and inside it."""
+    ended, held = threading.Semaphore(0), threading.Event()
+    closes, pages = ViewerServer.shutdown_request, RunPages.steps
+    monkeypatch.setattr(ViewerServer, "shutdown_request", lambda *given: (closes(*given), ended.release()))
+    monkeypatch.setattr(RunPages, "steps", lambda *given: (held.wait(60), pages(*given))[1])
+    steps = f"GET /{server.token}/api/steps?run=one HTTP/1.1\r\nHost: {urlsplit(server.url).netloc}\r\n\r\n"
+    for sent in (b"GET / HT", b"GET / HTTP/1.1\r\nHost: x", steps.encode()):
+        reset(server, sent)
+        held.set()
+        assert ended.acquire(timeout=90)
+    assert capfd.readouterr() == ("", "")
+    assert ask(server, "overview?run=one")["steps"] == [1, 2]
+
+
+def test_a_response_whose_reader_has_left_prints_nothing(server, capfd, monkeypatch):
+    ended = threading.Semaphore(0)
+    closes = ViewerServer.shutdown_request
+    monkeypatch.setattr(ViewerServer, "shutdown_request", lambda *given: (closes(*given), ended.release()))
+
+    def left(self):
+        raise ConnectionResetError
+
+    monkeypatch.setattr(view_server._Handler, "end_headers", left)
+    with socket.create_connection(server.server_address) as client:
+        client.sendall(b"GET / HTTP/1.1\r\nHost: x\r\n\r\n")
+        assert ended.acquire(timeout=90)
+    assert capfd.readouterr() == ("", "")
 
 
 def test_without_the_token_there_is_nothing(server):
@@ -97,7 +141,7 @@ def test_the_page_is_three_files_without_inline_code_or_foreign_addresses():
 
 def test_every_route_answers_with_strict_json(server):
     for path in (
-        *("runs", "pulse", "overview?run=one", "metrics?run=one&names=reward/mean", "steps?run=one"),
+        *("runs", "pulse", "overview?run=one", "ends?run=one", "metrics?run=one&names=reward/mean", "steps?run=one"),
         *("groups?run=one&step=1", "groups?run=one&validation=0", "group?run=one&uid=a", "find?run=one&q=four"),
         *("config?run=one&other=other/run", "waits?run=one", "trajectory?run=one&id=3", "message?run=one&id=3&at=0"),
         *("tokens?run=one&id=3&row=1", "strip?run=one&id=3", "diff?run=one&id=2&other=3", "findings?run=one"),
@@ -125,6 +169,29 @@ def test_a_bad_question_is_answered_by_a_sentence(server, path, told):
     status, _, body = get(f"{server.url}api/{path}")
     assert status == 422
     assert told in json.loads(body)["error"]
+
+
+def test_numbers_that_are_not_finite_are_answered_as_text(tmp_path):
+    """In what a loop noted, in a reward's extra, in the arguments of a call and in the ground truth."""
+    nan, inf = math.nan, math.inf
+    row = sampled((20, 30, 31, 32, 33, 40, 41))
+    call = ToolCall("calculate", {"at": nan})
+    row = replace(row, turns=(replace(row.turns[0], calls=(call,)),))
+    item = made("n", 0, None, rows=(row,), extra={"a": nan, "deep": [{"b": -inf}]})
+    item = replace(item, reward=Score(1.0, {"answer": 1.0}, {"c": inf}))
+    run_dir = write_run(tmp_path / "run", item)
+    with Journal.open(run_dir, max_mb=50) as journal:
+        journal.add_task(task("n", ground_truth=[inf, 4]))
+    server = ViewerServer({"run": run_dir})
+    try:
+        shown = json.loads(server.viewer.answer("api/trajectory", {"run": "run", "id": "8"}).body)
+        group = json.loads(server.viewer.answer("api/group", {"run": "run", "uid": "n"}).body)
+    finally:
+        server.server_close()
+    assert shown["extra"] == {"trajectory": {"a": "nan", "deep": [{"b": "-inf"}]}, "score": {"c": "inf"}}
+    assert shown["rows_shown"][0]["turns"][0]["calls"][0]["arguments"] == {"at": "nan"}
+    assert shown["task"]["ground_truth"] == group["task"]["ground_truth"] == ["inf", 4]
+    assert shown["reward"] == 1.0
 
 
 def test_a_run_that_breaks_is_named_and_the_others_stay(server, tmp_path):
@@ -173,6 +240,48 @@ def test_a_finding_is_exported_with_its_span_marked(tmp_path):
     assert "rewarded 1, and wrote" in page
     assert json.loads(line)["finding"] == finding
     assert finding in group
+
+
+def test_a_replaced_trajectory_is_exported_as_itself(tmp_path):
+    """One that a later attempt replaced, and one whose name another has since a resume; and a number that is none."""
+    run_dir = write_run(tmp_path / "run", made("c", 0, 0.0, "first"))
+    with Journal.open(run_dir, max_mb=50) as journal:
+        journal.add(made("c", 0, 1.0, "same name"))
+        journal.add(made("c", 0, 1.0, "second", attempt=1))
+    server = ViewerServer({"run": run_dir})
+    try:
+        lines = {
+            id: [json.loads(line) for line in server.viewer.answer("api/export", exported_lines(id)).body.splitlines()]
+            for id in ("8", "9", "10")
+        }
+        with pytest.raises(RunError, match="no trajectory 99"):
+            server.viewer.answer("api/export", exported_lines("99"))
+    finally:
+        server.server_close()
+    said = {id: [(line["messages"][1]["content"], line["step"]) for line in found] for id, found in lines.items()}
+    assert said == {"8": [("first", None)], "9": [("same name", 3)], "10": [("second", None)]}
+
+
+def exported_lines(id: str) -> dict[str, str]:
+    return {"run": "run", "id": id, "form": "jsonl"}
+
+
+def test_a_finding_is_exported_before_the_scan_of_its_run_is_over(tmp_path, monkeypatch):
+    """Its address names a finding of the oldest group; each answer of the scan has time for one group."""
+    run_dir = write_run(tmp_path / "run", made("c", 0, 1.0, "os._exit(0)"), made("c", 1, 0.0, "x"))
+    with Journal.open(run_dir, max_mb=50) as journal:
+        for step in range(4, 9):
+            trained(journal, step, made(f"t{step}", 0, 0.0), made(f"t{step}", 1, 1.0))
+    monkeypatch.setattr(view_server, "SCAN_S", 0.0)
+    server = ViewerServer({"run": run_dir})
+    where = {"run": "run", "kind": "tampering", "id": "8", "start": "0"}
+    try:
+        page = server.viewer.answer("api/export", where).body.decode()
+        with pytest.raises(RunError, match="no finding 'gap'"):
+            server.viewer.answer("api/export", {**where, "kind": "gap"})
+    finally:
+        server.server_close()
+    assert "<mark>os._exit(</mark>0)" in page
 
 
 def test_a_finding_about_a_group_is_exported_with_the_whole_group(tmp_path):

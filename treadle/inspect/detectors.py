@@ -228,18 +228,28 @@ class _Place:
 
 def _spoken(item: RecordedTrajectory) -> Iterator[_Place]:
     """What the model wrote: content, reasoning, and the arguments of calls."""
+    first = _first_turn(item)
     for at, message in enumerate(item.trajectory.messages):
-        if message.get("role") == "assistant":
+        if at >= first and message.get("role") == "assistant":
             for name, text in message_fields(message):
                 yield _Place(at, name, text)
 
 
 def _before_the_model(item: RecordedTrajectory) -> Iterator[_Place]:
-    for at, message in enumerate(item.trajectory.messages):
-        if message.get("role") == "assistant":
-            return
+    for at, message in enumerate(item.trajectory.messages[: _first_turn(item)]):
         for name, text in message_fields(message):
             yield _Place(at, name, text)
+
+
+def _first_turn(item: RecordedTrajectory) -> int:
+    """Which message is the model's first: it wrote one for each turn, the last ones; those before are the prompt's.
+
+    Of several rows the one with the most turns counts: a side conversation is shorter than the main one.
+    """
+    turns = max((len(row.turns) for row in item.trajectory.rows), default=0)
+    spoken = [at for at, message in enumerate(item.trajectory.messages) if message.get("role") == "assistant"]
+    own = spoken[max(0, len(spoken) - turns) :]
+    return own[0] if own else len(item.trajectory.messages)
 
 
 def _first_match(word: "re.Pattern[str]", texts: Iterator[_Place]) -> _Place | None:

@@ -151,7 +151,7 @@ class RunScan:
         """By what tells it from a later one of the same name, and its name."""
 
     def report(self, budget_s: float | None = None) -> FindingsReport:
-        """What was found; with a budget, in as much of the run as it sufficed for, one group at least."""
+        """What was found; with a budget, in as much of the run as it sufficed for, one new group at least."""
         ends = None if budget_s is None else time.monotonic() + budget_s
         with JournalReader.open(self._run_dir) as reader:
             self._read_steps(reader)
@@ -161,10 +161,13 @@ class RunScan:
             validated, is_all = _validated(reader, ended, self._limit // 2)
             wanted, is_whole = [*wanted, *validated], is_whole and is_all
             looked: dict[tuple[int, _Name], LookedAtGroup] = {}
-            for at, (event, step, name) in enumerate(wanted):
+            fresh = 0
+            for event, step, name in wanted:
                 kept = self._looked_at.get((event, name))
-                if kept is None and ends is not None and at and time.monotonic() > ends:
-                    continue
+                if kept is None:
+                    if fresh and ends is not None and time.monotonic() > ends:
+                        continue
+                    fresh += 1
                 looked[event, name] = kept or _look_at(reader, step, name)
             self._looked_at = looked
         groups = list(looked.values())

@@ -174,6 +174,21 @@ class RunRecords:
         """The first `limit` of what `find` finds, whole."""
         return self.load(self.find(step, uid, validation=validation, failed=failed, order=order)[:limit])
 
+    def of_ids(self, ids: Sequence[int]) -> list[RecordedTrajectory]:
+        """Trajectories by their numbers in the journal, also those that a later attempt replaced. RunError: no such."""
+        with JournalReader.open(self.run_dir) as reader:
+            places = _read_steps(reader).step_of()
+            return [load_recorded(reader, self._placed(reader, id, places)) for id in ids]
+
+    def _placed(self, reader: JournalReader, id: int, places: dict[tuple[str, int, int], int]) -> FoundTrajectory:
+        """A trajectory with its place: a step trained on the newest of a name."""
+        entry = reader.entry(id)
+        if entry is None:
+            raise RunError(f"there is no trajectory {id} in {self.run_dir}")
+        headline = entry.headline
+        newest = reader.headline(headline.uid, headline.sample, headline.attempt)
+        return _place(headline, places if newest is not None and newest.id == id else {})
+
     def _newest(self, reader: JournalReader, validation: bool) -> tuple[int | None, bool]:
         """The newest step of training, or of validation where that is asked for or all there is; None for a rollout."""
         trained = _read_steps(reader).trained
@@ -270,7 +285,7 @@ def _place(headline: Headline, places: dict[tuple[str, int, int], int]) -> Found
 def load_recorded(reader: JournalReader, found: FoundTrajectory) -> RecordedTrajectory:
     """The whole of a trajectory, with its ground truth."""
     headline = found.headline
-    entry = reader.trajectory(headline.uid, headline.sample, headline.attempt)
+    entry = reader.entry(headline.id)
     assert entry is not None, "its headline was read a moment ago"
     task = _task_of(reader, headline.uid)
     whole = replace(headline, is_intact=entry.headline.is_intact, has_body=entry.headline.has_body)

@@ -113,6 +113,12 @@ class JournalReader:
             )
             return self._entry(read_headline(found[0][:-1], bool(found[0][-1]))) if found else None
 
+    def entry(self, id: int) -> TrajectoryEntry | None:
+        """One trajectory by its number in the journal, also where a later one has its name."""
+        with self._snapshot():
+            found = self._execute(f"SELECT {_HEADLINE}, {_HAS_BODY} FROM trajectories t WHERE id = ?", (id,))
+            return self._entry(read_headline(found[0][:-1], bool(found[0][-1]))) if found else None
+
     def headline(self, uid: str, sample: int, attempt: int) -> Headline | None:
         """One trajectory without its body: the latest with this attempt number."""
         found = self._execute(

@@ -37,6 +37,8 @@ DIRECTORY_MODE = 0o700
 
 RUN_FILE = "run.json"
 CONFIG_FILE = "config.yaml"
+DIED = "it died without a word"
+"""Cause of a start that was killed before it could write one."""
 _PACKAGES = ("treadle", "torch", "transformers", "vllm", "ray", "openai", "mcp")
 
 
@@ -66,9 +68,7 @@ class RunFile:
     def open(cls, run_dir: Path, command: Sequence[str], now: float) -> "RunFile":
         """List this start. Earlier ones that still read as running were killed: no other process holds the lock."""
         earlier = tuple(
-            replace(start, status=RunStatus.CRASHED, cause="it died without a word")
-            if start.status is RunStatus.RUNNING
-            else start
+            replace(start, status=RunStatus.CRASHED, cause=DIED) if start.status is RunStatus.RUNNING else start
             for start in read_starts(run_dir)
         )
         start = RunStart(now, tuple(command), os.getpid(), socket.gethostname(), _versions())
@@ -215,6 +215,18 @@ def _lock_refusal(owner: LockOwner | None, path: Path) -> RunError:
         f"the run directory {path.parent} is in use by {holder}: end that run, or choose another logging.run_dir "
         f"(if no such process runs, delete {path})"
     )
+
+
+def read_owner(run_dir: Path) -> LockOwner | None:
+    """The process that wrote its name into the lock and has not released it; takes no lock, for readers of a run."""
+    try:
+        descriptor = os.open(run_dir / LOCK_FILE, os.O_RDONLY | os.O_CLOEXEC)
+    except OSError:
+        return None
+    try:
+        return _read_owner(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 def _read_owner(descriptor: int) -> LockOwner | None:

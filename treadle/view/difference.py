@@ -75,8 +75,8 @@ def _read_side(place: RowPlace) -> tuple[bytes, bytes, Json]:
         prompt, response = _stored_ids(query, place)
         line = sample_line(headline)
         siblings = [item.id for item in query.samples(headline.uid, None)]
-        step = pages.step_of(query, headline.uid)
-    return prompt, response, {**line, "run": pages.name, "step": step, "row": place.row, "siblings": siblings}
+        (trained,) = pages.places(query, [headline])
+    return prompt, response, {**line, **trained, "run": pages.name, "row": place.row, "siblings": siblings}
 
 
 def _stored_ids(query: RunQuery, place: RowPlace) -> tuple[bytes, bytes]:

@@ -61,12 +61,7 @@ _CONTROL = re.compile(
 
 def export_jsonl(pages: RunPages, ids: Sequence[int], found: RunFinding | None = None) -> str:
     """One line for each trajectory, as `treadle show --json` writes it; with the finding it is exported for."""
-    records = RunRecords(pages.run_dir)
-    with pages.query() as query:
-        names = [(line.uid, line.sample) for line in map(query.headline, ids)]
-    lines = []
-    for uid in dict.fromkeys(uid for uid, _ in names):
-        lines += [to_json(item) for item in records.select(uid=uid) if item.headline.id in ids]
+    lines = [to_json(item) for item in RunRecords(pages.run_dir).of_ids(ids)]
     if found is not None:
         lines = [json.dumps({**json.loads(line), "finding": asdict(found)}) for line in lines]
     return "".join(f"{line}\n" for line in lines)
@@ -100,6 +95,7 @@ def _section(trajectories: TrajectoryPages, item: Json, found: RunFinding | None
     parts = ", ".join(f"{name} {value}" for name, value in item["parts"].items())
     facts = [reward, parts, f"{item['status']} ({item['reason']})", f"{item['tokens']:,} sampled tokens"]
     facts += [f"step {item['step']}"] if item["step"] is not None else []
+    facts += ["undone, or replaced by a later attempt"] if item["replaced"] else []
     yield f"<h2>{visible(_name(item))}</h2><p class='soft'>{visible(' · '.join(fact for fact in facts if fact))}</p>"
     if item["detail"]:
         yield f"<pre>{visible(item['detail'])}</pre>"

@@ -3,7 +3,6 @@
 Owns the filters of the viewer, each a condition in SQL, their order, and the excerpt that shows a hit.
 """
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -123,8 +122,8 @@ def find(pages: RunPages, indexes: Indexes, given: Mapping[str, str]) -> Json:
         clauses.append("t.id IN (SELECT value FROM json_each(?))")
         values.append(str(ids))
     if given.get("step"):
-        clauses.append("t.uid IN (SELECT value FROM json_each(?))")
-        values.append(json.dumps([label(uid) for uid in pages.uids_of_step(_convert("step", given["step"], int))]))
+        clauses.append("t.id IN (SELECT value FROM json_each(?))")
+        values.append(str(pages.ids_of_step(_convert("step", given["step"], int))))
     if given.get("min_gap") or order == "gap":
         gaps, share = _read_gaps(indexes, share)
         clauses.append("gap_of(t.id) >= ?")

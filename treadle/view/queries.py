@@ -106,6 +106,14 @@ class RunQuery:
         newest = {(item.sample, item.attempt): item for item in headlines}
         return [newest[name] for name in named if name in newest]
 
+    def ids_of(self, uid: str, named: Sequence[tuple[int, int]]) -> set[int]:
+        """The trajectories of a task that a step names, as `samples` finds them: the newest of each name."""
+        found = self.all(
+            "SELECT sample, attempt, max(id) FROM trajectories WHERE uid = ? GROUP BY sample, attempt", (label(uid),)
+        )
+        newest = {(sample, attempt): id for sample, attempt, id in found}
+        return {newest[name] for name in named if name in newest}
+
     def first_sample(self, uid: str) -> Json:
         """A task as it was sampled once, with its first sample."""
         line = sample_line(self.samples(uid, None)[0])

@@ -36,9 +36,7 @@ def read_rows(query: RunQuery, id: int) -> list[Json]:
     ]
 
 
-def row_lines(
-    query: RunQuery, id: int, rows: Sequence[Json], step: int | None, line: Json, settings: Mapping[str, str]
-) -> list[Json]:
+def row_lines(query: RunQuery, id: int, rows: Sequence[Json], line: Json, settings: Mapping[str, str]) -> list[Json]:
     """Rows for the tree: where each branched off, what it holds, whether it trained and why not."""
     wholes = [row["prompt"] + row["ids"] for row in rows]
     shown = []
@@ -46,7 +44,7 @@ def row_lines(
         versions = {version for version in unpack_ints(row["versions"]) if version >= 0}
         sampled = row["mask"].count(1)
         parent, shared = _branch(row["prompt"], rows[:at], wholes)
-        is_trained, why = _explain_training(read_annotation(query, id, row["position"]), step, sampled, line, settings)
+        is_trained, why = _explain_training(read_annotation(query, id, row["position"]), sampled, line, settings)
         shown.append(
             {
                 "position": row["position"],
@@ -82,15 +80,17 @@ def _branch(prompt: bytes, earlier: Sequence[Json], wholes: Sequence[bytes]) -> 
 
 
 def _explain_training(
-    notes: Mapping[str, bytes | None], step: int | None, sampled: int, line: Json, settings: Mapping[str, str]
+    notes: Mapping[str, bytes | None], sampled: int, line: Json, settings: Mapping[str, str]
 ) -> tuple[bool, str]:
     """Whether a row changed the weights, and why; by its annotations where there are any, else by the config."""
     if line["status"] == "failed":
         return False, f"not trained: the session failed at {line['boundary']}"
     if line["validation"] is not None:
         return False, "not trained: a validation"
+    step: int | None = line["step"]
     if step is None:
-        return False, "not trained: no step in force took it"
+        why = "undone, or replaced by a later attempt" if line["replaced"] else "no step in force took it"
+        return False, f"not trained: {why}"
     if not sampled:
         return False, "not trained: no token of it was sampled"
     if line["status"] == "truncated" and settings.get("algorithm.mask_truncated") == "true":

@@ -20,9 +20,9 @@ from typing import Any
 
 from treadle.errors import RunError
 from treadle.inspect.gaps import TokenGap
-from treadle.journal import schema
+from treadle.journal import Headline, RunStatus, schema
 from treadle.journal.codec import read_headline
-from treadle.journal.run_directory import CONFIG_FILE, RUN_FILE, read_starts
+from treadle.journal.run_directory import CONFIG_FILE, DIED, RUN_FILE, read_owner, read_starts
 from treadle.view.queries import COLUMNS, HAS_BODY, Json, RunQuery, finite, sample_line, task_name, validation_of
 
 TIMELINE = "timeline.svg"
@@ -97,15 +97,16 @@ class RunPages:
         return {**last, "start": start, "status": self._status()[0]}
 
     def overview(self) -> Json:
-        """How the run stands, what it did so far, how trajectories ended, and what was notable."""
+        """How the run stands, what it did so far, and what was notable."""
         status, cause = self._status()
         starts = [
             {"at": start.started_at, "ended": start.ended_at, "status": start.status, "cause": start.cause}
             for start in read_starts(self.run_dir)
         ]
+        if starts:
+            starts[-1] |= {"status": status, "cause": cause}
         with self.query() as query:
             steps = self._steps(query)
-            counted, total = self._count(query)
             trained = [entry.step for entry in steps.values()]
             return {
                 "name": self.name,
@@ -115,18 +116,26 @@ class RunPages:
                 "starts": starts,
                 "steps": [min(trained), max(trained)] if trained else [],
                 "validations": self._validations(query),
-                "trajectories": total,
-                "counted": counted,
-                "ends": [
-                    {"status": status, "reason": reason, "boundary": boundary, "count": count}
-                    for (status, reason, boundary), count in sorted(
-                        self._kept.counts.items(), key=lambda item: -item[1]
-                    )
-                ],
+                "trajectories": _last_id(query),
                 "events": query.notable(),
                 "sources": [row[0] for row in query.all("SELECT DISTINCT data_source FROM tasks LIMIT 50")],
                 "annotated": query.has_annotations(),
             }
+
+    def ends(self) -> Json:
+        """How trajectories ended, a part of them more with every answer, and how many were counted."""
+        with self.query() as query:
+            counted, total = self._count(query)
+        with self._lock:
+            counts = sorted(self._kept.counts.items(), key=lambda item: -item[1])
+        return {
+            "trajectories": total,
+            "counted": counted,
+            "ends": [
+                {"status": status, "reason": reason, "boundary": boundary, "count": count}
+                for (status, reason, boundary), count in counts
+            ],
+        }
 
     def metrics(self, names: Sequence[str] | None = None) -> Json:
         """Names of all metrics with their last value, and the curves of those that are asked for, thinned."""
@@ -233,7 +242,10 @@ class RunPages:
                 values,
             )
             headlines = [read_headline(stored[:-1], bool(stored[-1])) for stored in found]
-            lines = [{**sample_line(item), "step": self.step_of(query, item.uid)} for item in headlines]
+            lines = [
+                {**sample_line(item), **place}
+                for item, place in zip(headlines, self.places(query, headlines), strict=True)
+            ]
         if gaps is not None:
             for line in lines:
                 own = gaps[line["id"]]
@@ -242,18 +254,36 @@ class RunPages:
         following = (headlines[-1].id if order == "new" else offset + SAMPLES) if full else None
         return {"samples": lines, "next": following}
 
-    def uids_of_step(self, step: int) -> list[str]:
-        """Tasks that a step in force trained on."""
+    def ids_of_step(self, step: int) -> list[int]:
+        """Trajectories that a step in force trained on."""
         with self.query() as query:
             entry = self._steps(query).get(step)
             if entry is None:
                 raise RunError(f"{self.name} has no training step {step}: see the list of steps")
-            return [uid for uid, _ in query.groups_of(entry.event)]
+            named = query.groups_of(entry.event)
+            return sorted(id for uid, samples in named for id in query.ids_of(uid, samples))
 
     def step_of(self, query: RunQuery, uid: str) -> int | None:
         """The training step in force that trained on a task; None for validations and what was never trained."""
         self._steps(query)
         return self._kept.places.get(uid)
+
+    def places(self, query: RunQuery, headlines: Sequence[Headline]) -> list[Json]:
+        """Of each trajectory the step in force that trained on it, and whether such a step took another in its place.
+
+        A task that was sampled again after a resume, or a sample that was tried again, has trajectories that no step
+        in force knows.
+        """
+        steps = self._steps(query)
+        of_task = {item.uid: self._kept.places.get(item.uid) for item in headlines}
+        named = {step: dict(query.groups_of(steps[step].event)) for step in set(of_task.values()) if step is not None}
+        taken = {uid: query.ids_of(uid, named[step].get(uid, ())) for uid, step in of_task.items() if step is not None}
+        return [
+            {"step": of_task[item.uid], "replaced": False}
+            if item.id in taken.get(item.uid, (item.id,))
+            else {"step": None, "replaced": True}
+            for item in headlines
+        ]
 
     def config(self) -> list[Json]:
         """Every key of the run's config with its value and its origin, in the order of the file."""
@@ -286,11 +316,14 @@ class RunPages:
             return None
 
     def _status(self) -> tuple[str, str | None]:
+        """As `run.json` says; a run whose process is gone cannot say that it crashed: the owner of its lock tells."""
         try:
             found = json.loads((self.run_dir / RUN_FILE).read_text(encoding="utf-8"))
-            return str(found.get("status", "unknown")), found.get("cause")
+            status, cause = str(found.get("status", "unknown")), found.get("cause")
         except (OSError, ValueError, AttributeError):
             return "unknown", None
+        owner = read_owner(self.run_dir) if status == RunStatus.RUNNING else None
+        return (RunStatus.CRASHED, DIED) if owner is not None and not owner.may_be_alive else (status, cause)
 
     def _validations(self, query: RunQuery) -> list[int]:
         with self._lock:
@@ -333,7 +366,7 @@ class RunPages:
 
     def _count(self, query: RunQuery) -> tuple[int, int]:
         """Count how trajectories ended, a bounded number of them; (counted so far, all)."""
-        total = int(query.one("SELECT ifnull(max(id), 0) FROM trajectories")[0])
+        total = _last_id(query)
         with self._lock:
             kept = self._kept
             through = min(total, kept.counted + COUNTED)
@@ -349,7 +382,7 @@ class RunPages:
 
 _ORDERS = {
     "new": "t.id DESC",
-    "worst": "t.reward, t.id",
+    "worst": "t.reward IS NULL, t.reward, t.id",
     "best": "t.reward DESC, t.id",
     "gap": "gap_of(t.id) DESC, t.id",
 }
@@ -368,6 +401,11 @@ _STEP_FIGURES = {
     "rollout_s": "seconds/rollout",
 }
 """Columns of the list of steps, and the metrics behind them."""
+
+
+def _last_id(query: RunQuery) -> int:
+    """How many trajectories there are: they are numbered from 1, and kept for good."""
+    return int(query.one("SELECT ifnull(max(id), 0) FROM trajectories")[0])
 
 
 def _when(place: Json) -> tuple[int, bool]:

@@ -10,11 +10,14 @@ import json
 import logging
 import secrets
 import socket
+import sys
 import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from math import isfinite
 from pathlib import Path
 from typing import TYPE_CHECKING
 from urllib.parse import parse_qsl, unquote, urlsplit
@@ -60,6 +63,8 @@ LARGEST = 2**63 - 1
 """What SQLite takes for a whole number."""
 SCAN_S = 0.4
 """Seconds that one answer spends on looking for findings."""
+FINDING_S = 20.0
+"""Seconds that the export of a finding looks for it."""
 TIMELINE_S = 0.25
 """Seconds that one picture of the timeline spends on reading."""
 
@@ -134,6 +139,7 @@ class Viewer:
         self._runs = {name: ViewedRun(name, run_dir) for name, run_dir in runs.items()}
         self._routes: dict[str, Callable[[ViewedRun, Given], Json | Sequence[Json] | Answer]] = {
             "overview": lambda run, given: run.pages.overview(),
+            "ends": lambda run, given: run.pages.ends(),
             "metrics": lambda run, given: run.pages.metrics(given["names"].split(",") if "names" in given else None),
             "steps": lambda run, given: run.pages.steps(_number(given, "before")),
             "groups": lambda run, given: run.pages.groups(
@@ -251,15 +257,38 @@ def _export(run: ViewedRun, given: Given) -> Answer:
 
 def _finding(run: ViewedRun, given: Given) -> RunFinding:
     """The finding that an address names by its kind, its trajectory and where its span begins."""
-    wanted = given["kind"], _id(given), _number(given, "start")
-    for found in run.findings()["findings"]:
-        if (found["kind"], found["id"], found["start"]) == wanted:
-            return RunFinding(**found)
+    wanted, ends = (given["kind"], _id(given), _number(given, "start")), time.monotonic() + FINDING_S
+    while True:
+        report = run.findings()
+        for found in report["findings"]:
+            if (found["kind"], found["id"], found["start"]) == wanted:
+                return RunFinding(**found)
+        if report["is_over"]:
+            break
+        if time.monotonic() > ends:
+            raise RunError(f"the findings of this run were not read within {FINDING_S:.0f} s: ask again, which goes on")
     raise RunError(f"there is no finding {given['kind']!r} of trajectory {wanted[1]} among the newest of this run")
 
 
 def _json(value: object) -> Answer:
-    return Answer(json.dumps(value, ensure_ascii=True, allow_nan=False, separators=(",", ":")).encode())
+    try:
+        text = _dump(value)
+    except ValueError:  # a NaN or an infinity of a loop, a tool, a reward function or a row of data
+        text = _dump(_spell_out(value))
+    return Answer(text.encode())
+
+
+def _dump(value: object) -> str:
+    return json.dumps(value, ensure_ascii=True, allow_nan=False, separators=(",", ":"))
+
+
+def _spell_out(value: object) -> object:
+    """A copy in which numbers that JSON cannot hold are texts: `nan`, `inf`, `-inf`."""
+    if isinstance(value, float) and not isfinite(value):
+        return str(value)
+    if isinstance(value, Mapping):
+        return {name: _spell_out(item) for name, item in value.items()}
+    return [_spell_out(item) for item in value] if isinstance(value, list | tuple) else value
 
 
 def _number(given: Given, name: str) -> int | None:
@@ -316,6 +345,11 @@ class ViewerServer(ThreadingHTTPServer):
         connection.settimeout(30)
         return connection, address
 
+    def handle_error(self, request: object, client_address: object) -> None:
+        """A browser that has left is no news; what else breaks outside an answer is a bug, and logged."""
+        if not isinstance(sys.exception(), ConnectionError | TimeoutError):
+            log.warning("a connection of the viewer broke", exc_info=True)
+
     def allows(self, host: str | None) -> bool:
         """Whether a request was meant for this machine by a name that only it has."""
         port = self.server_address[1]
@@ -358,10 +392,10 @@ class _Handler(BaseHTTPRequestHandler):
         if answer.file_name is not None:
             safe = "".join(letter if letter.isalnum() or letter in "-_." else "-" for letter in answer.file_name)
             self.send_header("Content-Disposition", f'attachment; filename="{safe}"')
-        self.end_headers()
         try:
+            self.end_headers()
             self.wfile.write(answer.body)
-        except (BrokenPipeError, ConnectionResetError):
+        except (ConnectionError, TimeoutError):
             self.close_connection = True  # the browser has left the page
 
     def log_message(self, format: str, *args: object) -> None:

@@ -26,6 +26,8 @@ WINDOW = 1500
 """Tokens in one answer."""
 MAX_TEXT = 20_000
 """Letters of a message in one answer; the rest is asked for."""
+CONTEXT = 32
+"""Tokens on both sides of a window that are encoded again with it: a text cut anywhere would be other tokens there."""
 BINS = 400
 """Columns of the strip that shows a whole row."""
 
@@ -51,15 +53,15 @@ class TrajectoryPages:
             line = sample_line(headline)
             bare = headline.uid.partition("/")[2] if line["validation"] is not None else headline.uid
             siblings = [sample_line(item) for item in query.samples(headline.uid, None)]
-            step = self._pages.step_of(query, headline.uid)
+            (place,) = self._pages.places(query, [headline])
             rows = read_rows(query, id)
             return {
                 **line,
-                "step": step,
+                **place,
                 "task": query.task(headline.uid) or query.task(bare),
                 "messages": _messages(query, id),
                 "extra": _extra(query, id),
-                "rows_shown": row_lines(query, id, rows, step, line, self._settings()),
+                "rows_shown": row_lines(query, id, rows, {**line, **place}, self._settings()),
                 "updates": _weight_updates(query, headline.timing.started_at, headline.timing.total_s),
                 "siblings": [
                     {key: item[key] for key in ("id", "uid", "sample", "reward", "status")} for item in siblings
@@ -90,8 +92,11 @@ class TrajectoryPages:
         with self._pages.query() as query:
             size = _row_size(query, id, row)
             start = min(max(start, 0), max(sum(size) - 1, 0))
-            window = _Window(query, id, row, size, start, min(count, WINDOW))
-            return {"row": row, "prompt": size[0], "total": sum(size), "start": start, **self._shown(window)}
+            count = min(count, WINDOW)
+            window, before = _Window(query, id, row, size, start, count), min(start, CONTEXT)
+            around = _Window(query, id, row, size, start - before, before + count + CONTEXT)
+            shown = self._shown(window) | self._drift(around, before, count)
+            return {"row": row, "prompt": size[0], "total": sum(size), "start": start, **shown}
 
     def row_text(self, id: int, row: int) -> Json:
         """A row as text, cut at its turns: what was given, what was sampled; long rows are cut."""
@@ -143,14 +148,22 @@ class TrajectoryPages:
         for signal in SIGNALS:
             shown[signal] = window.annotation(signal)
         shown["flags"] = window.flags()
-        again = _encode_again(text, window) if text is not None else None
-        shown["drift"] = None if again is None else [int(found is not None) for found in again]
-        shown["again"] = {
-            at: [[id, shown_piece(text.bytes_of(id))] for id in found]
-            for at, found in enumerate(again or ())
-            if text is not None and found is not None
-        }
         return shown
+
+    def _drift(self, around: "_Window", first: int, count: int) -> Json:
+        """Which tokens would be others if text were encoded again, and which; of `count` tokens from `first` on."""
+        text = self._tokenizer()
+        if text is None:
+            return {"drift": None, "again": {}}
+        again = _encode_again(text, around)[first : first + count]
+        return {
+            "drift": [int(found is not None) for found in again],
+            "again": {
+                at: [[id, shown_piece(text.bytes_of(id))] for id in found]
+                for at, found in enumerate(again)
+                if found is not None
+            },
+        }
 
     def _tokenizer(self) -> TokenText | None:
         """None where it cannot be loaded; the reason is then shown beside the ids."""

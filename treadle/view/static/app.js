@@ -128,12 +128,20 @@ const moment = (time) =>
   time ? new Date(time * 1000).toLocaleString([], { dateStyle: "medium", timeStyle: "short" }) : "";
 
 // ── the address ─────────────────────────────────────────────────────────────────────────────────────────────────────
+// An address may be typed or cut off: a part that cannot be read is kept as it is, and named.
 function place() {
   const [path, query] = location.hash.replace(/^#\/?/, "").split("?");
-  return {
-    parts: path.split("/").filter(Boolean).map(decodeURIComponent),
-    given: Object.fromEntries(new URLSearchParams(query || "")),
+  let unread = null;
+  const read = (part) => {
+    try {
+      return decodeURIComponent(part);
+    } catch {
+      unread ??= part;
+      return part;
+    }
   };
+  const parts = path.split("/").filter(Boolean).map(read);
+  return { parts, given: Object.fromEntries(new URLSearchParams(query || "")), unread };
 }
 function link(parts, given = {}) {
   const kept = Object.entries(given).filter(([, value]) => value !== null && value !== undefined && value !== "");
@@ -313,13 +321,25 @@ function facts(pairs) {
   ]);
 }
 
-async function showRun(name, given) {
+// Counting how sessions ended takes long in a long run: facts and curves are painted without it, and it goes on after.
+// A live update brings all at once, so that nothing moves.
+async function showRun(name, given, { mine, live }) {
   const shown = runs.filter((item) => !item.problem).map((item) => item.name);
   const beside = shown.filter((other) => other !== name);
   const chosen = given.with ? given.with.split("\n").filter((other) => shown.includes(other)) : beside;
-  const listed = await ask("metrics", { run: name });
-  const wanted = given.m ? given.m.split(",") : DEFAULTS.filter((metric) => metric in listed.names);
-  const [about, panels] = await Promise.all([ask("overview", { run: name }), curvePanels([name, ...chosen], wanted)]);
+  const order = [name, ...chosen],
+    asked = given.m ? given.m.split(",") : DEFAULTS;
+  const [about, ends, waits, ...metrics] = await Promise.all([
+    ask("overview", { run: name }),
+    live ? ask("ends", { run: name }) : null,
+    live ? ask("waits", { run: name }) : null,
+    ...order.map((other) => ask("metrics", { run: other, names: asked.join(",") })),
+  ]);
+  const [listed] = metrics;
+  const wanted = given.m ? asked : asked.filter((metric) => metric in listed.names);
+  const panels = curvePanels(order, wanted, metrics);
+  followEnds(name, mine, ends);
+  if (!waits) followWaits(name, mine);
   return [
     h("h1", {}, visible(name)),
     h("p", { class: "lede" }, visible(about.dir), about.cause ? [" · ", visible(about.cause)] : ""),
@@ -332,7 +352,7 @@ async function showRun(name, given) {
     beside.length > 0 && legend(name, beside, chosen, given),
     panels.length ? h("div", { class: "charts" }, panels) : noCurves(name, about),
     Object.keys(listed.names).length > 0 && metricPicker(name, listed.names, wanted, given),
-    h("div", { class: "two" }, endsPanel(name, about), await waitsPanel(name)),
+    h("div", { class: "two" }, endsPanel(name, ends), waitsPanel(waits)),
     about.events.length > 0 && notable(about.events),
     about.steps.length > 0 && [
       h("h2", {}, "Timeline ", h("small", {}, "what sampled, trained and waited, and when")),
@@ -344,9 +364,7 @@ async function showRun(name, given) {
 const colourOf = (other) => 1 + (runs.findIndex((item) => item.name === other) % 6);
 
 // A chart for each metric that any of the runs has, with a curve of each run that has it.
-async function curvePanels(order, wanted) {
-  const names = wanted.join(",");
-  const metrics = await Promise.all(order.map((other) => ask("metrics", { run: other, names })));
+function curvePanels(order, wanted, metrics) {
   const curves = (metric) => order.map((other, at) => [other, colourOf(other), metrics[at].curves[metric] || []]);
   return wanted
     .map((metric) => [metric, curves(metric).filter(([, , curve]) => curve.length)])
@@ -466,7 +484,41 @@ function bars(rows, bad = () => false) {
   ]);
 }
 
+const pause = (milliseconds) => new Promise((done) => setTimeout(done, milliseconds));
+
+// Brings a part of the screen up to date, as long as it is the screen that asked for it.
+function replacePart(id, mine, fresh) {
+  const old = document.getElementById(id);
+  if (old && mine === turn) patch(old, fresh);
+}
+
+async function followEnds(name, mine, ends) {
+  try {
+    while (mine === turn && (!ends || ends.counted < ends.trajectories)) {
+      if (ends) await pause(200);
+      ends = await ask("ends", { run: name });
+      replacePart("ends", mine, endsPanel(name, ends));
+    }
+  } catch (error) {
+    replacePart("ends", mine, problemPart("ends", error));
+  }
+}
+
+async function followWaits(name, mine) {
+  try {
+    replacePart("waits", mine, waitsPanel(await ask("waits", { run: name })));
+  } catch (error) {
+    replacePart("waits", mine, problemPart("waits", error));
+  }
+}
+
+const problemPart = (id, error) => h("section", { id }, h("p", { class: "problem" }, visible(error.message)));
+
 function endsPanel(name, about) {
+  const title = (partial) =>
+    h("h2", {}, "How sessions ended ", h("small", {}, "stop reasons, every attempt" + partial));
+  if (!about)
+    return h("section", { id: "ends", "aria-busy": "true" }, [title(""), h("p", { class: "soft" }, "Counting them…")]);
   const by = (key, kept) =>
     Object.entries(
       about.ends
@@ -475,8 +527,8 @@ function endsPanel(name, about) {
     ).sort((a, b) => b[1] - a[1]);
   const failed = by("boundary", (item) => item.boundary);
   const partial = about.counted < about.trajectories ? ` (${num(about.counted)} counted so far)` : "";
-  return h("section", {}, [
-    h("h2", {}, "How sessions ended ", h("small", {}, "stop reasons, every attempt" + partial)),
+  return h("section", { id: "ends" }, [
+    title(partial),
     about.ends.length
       ? bars(
           by("reason", () => true).map(([reason, count]) => [
@@ -497,14 +549,15 @@ function endsPanel(name, about) {
   ]);
 }
 
-async function waitsPanel(name) {
-  const { spans, steps } = await ask("waits", { run: name });
+function waitsPanel(found) {
+  if (!found) return h("section", { id: "waits", "aria-busy": "true" });
+  const { spans, steps } = found;
   const { validation = 0, validating = 0 } = spans;
   const same = Math.abs(validation - validating) < 0.02 * validating; // the trainer waited for all of it
   const means = Object.entries(spans)
     .filter(([kind]) => kind !== "validating" || !same)
     .sort((a, b) => b[1] - a[1]);
-  if (!means.length) return h("section", {});
+  if (!means.length) return h("section", { id: "waits" });
   const words = {
     rollout: "trainer waits for samples",
     train: "training",
@@ -513,7 +566,7 @@ async function waitsPanel(name) {
     validating: "validation",
     checkpoint: "checkpoint",
   };
-  return h("section", {}, [
+  return h("section", { id: "waits" }, [
     h("h2", {}, [
       "Where the time goes ",
       h("small", {}, `seconds of a step, on average over all ${plural(steps, "step")}`),
@@ -1025,9 +1078,10 @@ const originOf = (row) =>
 async function showTranscript(name, item, given) {
   const results = item.rows_shown.length ? item.rows_shown[0].turns.flatMap((turn) => turn.results || []) : [];
   const tools = item.messages.filter((message) => message.role === "tool").length;
-  let tool = 0,
-    turn = 0;
   const turns = item.rows_shown.length ? item.rows_shown[0].turns : [];
+  const said = item.messages.filter((message) => message.role === "assistant").length;
+  let tool = 0,
+    number = Math.min(0, turns.length - said); // assistant messages before the first turn are the prompt's
   const [from, to] = span(given.span),
     field = given.field || "content";
   const whole =
@@ -1038,7 +1092,7 @@ async function showTranscript(name, item, given) {
     h("section", { "aria-label": "Transcript" }, [
       item.messages.map((message, at) => {
         const result = message.role === "tool" && tools === results.length ? results[tool++] : null;
-        const own = message.role === "assistant" ? turns[turn++] : null;
+        const own = message.role === "assistant" ? turns[number++] : null;
         const text = h("div", { class: "text", dir: "auto" }, show_(at, "content", message.text));
         const known = ["user", "assistant", "tool", "system"].includes(message.role) ? message.role : "";
         return h("div", { class: "message " + known, id: "message-" + at, tabindex: -1 }, [
@@ -1086,11 +1140,11 @@ async function showTranscript(name, item, given) {
                   visible(call.problem || JSON.stringify(call.arguments)),
                 ]),
               ),
-            message.calls.map((call, number) =>
+            message.calls.map((call, place) =>
               h("div", { class: "call", dir: "auto" }, [
                 h("b", {}, visible(call.name)),
                 " ",
-                show_(at, "call-" + number, call.arguments),
+                show_(at, "call-" + place, call.arguments),
               ]),
             ),
           ]),
@@ -1749,7 +1803,9 @@ const when = (line) =>
     ? `step ${line.step}`
     : line.validation !== null
       ? `validation after step ${line.validation}`
-      : "not trained";
+      : line.replaced
+        ? "undone, or replaced by a later attempt"
+        : "not trained";
 
 async function showDiff(name, given) {
   if (!given.other) return showChoices(name, given);
@@ -2030,12 +2086,9 @@ function findingLink(name, item) {
   );
 }
 
-async function showFindings(name, given) {
+async function showFindings(name, given, { mine }) {
   const found = await ask("findings", { run: name });
-  if (!found.is_over) {
-    const mine = turn;
-    setTimeout(() => mine === turn && show({ live: true }), 200);
-  }
+  if (!found.is_over) setTimeout(() => mine === turn && show({ live: true }), 200);
   const count = (kind) => (found.counts[kind] || 0) + (found.validation_counts[kind] || 0);
   const told = (kind) => [
     num(found.counts[kind] || 0),
@@ -2266,7 +2319,7 @@ function foundRow(name, item) {
   ]);
 }
 
-async function showFind(name, given) {
+async function showFind(name, given, { mine }) {
   const about = await ask("overview", { run: name });
   const note = h("p", { class: "soft", role: "status" });
   const gaps = given.order === "gap" || given.min_gap;
@@ -2274,13 +2327,11 @@ async function showFind(name, given) {
     const page = await ask("find", { run: name, ...given, before });
     note.textContent =
       page.indexed < 1 ? `Reading the run${gaps ? "" : ", the newest first"}: ${Math.floor(page.indexed * 100)}%` : "";
-    if (page.indexed < 1 && before === null) {
-      const mine = turn;
+    if (page.indexed < 1 && before === null)
       setTimeout(
         () => mine === turn && !/^(INPUT|SELECT)$/.test(document.activeElement?.tagName) && show({ live: true }),
         300,
       );
-    }
     return [page.samples.map((item) => foundRow(name, item)), page.next];
   };
   const [rows, next] = await load(null);
@@ -2368,8 +2419,11 @@ const FOLLOWS = {
 };
 const OFFERS = new Set(["validation", "tasks", "find"]);
 
-async function screen() {
-  const { parts, given } = place();
+// `view` is the turn of `show` that asks, and whether it brings a screen up to date.
+async function screen(view) {
+  const { parts, given, unread } = place();
+  if (unread !== null)
+    throw new Error(`this address cannot be read at ${unread}: a percent sign stands for two hexadecimal digits`);
   if (parts[0] !== "run") return showRuns();
   if (!runs.length) runs = await ask("runs");
   const [, name, what, which, tab] = parts;
@@ -2377,7 +2431,7 @@ async function screen() {
   if (broken) throw new Error(broken.problem);
   switch (what) {
     case undefined:
-      return showRun(name, given);
+      return showRun(name, given, view);
     case "steps":
       return showSteps(name, given);
     case "step":
@@ -2393,9 +2447,9 @@ async function screen() {
     case "diff":
       return showDiff(name, given);
     case "findings":
-      return showFindings(name, given);
+      return showFindings(name, given, view);
     case "find":
-      return showFind(name, given);
+      return showFind(name, given, view);
     case "config":
       return showConfig(name, given);
     default:
@@ -2464,11 +2518,11 @@ let turn = 0,
 async function show({ live = false } = {}) {
   const mine = ++turn,
     main = document.getElementById("main");
-  frame();
   if (!live) main.setAttribute("aria-busy", "true");
   let content;
   try {
-    content = await screen();
+    frame();
+    content = await screen({ mine, live });
   } catch (error) {
     content = h("p", { class: "problem", role: "alert" }, visible(error.message));
   }
@@ -2749,6 +2803,10 @@ async function watch() {
 
 if (localStorage.getItem("treadle-theme"))
   document.documentElement.dataset.theme = localStorage.getItem("treadle-theme") === "dark" ? "dark" : "light";
+document.querySelector(".skip").addEventListener("click", (event) => {
+  event.preventDefault(); // the hash is the address of the screen
+  document.getElementById("main").focus();
+});
 document.getElementById("keys").addEventListener("click", help);
 document.getElementById("fresh").addEventListener("click", () => show());
 document.getElementById("theme").addEventListener("click", theme);
