@@ -7,7 +7,6 @@ less apart than bubblewrap, and says so. Needs Linux 6.2; from 6.12 on signals s
 import asyncio
 import os
 import resource
-import shutil
 import sys
 import tempfile
 from pathlib import Path
@@ -15,6 +14,7 @@ from pathlib import Path
 import treadle
 from treadle.sandbox.box import InitBox, interpreter
 from treadle.sandbox.bubblewrap import CONFIGURATION, SYSTEM
+from treadle.sandbox.init.kernel import remove_folder
 from treadle.sandbox.landlock_init import SCOPES_ABI, landlock_version
 from treadle.sandbox.protocol import BoxSettings
 
@@ -51,7 +51,7 @@ class LandlockBox(InitBox):
     async def stop(self) -> None:
         await super().stop()
         if self.home:
-            await asyncio.to_thread(shutil.rmtree, self.home, ignore_errors=True)
+            await asyncio.to_thread(remove_folder, self.home)
 
     def more_limits(self) -> dict[int | str, int]:
         limits: dict[int | str, int] = {"disk": self.settings.disk_mb << 20}
