@@ -42,14 +42,12 @@ class LandlockBox(InitBox):
         if landlock_version() < SCOPES_ABI:
             self.missing += ("signals reach other processes of this user: the kernel is older than 6.12",)
 
-    async def start(self) -> None:
-        if not self.home:
-            self.home = await asyncio.to_thread(tempfile.mkdtemp, prefix="treadle-box-")
-            os.mkdir(f"{self.home}/.tmp")
-        await super().start()
+    async def prepare(self) -> None:
+        self.home = await asyncio.to_thread(tempfile.mkdtemp, prefix="treadle-box-")
+        os.mkdir(f"{self.home}/.tmp")
 
-    async def stop(self) -> None:
-        await super().stop()
+    async def release(self) -> None:
+        await super().release()
         if self.home:
             await asyncio.to_thread(remove_folder, self.home)
 
