@@ -194,8 +194,8 @@ async def run_whole(work: Coroutine[Any, Any, T]) -> T:
     while not task.done():
         try:
             await asyncio.wait({task})
-        except asyncio.CancelledError as error:
-            cancelled = error
+        except asyncio.CancelledError as stop:
+            cancelled = stop
     if cancelled is not None:
         raise cancelled
     value, error = task.result()
