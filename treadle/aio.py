@@ -6,6 +6,7 @@ that an error message shows.
 
     in_own_task      foreign code in a task of its own; CancelledError only where the caller was cancelled
     run_shielded     cleanup that runs to its end or its deadline, also while the caller is cancelled
+    run_whole        a short step that is not left half done: a cancellation of the caller is raised when it has ended
     run_concurrently results of coroutines run together; `first_error` unwraps the error of a task group
     within           a deadline; raises `Expired`, so that a TimeoutError of the work itself stays one
     BoundedBuffer    `put` waits while it is full, `take` waits while it is empty and not closed
@@ -181,6 +182,26 @@ async def run_shielded(work: Coroutine[Any, Any, None], deadline_s: float, what:
         log.warning("%s failed", what, exc_info=failed)
     if cancelled is not None:
         raise cancelled
+
+
+async def run_whole(work: Coroutine[Any, Any, T]) -> T:
+    """Result of work that no cancellation of the caller interrupts: it is raised when the work has ended.
+
+    For steps that take something which only their end writes down, and that end soon of their own accord.
+    """
+    task = asyncio.create_task(as_result(work))
+    cancelled: asyncio.CancelledError | None = None
+    while not task.done():
+        try:
+            await asyncio.wait({task})
+        except asyncio.CancelledError as stop:
+            cancelled = stop
+    if cancelled is not None:
+        raise cancelled
+    value, error = task.result()
+    if error is not None:
+        raise error
+    return value  # type: ignore[return-value]
 
 
 async def run_concurrently(work: Sequence[Coroutine[Any, Any, T]]) -> list[T]:

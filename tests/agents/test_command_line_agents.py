@@ -12,11 +12,12 @@ from typing import Any
 
 import pytest
 
-from tests.agents.environment import EXAMPLES, PATH, has, needs
+from tests.agents.environment import AGENTS, EXAMPLES, PATH, has, needs
+from tests.boxes import why_not
 from tests.gateways import trained
 from tests.integration.test_gateway_agents import Recording, check_exact, config, run
 from tests.rollouts import save_model, turns_of
-from treadle.config import FailureConfig, load
+from treadle.config import FailureConfig, SandboxConfig, load
 from treadle.errors import EngineFailure
 from treadle.gateway.http_server import ConnectionLost, HttpConnection
 from treadle.types import Request, Status, StopReason, Trajectory
@@ -85,6 +86,31 @@ def test_an_agent_works_in_its_shell_and_trains_what_was_sampled(name: str, tmp_
     assert (first.count("42"), second.count("42")) == (1, 2), "commands run, in one directory"
     assert trajectory.extra["agent"]["status"] == 0 and "It is 42." in trajectory.extra["agent"]["stdout"]
     assert len(trajectory.rows) == 1 and trajectory.extra["gateway"]["echoes"] == {"exact": 2}
+
+
+BOX_PROGRAMS = {
+    "claude_code": (AGENTS, *AGENTS.glob("lib/python*/site-packages/claude_agent_sdk/_bundled")),
+    "codex": (AGENTS / "npm", AGENTS / "npm/node_modules/.bin"),
+}
+"""What is shown to a box, and where in it the program is."""
+
+
+@pytest.mark.skipif(why_not("bubblewrap") is not None, reason="bubblewrap cannot run here")
+@both_clis
+def test_an_agent_works_in_a_box_and_sees_nothing_of_the_machine(name: str, tmp_path: Path) -> None:
+    (tmp_path / "secret").touch()
+    shown, *path = map(str, BOX_PROGRAMS[name])
+
+    def script(request: Request, rng: Random) -> str:
+        look = f"expr 40 + 2 >> made.txt; cat made.txt; pwd; id -u; cat {tmp_path}/secret"
+        return shell(name, look) if not turns_of(request) else "It is 42."
+
+    box = SandboxConfig(read_only=(shown,), path=tuple(path))
+    trajectory, recording = start(tmp_path, name, script, kwargs={"sandbox": True}, sandbox=box)
+    check_exact(tmp_path, recording, count=1)
+    (found,) = results_of(trajectory)
+    assert all(word in found for word in ("42", "/workspace", "1000", "No such file"))
+    assert trajectory.extra["agent"]["status"] == 0 and "It is 42." in trajectory.extra["agent"]["stdout"]
 
 
 class FailingOnce(Recording):

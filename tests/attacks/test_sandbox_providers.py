@@ -438,5 +438,13 @@ def test_the_page_lists_every_attack() -> None:
     assert "; not: " not in table
 
 
+def test_the_security_page_says_what_the_table_says() -> None:
+    root = Path(__file__).parents[2]
+    head = (root / "docs" / "sandbox.md").read_text().partition("<!-- attacks -->")[2].strip().splitlines()[0]
+    *others, last = [cell.strip() for cell in head.strip("|").split("|")[1:]]
+    said = f"tries {len(ATTACKS)} escapes under {', '.join(others)} and {last}; none succeeds"
+    assert said in " ".join((root / "SECURITY.md").read_text().split())
+
+
 if __name__ == "__main__":
     write_table(Path(__file__).parents[2] / "docs" / "sandbox.md")

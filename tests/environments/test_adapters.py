@@ -87,7 +87,7 @@ def test_a_skyrl_environment_has_the_tasks_prompt_and_answer():
 
 def test_a_gymnasium_environment_is_drawn_and_steered_by_words():
     kwargs = {"render_mode": "ansi", "is_slippery": False, "actions": ["left", "down", "right", "up"]}
-    moves = ("I go down", "jump", "down", "right", "right", "down", "right")
+    moves = ("I go down", "support me", "down", "right", "right", "down", "right")
     one = played(configured("gymnasium:FrozenLake-v1", max_assistant_turns=9), *moves, seed=1, **kwargs)
     assert one.outcome.ok, one.outcome.detail
     assert (

@@ -1,6 +1,7 @@
 """The tools python, bash, edit and submit: one box, one interpreter and one shell for each session."""
 
 import asyncio
+import os
 import re
 import sys
 import venv
@@ -9,8 +10,9 @@ import pytest
 
 from tests.boxes import each_provider, why_not
 from treadle.config import loads
-from treadle.errors import ConfigError, ToolFailure
+from treadle.errors import ConfigError, RunError, ToolFailure
 from treadle.gateway.agents import ProgramAgentLoop
+from treadle.process.tree import list_children
 from treadle.rollout.tools import Toolbox
 from treadle.rollout.tools.toolbox import SessionTools
 from treadle.types import Task, ToolCall, ToolResult, ToolStatus
@@ -54,6 +56,23 @@ def test_python_keeps_its_variables_and_prints_the_last_value(provider):
         assert "NameError" in (await call(tools, "python", code="x")).text
 
     in_session(provider, work)
+
+
+@each_provider
+def test_tools_that_cannot_be_had_leave_no_warm_box(provider):
+    if why_not(provider) is not None:
+        pytest.skip(f"{provider}: {why_not(provider)}")
+    words = (f"rollout.sandbox.provider={provider}", "rollout.sandbox.warm=2")
+    server = 'rollout.multi_turn.mcp_servers={broken: {command: [python, -c, "raise SystemExit(3)"]}}'
+    rollout = loads(TEXT, "test.yaml", (*words, server)).rollout
+
+    async def main() -> None:
+        with pytest.raises(RunError, match="broken"):
+            await Toolbox.create(rollout.multi_turn, rollout.sandbox)
+        left = {task.get_coro().__qualname__ for task in asyncio.all_tasks() - {asyncio.current_task()}}
+        assert not left and not list_children(os.getpid())
+
+    asyncio.run(main())
 
 
 @each_provider

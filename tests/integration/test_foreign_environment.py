@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -16,9 +17,9 @@ import pytest
 from tests.rollouts import engine, renderer, rollout, say
 from treadle.config import ModelConfig, RolloutConfig
 from treadle.config.rollout import ENVIRONMENT_SCHEMES
-from treadle.errors import ConfigError
+from treadle.errors import ConfigError, EnvironmentFailure
 from treadle.rollout.environments.schemes import SCHEMES, ForeignEnvironments
-from treadle.rollout.foreign import SHIM
+from treadle.rollout.foreign import SHIM, ForeignHandle, ForeignInterpreter, ForeignTarget
 from treadle.rollout.protocol import Job
 from treadle.rollout.worker import AgentLoopWorker
 from treadle.types import SamplingParams, Task, Trajectory
@@ -198,14 +199,68 @@ def test_a_late_call_is_abandoned_and_its_object_closed_when_it_returns(doors):
     asyncio.run(main())
 
 
+BACKTRACKING = """
+import os, pathlib, re
+
+class Holder:
+    def hold(self, mark):
+        pathlib.Path(mark).touch()
+        re.match(r"(a+)+$", "a" * 64 + "b")
+
+    def wait(self, mark):
+        pathlib.Path(mark).touch()
+        while not os.path.exists("go"):
+            pass
+
+    def name(self):
+        return os.getpid()
+"""
+
+
+def test_a_call_that_holds_the_interpreter_costs_its_process_and_no_later_session(doors, monkeypatch, capfd):
+    monkeypatch.setattr("treadle.rollout.foreign.ANSWER_S", 1.0)
+    (doors / "holder.py").write_text(BACKTRACKING)
+
+    async def main() -> None:
+        interpreter = await ForeignInterpreter.start(sys.executable, "key", 60)
+
+        async def opened() -> ForeignHandle:
+            return await interpreter.open(ForeignTarget("holder:Holder"), (), {}, EnvironmentFailure)
+
+        beside, late, holding = await opened(), await opened(), await opened()
+        first = interpreter.pid
+        busy = asyncio.ensure_future(beside.call("wait", "busy"))
+        waiting = asyncio.ensure_future(late.call("wait", "late"))
+        await asyncio.to_thread(wait_until, lambda: os.path.exists("busy") and os.path.exists("late"))
+        waiting.cancel()
+        assert await (await opened()).call("name") == first, "a call that leaves others their turn costs nothing"
+
+        held = asyncio.ensure_future(holding.call("hold", "held"))
+        await asyncio.to_thread(wait_until, lambda: os.path.exists("held"))
+        held.cancel()
+        await asyncio.wait({held})
+        after = await opened()
+        assert await after.call("name") == interpreter.pid != first
+        with pytest.raises(EnvironmentFailure, match="killed, because a call held its interpreter"):
+            await busy
+        await interpreter.close()
+
+    asyncio.run(main())
+    assert "a late call held its interpreter" in capfd.readouterr().err
+
+
 def test_bytes_that_are_no_reply_end_the_process_and_are_no_reward(doors):
     one = played(configured("Forger"), "x")
     assert one.outcome.boundary == "environment" and not one.extra.get("turn_rewards")
 
 
 def wait_for(path: Path) -> None:
+    wait_until(lambda: path.exists() and path.read_text())
+
+
+def wait_until(true: Callable[[], object]) -> None:
     deadline = time.monotonic() + 60
-    while not path.exists() or not path.read_text():
+    while not true():
         assert time.monotonic() < deadline
         time.sleep(0.01)
 

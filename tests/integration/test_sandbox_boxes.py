@@ -210,6 +210,39 @@ def test_a_box_with_too_many_files_can_be_emptied():
     in_box("landlock", work, disk_mb=16)
 
 
+DIG = """
+import os, sys
+for at in range(int(sys.argv[1])):
+    os.mkdir("d")
+    os.chdir("d")
+with open("bottom", "wb") as file:
+    file.write(bytes(int(sys.argv[2])))
+"""
+
+
+def test_folders_in_folders_end_no_box_and_are_removed_with_it():
+    homes = []
+
+    async def work(box: InitBox) -> None:
+        homes.append(box.home)
+        assert (await box.exec(["python3", "-c", DIG, "1100", "0"], timeout_s=600)).code == 0
+        assert (await box.exec(["sh", "-c", "mkdir -m 0 shut; echo works"])).text == "works\n"
+
+    in_box("landlock", work)
+    assert not os.path.exists(homes[0])
+
+
+def test_folders_too_deep_to_be_counted_are_too_many_files():
+    async def work(box: InitBox) -> None:
+        await box.exec(["python3", "-c", DIG, "2100", "20000000"], timeout_s=600)
+        refused = await box.exec(["sh", "-c", "echo more > more"])
+        assert refused.code != 0 and await box.read_file("more") == b""
+        await box.exec(["rm", "-r", "d"], timeout_s=600)  # ended as soon as there is room
+        assert (await box.exec(["sh", "-c", "echo more > more; cat more"])).stdout == b"more\n"
+
+    in_box("landlock", work, disk_mb=16)
+
+
 @each_provider
 def test_a_box_without_room_for_a_process_says_so(provider):
     async def work(box: InitBox) -> None:

@@ -13,6 +13,7 @@ from treadle.errors import EnvironmentFailure
 from treadle.reward.scorer import Scorer
 from treadle.rollout import Action, Opening, Reply, Step
 from treadle.rollout.environment import read_opening, read_step
+from treadle.rollout.environments.gymnasium_adapter import compile_names
 from treadle.rollout.protocol import Dropped, Job
 from treadle.rollout.worker import AgentLoopWorker
 from treadle.types import SamplingParams, StopReason, Task, ToolResult, ToolStatus, Trajectory
@@ -285,3 +286,10 @@ def test_what_is_no_opening_is_a_failure_that_names_the_field(value, problem):
     with pytest.raises(EnvironmentFailure) as caught:
         read_opening(value)
     assert problem in str(caught.value)
+
+
+def test_gymnasium_actions_are_found_as_words_of_a_text():
+    pattern = compile_names(["up", "up left", "+", "stay_here"])
+    assert pattern.findall("i support that, and upward too") == []
+    assert pattern.findall("up, then up left; stay_here!") == ["up", "up left", "stay_here"]
+    assert pattern.findall("go+up") == ["+", "up"]

@@ -39,6 +39,14 @@ def test_a_taskset_is_no_function_and_its_arguments_are_used() -> None:
     check_source_kwargs(DataConfig(train_files=("verifiers:sums",), source_kwargs={"sums": {}}))
 
 
+@pytest.mark.parametrize("source", ["harbor:hello-world", "harbor:org/hello-world@2"])
+def test_tasks_of_harbor_are_refused_with_what_plays_them(source: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_training_tasks(DataConfig(train_files=(source,)))
+    assert "data.train_files: Harbor's tasks each have a container image of their own" in str(caught.value)
+    assert f"env.taskset.dataset: {source.removeprefix('harbor:')}" in str(caught.value)
+
+
 class FakeSession:
     def __init__(self) -> None:
         self.extra: dict[str, Any] = {}

@@ -34,7 +34,7 @@ _IMPORT_PATH = re.compile(r"[^\W\d][\w.]*:[^\W\d][\w.]*")
 
 def is_function(source: str) -> bool:
     """Whether an entry of a file list names a function. A file of that name comes first."""
-    schemes = (REASONING_GYM_PREFIX, VERIFIERS_PREFIX, HUB)
+    schemes = (REASONING_GYM_PREFIX, VERIFIERS_PREFIX, HARBOR_PREFIX, HUB)
     is_path = _IMPORT_PATH.fullmatch(source) is not None and not source.startswith(schemes)
     return is_path and not Path(source).is_file()
 
@@ -169,6 +169,8 @@ VERIFIERS_PREFIX = "verifiers:"
 VERIFIERS_SHIM = Path(__file__).with_name("verifiers_shim.py")
 VERIFIERS_LOOP = "verifiers_agent"
 
+HARBOR_PREFIX = "harbor:"
+
 LIST_TIMEOUT_S = 600.0
 """Tasksets may download their data when they are listed."""
 
@@ -207,3 +209,11 @@ def list_verifiers_tasks(source: str, options: Mapping[str, Any], key: str) -> I
         extra = {"verifiers": {"taskset": name, "key": row["key"]}}
         messages = ({"role": "user", "content": row["prompt"]},)
         yield Task(f"{source}:{row['key'][:32]}", messages, data_source=source, agent=VERIFIERS_LOOP, extra=extra)
+
+
+def refuse_harbor(source: str, key: str) -> ConfigError:
+    """Why there are no tasks of Harbor by its own name, and what plays them."""
+    problem = "Harbor's tasks each have a container image of their own and are graded in it; boxes here share one image"
+    name = source.removeprefix(HARBOR_PREFIX)
+    fix = f"verifiers plays them: {VERIFIERS_PREFIX}harbor, and data.source_kwargs.harbor.env.taskset.dataset: {name}"
+    return ConfigError([Mistake(key, problem, source, fix=f"{fix} (docs/agents.md)")])

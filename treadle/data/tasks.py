@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from treadle.config.root import DataConfig
 from treadle.data.file_formats import SOURCE_FORMS, TaskRow, label_source, read_records
 from treadle.data.generators import (
+    HARBOR_PREFIX,
     REASONING_GYM_PREFIX,
     SEEDS_PREFIX,
     VERIFIERS_PREFIX,
@@ -22,6 +23,7 @@ from treadle.data.generators import (
     list_verifiers_tasks,
     name_function,
     read_options,
+    refuse_harbor,
 )
 from treadle.data.task_files import compile_template, to_task
 from treadle.data.task_source import TaskSource, share_draws
@@ -120,6 +122,9 @@ def _read_all(files: Sequence[str], data: DataConfig, key: str, validation: bool
     labels = _label(files)
     for at, file in enumerate(files):
         rows: Iterator[_ReadTask]
+        if file.startswith(HARBOR_PREFIX):
+            yield _ReadTask(at, file, mistakes=refuse_harbor(file, key).mistakes)
+            continue
         if file.startswith(SEEDS_PREFIX):
             seeds = generate_seeds(file, key, validation=validation)
             rows, nothing = (_ReadTask(at, task.uid, task) for task in seeds), "it makes no tasks"

@@ -6,7 +6,8 @@ Each object has a thread of its own, which builds it, runs every call of it and 
 to a thread works; async methods run on an event loop of that thread. A call that was cancelled at the other end is
 left to its thread, which closes the object when it returns; with `MAX_STUCK` of them the process ends, and the parent
 starts the next.
-Waits: the main thread waits for messages until the channel closes, and then ends the process at once.
+Waits: the main thread waits for messages until the channel closes, and then ends the process at once. It answers the
+parent's `answer` itself: where it cannot, a call holds the interpreter, and the parent kills the process.
 """
 
 from __future__ import annotations
@@ -140,6 +141,8 @@ class ForeignServer:
         if do == "check":
             thread = threading.Thread(target=self.answer, args=(number, check, body), daemon=True)
             return thread.start()
+        if do == "answer":
+            return self._channel.send({"number": number, "body": {"value": None}})
         with self._lock:
             held = self._objects.get(name)
             if do == "open":

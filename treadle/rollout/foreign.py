@@ -4,28 +4,35 @@ Owns that process and the calls into it: objects by import path, which live in `
 there. One process serves all sessions of an agent worker, since the packages in question take seconds to import and
 hundreds of megabytes; each object has a thread of its own. JSON travels in both directions, never a pickle.
 Waits: a call waits for its reply; the deadline is the caller's. A cancelled call is left to its thread over there.
+After one, the process is asked for an answer of its own, for which the next session waits, at most `ANSWER_S`: without
+one, the call holds the whole interpreter, and the process is killed.
 Invariant: a process that died fails the calls of its sessions, with the cause, and is started again for the next one;
 it ends with this process, by SIGKILL too.
 """
 
+import asyncio
 import json
 import os
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
-from treadle.errors import ConfigError, Failure, Mistake, RunError, TreadleError, nearest
+from treadle.errors import ConfigError, DeadlineError, Failure, Mistake, RunError, TreadleError, nearest
 from treadle.process.channel import ChannelClosed, ChannelCodec, FrameCodec
 from treadle.process.child_handle import ProcessSpec
 from treadle.process.launcher import LocalProcess, SubprocessLauncher
 from treadle.process.rpc import RpcCancel, RpcNotify, RpcReply, RpcRequest, unguessable_numbers
 from treadle.process.supervisor import RestartPolicy, Supervisor
+from treadle.terminal import warn
 
 SHIM = Path(__file__).parents[1] / "process" / "foreign_main.py"
 MAX_BYTES = 64 << 20
 RECORD = "$record"
+ANSWER_S = 10.0
+"""For an answer of the main thread over there, which needs nothing but its turn."""
 RESTART = RestartPolicy(attempts=3, first_wait_s=0.5)
 
 
@@ -68,6 +75,9 @@ class ForeignInterpreter:
         )
         self._key, self._python = key, python
         self._supervisor = Supervisor(self._launch, RESTART)
+        self._asking: set[asyncio.Task[None]] = set()
+        self._held: set[LocalProcess] = set()
+        """Those that were killed since a call held them."""
 
     @classmethod
     async def start(cls, python: str, key: str, start_timeout_s: float) -> "ForeignInterpreter":
@@ -95,6 +105,8 @@ class ForeignInterpreter:
     ) -> "ForeignHandle":
         """A new object; `failure` is what the end of its process is."""
         try:
+            if self._asking:
+                await asyncio.wait(self._asking)
             process = await self._supervisor.current()
         except TreadleError as error:
             raise failure(f"{self._spec.name} cannot be started again: {error}") from error
@@ -107,7 +119,14 @@ class ForeignInterpreter:
         try:
             reply = await process.peer.request(body)
         except ChannelClosed:
-            raise failure(f"{self._spec.name} ended: {await process.cause()}") from None
+            held = f"killed, because a call held its interpreter for {ANSWER_S:g} s and more after it was late"
+            cause = held if process in self._held else await process.cause()
+            raise failure(f"{self._spec.name} ended: {cause}") from None
+        except asyncio.CancelledError:
+            asking = asyncio.ensure_future(self._ask(process))
+            self._asking.add(asking)
+            asking.add_done_callback(self._asking.discard)
+            raise
         if "raised" not in reply:
             return reply.get("value")
         raised = reply["raised"]
@@ -117,6 +136,17 @@ class ForeignInterpreter:
             str(raised["where"]),
             str(raised["name"]),
         )
+
+    async def _ask(self, process: LocalProcess) -> None:
+        """Kill a process whose main thread does not get its turn."""
+        with suppress(ChannelClosed):  # it has ended
+            try:
+                await process.peer.request({"do": "answer"}, ANSWER_S)
+            except DeadlineError:
+                self._held.add(process)
+                warn(f"note: {process.name} was killed: a late call held its interpreter")
+                process.kill()
+                await process.gone()
 
     @property
     def pid(self) -> int | None:

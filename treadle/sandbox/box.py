@@ -3,7 +3,8 @@
 Owns requests, replies and their deadlines. What isolates is the command line that a provider starts, with `init` as its
 last part; so bubblewrap, Landlock and containers differ in a few lines.
 Waits: each request for its reply, at most for its own deadline and `GRACE_S`; then the box is ended, and fails.
-Invariant: nothing that a box sends is trusted beyond bytes of bounded number; after `stop` no process of it is left.
+Invariant: nothing that a box sends is trusted beyond bytes of bounded number; after `stop`, or a `start` that failed or
+was cancelled at any point, no process of it is left, nor anything else that it took.
 """
 
 import asyncio
@@ -18,7 +19,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import ClassVar
 
-from treadle.aio import abandon
+from treadle.aio import abandon, run_whole
 from treadle.errors import SandboxFailure
 from treadle.process.tree import kill_tree
 from treadle.sandbox.cgroup import BoxCgroup
@@ -137,6 +138,23 @@ class InitBox:
     async def start(self) -> None:
         if self._process is not None:
             return
+        try:
+            ready = await run_whole(self._make())
+            async with asyncio.timeout(START_S):
+                await ready
+            await self.complete()
+        except TimeoutError:
+            await self.stop()
+            raise SandboxFailure(
+                f"a {self.provider} box did not start within {START_S:g} s{self._last_words()}"
+            ) from None
+        except BaseException:
+            await self.stop()
+            raise
+
+    async def _make(self) -> "asyncio.Future[ExecResult]":
+        """Take what the box is made of and start its process, at once; done when `init` answers."""
+        await self.prepare()
         if self.uses_groups():
             self._cgroup, missing = await asyncio.to_thread(BoxCgroup.create, self.settings)
             self.missing += missing
@@ -153,25 +171,21 @@ class InitBox:
                 limit=1 << 20,
             )
         except OSError as error:
-            await self.stop()
             raise SandboxFailure(f"{self.provider}: {error}") from error
         finally:
             for descriptor in given:
                 os.close(descriptor)
-        ready: asyncio.Future[ExecResult] = asyncio.get_running_loop().create_future()
-        self._waiting["ready"] = ready
+        if self._over is not None:
+            raise SandboxFailure(self._over)
+        ready = self._waiting["ready"] = asyncio.get_running_loop().create_future()
         self._reading = [asyncio.ensure_future(self._read()), asyncio.ensure_future(self._read_stderr())]
-        try:
-            async with asyncio.timeout(START_S):
-                await ready
-        except TimeoutError:
-            await self.stop()
-            raise SandboxFailure(
-                f"a {self.provider} box did not start within {START_S:g} s{self._last_words()}"
-            ) from None
-        except BaseException:
-            await asyncio.shield(self.stop())
-            raise
+        return ready
+
+    async def prepare(self) -> None:
+        """Take what this provider's command line needs."""
+
+    async def complete(self) -> None:
+        """What this provider does in a box whose `init` runs; SandboxFailure where that cannot be done."""
 
     def _within_cgroup(self, command: list[str]) -> list[str]:
         """The command, moved into its groups before it starts anything: what it starts is born there."""
@@ -181,6 +195,10 @@ class InitBox:
         return ["/bin/sh", "-c", f'{moves}exec "$@"', "sh", *command]
 
     async def stop(self) -> None:
+        await run_whole(self.release())
+
+    async def release(self) -> None:
+        """End the process and give back what the box took; what is not there yet, or no more, is passed over."""
         process, self._process = self._process, None
         self._end("the box was stopped")
         if process is not None:

@@ -3,7 +3,7 @@
     program in the box ─► 127.0.0.1:PORT ─► forwarder.py in the box ─► /run/bridge-N ─► UnixService here ─► the service
 
 The box's network stays empty: nothing but this one address can be reached, and by nothing outside of the box.
-Invariant: after `close` no connection is left.
+Invariant: after `close` no connection is left, nor the socket, also where the start was cancelled.
 """
 
 import asyncio
@@ -15,7 +15,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import ClassVar
 
-from treadle.aio import abandon
+from treadle.aio import abandon, run_whole
 
 PIECE = 65_536
 
@@ -39,6 +39,9 @@ class UnixService(ABC):
         return f"{self._folder}/socket"
 
     async def start(self) -> None:
+        await run_whole(self._listen())
+
+    async def _listen(self) -> None:
         self._folder = await asyncio.to_thread(tempfile.mkdtemp, prefix="treadle-bridge-")
         self._server = await asyncio.start_unix_server(self._accept, self.path, limit=self.max_line)
 

@@ -76,25 +76,24 @@ class BubblewrapBox(InitBox):
         """How often which host and port was asked for in vain."""
         return dict(self._proxy.refused) if self._proxy is not None else {}
 
-    async def start(self) -> None:
-        if self._process is not None:
+    async def prepare(self) -> None:
+        if not self.settings.egress:
             return
-        if self.settings.egress:
-            self._proxy = EgressProxy(self.settings.egress)
-            try:
-                await self._proxy.start()
-            except OSError as error:
-                raise SandboxFailure(f"the egress proxy did not start: {error}") from error
-            taken = {port for port, _ in self._bridges}
-            self._proxy_port = next(port for port in range(PROXY_PORT, PROXY_PORT + 1000) if port not in taken)
-            self._bridges.append((self._proxy_port, self._proxy.path))
-        await super().start()
+        self._proxy = EgressProxy(self.settings.egress)
+        try:
+            await self._proxy.start()
+        except OSError as error:
+            raise SandboxFailure(f"the egress proxy did not start: {error}") from error
+        taken = {port for port, _ in self._bridges}
+        self._proxy_port = next(port for port in range(PROXY_PORT, PROXY_PORT + 1000) if port not in taken)
+        self._bridges.append((self._proxy_port, self._proxy.path))
+
+    async def complete(self) -> None:
         if problem := await self._keep_bridges():
-            await self.stop()
             raise SandboxFailure(problem)
 
-    async def stop(self) -> None:
-        await super().stop()
+    async def release(self) -> None:
+        await super().release()
         if self._proxy is not None:
             await self._proxy.close()
             if self._proxy.refused:

@@ -35,6 +35,9 @@ class ContainerBox(InitBox):
     )
 
     name = ""
+    """Of the container, from the start of its client on."""
+    _is_made = False
+    """Whether its `init` has answered."""
 
     def environment(self) -> dict[str, str]:
         system = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
@@ -73,22 +76,24 @@ class ContainerBox(InitBox):
             raise SandboxFailure(f"no seccomp filter is written for {platform.machine()}")
         return [*super().init_arguments(), f"seccomp={program.hex()}"]
 
-    async def start(self) -> None:
-        await super().start()
+    async def complete(self) -> None:
+        self._is_made = True
         made = await self.exec(["mkdir", "-p", ".tmp"])
         if made.code != 0:
-            await self.stop()
             raise SandboxFailure(f"its directory {HOME} cannot be written in image {self.settings.image}: {made.text}")
 
-    async def stop(self) -> None:
-        if self._process is not None and self.name:
-            await self._remove()
-        await super().stop()
+    async def release(self) -> None:
+        name, self.name = self.name, ""
+        if name:
+            await self._remove(name)
+        await super().release()
+        if name and not self._is_made:
+            await self._remove(name)  # its client may have made it after the first time
 
-    async def _remove(self) -> None:
+    async def _remove(self, name: str) -> None:
         """Remove the container at once: its client would wait for processes that ignore it."""
         remover = await asyncio.create_subprocess_exec(
-            self.program, "rm", "--force", *self.remove_options, self.name,
+            self.program, "rm", "--force", *self.remove_options, name,
             stdin=asyncio.subprocess.DEVNULL, stdout=asyncio.subprocess.DEVNULL, stderr=asyncio.subprocess.DEVNULL,
         )  # fmt: skip
         try:

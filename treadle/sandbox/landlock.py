@@ -7,7 +7,6 @@ less apart than bubblewrap, and says so. Needs Linux 6.2; from 6.12 on signals s
 import asyncio
 import os
 import resource
-import shutil
 import sys
 import tempfile
 from pathlib import Path
@@ -15,6 +14,7 @@ from pathlib import Path
 import treadle
 from treadle.sandbox.box import InitBox, interpreter
 from treadle.sandbox.bubblewrap import CONFIGURATION, SYSTEM
+from treadle.sandbox.init.kernel import remove_folder
 from treadle.sandbox.landlock_init import SCOPES_ABI, landlock_version
 from treadle.sandbox.protocol import BoxSettings
 
@@ -42,16 +42,14 @@ class LandlockBox(InitBox):
         if landlock_version() < SCOPES_ABI:
             self.missing += ("signals reach other processes of this user: the kernel is older than 6.12",)
 
-    async def start(self) -> None:
-        if not self.home:
-            self.home = await asyncio.to_thread(tempfile.mkdtemp, prefix="treadle-box-")
-            os.mkdir(f"{self.home}/.tmp")
-        await super().start()
+    async def prepare(self) -> None:
+        self.home = await asyncio.to_thread(tempfile.mkdtemp, prefix="treadle-box-")
+        os.mkdir(f"{self.home}/.tmp")
 
-    async def stop(self) -> None:
-        await super().stop()
+    async def release(self) -> None:
+        await super().release()
         if self.home:
-            await asyncio.to_thread(shutil.rmtree, self.home, ignore_errors=True)
+            await asyncio.to_thread(remove_folder, self.home)
 
     def more_limits(self) -> dict[int | str, int]:
         limits: dict[int | str, int] = {"disk": self.settings.disk_mb << 20}

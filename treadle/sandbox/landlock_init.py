@@ -5,8 +5,10 @@
     /dev/null, zero, full                        read and write;  random, urandom: read
     all else, /proc too                          nothing
 
-Runs outside of its own fences, which a command cannot lift: signals, traces and descriptors do not reach it.
+Runs outside of its own fences, which a command cannot lift: signals, traces and descriptors do not reach it. It ends
+when its input closes, and so with its starter, however that ends; a death signal would leave the commands behind.
 Imports nothing of treadle but `confine` and `init`.
+Invariant: when it has ended no command is left, nor the box's directory.
 """
 
 import ctypes
@@ -20,11 +22,11 @@ from treadle.sandbox.confine import (
     LANDLOCK_CREATE_RULESET,
     LANDLOCK_RESTRICT_SELF,
     PR_SET_NO_NEW_PRIVS,
-    die_with_starter,
     drop_capabilities,
     install_filter,
     load_libc,
 )
+from treadle.sandbox.init.kernel import remove_folder
 from treadle.sandbox.init.server import main as serve_init
 
 PR_SET_CHILD_SUBREAPER = 36
@@ -72,7 +74,6 @@ def main(arguments: list[str]) -> None:
     """Arguments: the directories that can be read, joined by colons; then those of `init`."""
     readable, home, *rest = arguments
     libc = load_libc()
-    die_with_starter()
     libc.prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     ruleset = os.dup2(make_ruleset(home, readable.split(":")), 1000)
 
@@ -85,4 +86,7 @@ def main(arguments: list[str]) -> None:
         os.close(ruleset)
         install_filter(libc)
 
-    serve_init([home, *rest], confine, own_namespace=False)
+    try:
+        serve_init([home, *rest], confine, own_namespace=False)
+    finally:
+        remove_folder(home)

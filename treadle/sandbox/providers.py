@@ -5,7 +5,6 @@ Invariant: isolation that was asked for and cannot be had is an error with the r
 `auto` takes bubblewrap or else landlock, and says which.
 """
 
-import asyncio
 import os
 import sys
 from collections.abc import Callable, Iterator
@@ -13,7 +12,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from treadle.aio import run_to_end
+from treadle.aio import run_shielded, run_to_end
 from treadle.config.plugin import load_object
 from treadle.config.sandbox import CONTAINER_PROVIDERS, SandboxConfig
 from treadle.errors import ConfigError, Mistake, SandboxFailure
@@ -32,6 +31,9 @@ PROVIDERS: dict[str, type[InitBox]] = {
 }
 AUTO = ("bubblewrap", "landlock")
 """Those that `auto` tries, the strongest first."""
+
+STOP_S = 60.0
+"""For a box that did not start to be stopped."""
 
 MakeBox = Callable[[BoxSettings], Sandbox]
 _TRIED: dict[tuple[str, str | None], str | None] = {}
@@ -122,14 +124,18 @@ async def _try(name: str, settings: BoxSettings) -> tuple[str | None, tuple[str,
     except SandboxFailure as failure:
         return str(failure), ()
     finally:
-        await asyncio.shield(box.stop())
+        await box.stop()
 
 
 async def open_box(settings: BoxSettings) -> Sandbox:
-    """A started box."""
+    """A started box; where its start fails or is cancelled, nothing of it is left."""
     chosen = await choose_provider(settings)
     box = chosen.make(settings)
-    await box.start()
+    try:
+        await box.start()
+    except BaseException:
+        await run_shielded(box.stop(), STOP_S, "stopping a box that did not start")  # a provider of the user's may not
+        raise
     return box
 
 

@@ -58,7 +58,7 @@ class GymnasiumEnvironment:
         self._names = [str(one).lower() for one in actions]
         if self._names and len(self._names) != self._count:
             raise ValueError(f"actions has {len(self._names)} names, and gymnasium:{name} has {self._count} actions")
-        self._pattern = re.compile("|".join(re.escape(one) for one in sorted(self._names, key=len, reverse=True)))
+        self._pattern = compile_names(self._names)
         shown = self._environment.observation_space
         if not self._is_drawn and not _can_be_text(shown):
             fix = "render_mode: ansi" if "ansi" in self._environment.metadata.get("render_modes", ()) else "a wrapper"
@@ -108,6 +108,16 @@ class GymnasiumEnvironment:
         if isinstance(observation, (tuple, list)):
             return ", ".join(self._show(one) for one in observation)
         return str(observation) if isinstance(observation, str) else str(int(observation))
+
+
+def compile_names(names: Any) -> Any:
+    """A pattern that finds names as words of a lower-case text, the longest first: `up` is not in `support`."""
+
+    def as_word(name: str) -> str:
+        begin, end = (r"(?<!\w)" if name[:1].isalnum() else "", r"(?!\w)" if name[-1:].isalnum() else "")
+        return begin + re.escape(name) + end
+
+    return re.compile("|".join(as_word(one) for one in sorted(names, key=len, reverse=True)))
 
 
 def _can_be_text(space: Any) -> bool:

@@ -221,12 +221,13 @@ class Toolbox:
         boxes = [name for name in multi_turn.tools if name in BOX_TOOLS]
         loaded = load_tools({at: path for at, path in enumerate(multi_turn.tools) if path not in BOX_TOOLS})
         owner: type[BoxTools] | None = None
-        if boxes:
-            section = sandbox or SandboxConfig()
-            await asyncio.to_thread(check_provider, "rollout.sandbox", section)
-            owner = BoxTools.of(section, multi_turn.tool_timeout_s)
-            loaded += load_box_tools(boxes, owner)
         async with AsyncExitStack() as undo:
+            if boxes:
+                section = sandbox or SandboxConfig()
+                await asyncio.to_thread(check_provider, "rollout.sandbox", section)
+                owner = BoxTools.of(section, multi_turn.tool_timeout_s)
+                undo.push_async_callback(owner.pool.close)
+                loaded += load_box_tools(boxes, owner)
             servers = await _connect_all(multi_turn.mcp_servers, undo)
             tools = unique_by_name([*loaded, *(tool for server in servers for tool in server.tools)])
             undo.pop_all()
@@ -267,11 +268,13 @@ class Toolbox:
     async def close(self) -> None:
         """Stop the servers and let the threads end."""
         self._limits.threads.close()
-        if self._boxes is not None:
-            await self._boxes.pool.close()
-        async with asyncio.TaskGroup() as group:
-            for server in self._servers:
-                group.create_task(server.close())
+        try:
+            if self._boxes is not None:
+                await self._boxes.pool.close()
+        finally:
+            async with asyncio.TaskGroup() as group:
+                for server in self._servers:
+                    group.create_task(server.close())
 
     async def __aenter__(self) -> Self:
         return self

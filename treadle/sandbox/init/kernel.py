@@ -4,6 +4,7 @@ Owns what is asked of /proc and of system calls; refuses to know of requests. Im
 """
 
 import ctypes
+import errno
 import os
 import resource
 from contextlib import suppress
@@ -103,13 +104,56 @@ def write_file(path: bytes, mode: int, size: int) -> int:
     return 0
 
 
+def remove_folder(folder: str) -> None:
+    """Remove a folder in which nothing runs any more, however deep it is; what cannot be removed stays."""
+    with suppress(OSError):
+        here = _open_folder(folder, None)
+        levels, names = [_empty(here)], list[str]()
+        while levels[-1] or names:
+            if not levels[-1]:
+                levels.pop()
+                here = _open_folder("..", here)
+                with suppress(OSError):
+                    os.rmdir(names.pop(), dir_fd=here)
+                continue
+            name = levels[-1].pop()
+            with suppress(OSError):
+                os.chmod(name, 0o700, dir_fd=here)
+                here = _open_folder(name, here)
+                levels.append(_empty(here))
+                names.append(name)
+        os.close(here)
+        os.rmdir(folder)
+
+
+def _open_folder(name: str, here: "int | None") -> int:
+    """A folder in the one that is open, which is closed."""
+    there = os.open(name, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW, dir_fd=here)
+    if here is not None:
+        os.close(here)
+    return there
+
+
+def _empty(folder: int) -> "list[str]":
+    """Remove the files of a folder; the names of the folders in it."""
+    with os.scandir(folder) as listing:
+        entries = list(listing)
+    folders = [entry.name for entry in entries if entry.is_dir(follow_symlinks=False)]
+    for name in {entry.name for entry in entries} - {*folders}:
+        with suppress(OSError):
+            os.unlink(name, dir_fd=folder)
+    return folders
+
+
 def find_excess(limits: "dict[str, int]", home: str) -> "tuple[str | None, str | None]":
     """What the tree of this process has too much of: processes or memory; and files."""
     members, full = tree(os.getpid())[1:], None
     if "disk" in limits:
-        used = disk_of(home)
-        if used > limits["disk"]:
-            full = f"{used >> 20} MB of files, and {limits['disk'] >> 20} may be written"
+        files = disk_of(home)
+        if files is None:
+            full = "folders too deep for their files to be counted"
+        elif files > limits["disk"]:
+            full = f"{files >> 20} MB of files, and {limits['disk'] >> 20} may be written"
     if len(members) > limits.get("processes", 1 << 30):
         return f"{len(members)} processes, and {limits['processes']} may run", full
     if "memory" in limits:
@@ -129,14 +173,21 @@ def memory_of(pid: int) -> int:
     return used
 
 
-def disk_of(folder: str) -> int:
-    """Bytes of the files below a folder."""
-    used = 0
-    with suppress(OSError), os.scandir(folder) as entries:
-        for entry in entries:
-            with suppress(OSError):
-                if entry.is_dir(follow_symlinks=False):
-                    used += disk_of(entry.path)
-                else:
-                    used += entry.stat(follow_symlinks=False).st_blocks * 512
+def disk_of(folder: str) -> "int | None":
+    """Bytes of the files below a folder; None where folders lie deeper than a path can say."""
+    used, left = 0, [folder]
+    while left:
+        try:
+            listing = os.scandir(left.pop())
+        except OSError as error:
+            if error.errno == errno.ENAMETOOLONG:
+                return None
+            continue  # it went meanwhile
+        with listing as entries:
+            for entry in entries:
+                with suppress(OSError):
+                    if entry.is_dir(follow_symlinks=False):
+                        left.append(entry.path)
+                    else:
+                        used += entry.stat(follow_symlinks=False).st_blocks * 512
     return used

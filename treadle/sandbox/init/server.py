@@ -10,7 +10,7 @@ Where the kernel does not count what a box has, this process does: ten times a s
 second while something is left in the background. Too many processes or too much memory end everything; too many files
 do the same, and until some are removed no command can make one grow.
 Invariant: one reply for each request; output is bounded; after a deadline nothing of the command is left, nor what it
-left to process 1. No command can read, signal or trace this process.
+left to process 1. No command can read, signal or trace this process. Nothing of the box outlives it, nor the other end.
 """
 
 import os
@@ -78,18 +78,23 @@ class Init:
         self.incoming = bytearray()
 
     def serve(self) -> None:
-        self.watch(self.source, select.POLLIN, self.receive)
-        self.send([b"ready"])
-        while self.source in self.readers:
-            for descriptor, _ in self.poll.poll(self.wait_ms()):
-                handler = self.readers.get(descriptor) or self.writers.get(descriptor)
-                if handler is not None:
-                    handler()
-            self.reap()
-            self.end_late()
-            if monotonic() >= self.next_look:
-                self.look()
-        self.kill_all(set())
+        """Serve until the other end has gone, which ends all that runs, as an error of this process does."""
+        try:
+            self.watch(self.source, select.POLLIN, self.receive)
+            self.send([b"ready"])
+            while self.source in self.readers:
+                for descriptor, _ in self.poll.poll(self.wait_ms()):
+                    handler = self.readers.get(descriptor) or self.writers.get(descriptor)
+                    if handler is not None:
+                        handler()
+                self.reap()
+                self.end_late()
+                if monotonic() >= self.next_look:
+                    self.look()
+        except BrokenPipeError:
+            return  # nobody reads replies any more
+        finally:
+            self.kill_all(set())
 
     def wait_ms(self) -> "int | None":
         """Until the next deadline; while something runs, half a second, so that orphans are reaped."""
