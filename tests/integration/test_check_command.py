@@ -1,6 +1,7 @@
 """`treadle check`: what can be known without a run is known before it, all in one report."""
 
 import json
+import os
 import re
 import shutil
 import socket
@@ -167,6 +168,22 @@ def test_a_kind_of_model_that_is_not_computed_right_is_refused_before_a_run(here
     assert status == 2 and "model.path: " in err and "model.parity_check=false" in err
     status, out, err = run("check", "my.yaml", f"model.path={model}", "model.parity_check=false")
     assert status == 0 and "nothing shows that the model is computed as its authors wrote it" in out, err
+
+
+def test_quantized_weights_and_a_balancing_loss_are_found_before_a_run(here, run):
+    model = here / "experts"
+    shutil.copytree(resolve_model_path("treadle/tiny-calculator"), model)
+    file = model / "config.json"
+    values = json.loads(file.read_text())
+    file.write_text(json.dumps(values | {"router_aux_loss_coef": 0.001}))
+    status, out, err = run("check", "my.yaml", f"model.path={model}")
+    assert status == 0 and "router_aux_loss_coef 0.001 of the model is not used" in out + err
+    status, out, err = run("check", "my.yaml", f"model.path={model}", "model.override_config={router_aux_loss_coef: 0}")
+    assert "is not used" not in out + err
+    file.write_text(json.dumps(values | {"quantization_config": {"quant_method": "gptq"}}))
+    config = load(here / "my.yaml", (f"model.path={model}",))
+    mistakes = run_preflight(config, os.environ, thorough=False).mistakes
+    assert [mistake.problem for mistake in mistakes if "are quantized (gptq)" in mistake.problem]
 
 
 def test_every_prompt_is_rendered_and_counted(here, run):

@@ -24,8 +24,10 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from treadle.config.rollout import ModelConfig
 from treadle.errors import RunError, TreadleError
 from treadle.model.causal_lm import prepare_module
+from treadle.model.config_file import refuse_quantized
 from treadle.model.load import load_causal_model, load_model_config, without_progress_bar
 from treadle.model.peft_files import prepare_merge
+from treadle.model.tokenizer import resolve_model_path
 from treadle.policy.shard_files import local_rows
 
 if TYPE_CHECKING:
@@ -36,7 +38,9 @@ def build_meta_model(
     model: ModelConfig, dtype: torch.dtype, longest: int | None = None, *, merge: bool = True
 ) -> PreTrainedModel:
     """The module of a model, with no memory behind its weights. `merge`: as in `load_causal_model`."""
-    config = load_model_config(model)
+    directory = resolve_model_path(model.path, origin=model.origin("path"))
+    config = load_model_config(model, directory)
+    refuse_quantized(model, directory)
     builder: Any = AutoModelForCausalLM
     with torch.device("meta"):
         module = builder.from_config(config, dtype=dtype, trust_remote_code=model.trust_remote_code)

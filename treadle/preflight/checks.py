@@ -27,6 +27,7 @@ from treadle.data.tasks import load_tasks, load_training_tasks
 from treadle.engine.gpus import visible_gpus
 from treadle.errors import ConfigError, Failure, Mistake, RunError
 from treadle.exit_status import memory_limit
+from treadle.model.config_file import describe_balancing_loss, refuse_quantized
 from treadle.model.tokenizer import require_same_vocabulary, resolve_model_path
 from treadle.observe.trackers import HOST, TRACKERS
 from treadle.preflight import memory
@@ -295,6 +296,11 @@ def _check_model(config: Config, report: PreflightReport, *, thorough: bool) -> 
     if isinstance(config, TrainConfig) and config.ref.path is not None:
         with report.gather():
             require_same_vocabulary(model, config.ref.path, "ref.path", config.origin("ref.path"))
+    if isinstance(config, TrainConfig) or config.rollout.name == "native":
+        with report.gather():
+            refuse_quantized(model, directory)
+    if isinstance(config, TrainConfig) and (balancing := describe_balancing_loss(model, directory)) is not None:
+        report.warnings.append(f"model.path: {balancing}")
     size = memory.measure_model(directory, config.actor.lora if isinstance(config, TrainConfig) else None)
     if size is None:
         report.warnings.append(f"{directory} has no safetensors files: its size is not known")
