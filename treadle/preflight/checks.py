@@ -33,6 +33,7 @@ from treadle.observe.trackers import HOST, TRACKERS
 from treadle.preflight import memory
 from treadle.preflight.report import PreflightReport
 from treadle.preflight.rewards import check_reward_models, check_rewards
+from treadle.preflight.teacher import Schemas, check_teacher_prompts
 from treadle.rollout.agent_loop import LoopFactory
 from treadle.rollout.environments.schemes import ForeignEnvironments, find_environment
 from treadle.rollout.startup_checks import check_promptless
@@ -42,8 +43,6 @@ from treadle.types import Task
 
 QUICK_PROMPTS = 200
 """Prompts that fit, one after another from the longest text on, after which the quick part renders no more."""
-
-Schemas = Mapping[tuple[str, ...] | None, tuple[dict[str, Any], ...]]
 
 
 def run_preflight(config: Config, environment: Mapping[str, str], *, thorough: bool) -> PreflightReport:
@@ -68,6 +67,10 @@ def run_preflight(config: Config, environment: Mapping[str, str], *, thorough: b
         _check_prompts(config, renderer, tasks, schemas, report, thorough=thorough)
     else:
         report.skip("prompts, their lengths and the chat template", _why_unread(renderer, tasks))
+    if renderer is not None and isinstance(config, TrainConfig):
+        most = None if thorough else QUICK_PROMPTS
+        with report.gather():
+            check_teacher_prompts(config, renderer, _for_training(config, sets), schemas, report, most=most)
     _check_model(config, report, thorough=thorough)
     _check_context(config, environment, report)
     run_to_end(check_rewards(config, sets, report))
@@ -128,6 +131,12 @@ def _check_data(config: Config, report: PreflightReport) -> dict[str, list[Task]
             load_feed(load_training_tasks(data), data)
             report.note("sampler", data.sampler)
     return tasks
+
+
+def _for_training(config: Config, sets: Mapping[str, Sequence[Task]]) -> list[Task]:
+    """The tasks of files that are trained on."""
+    places = {"data.train_files", *config.data.train_files}
+    return [task for place, tasks in sets.items() if place in places for task in tasks]
 
 
 def _read_tasks(
