@@ -20,6 +20,7 @@ for name in sys.argv[1:]:
 SMALL = {
     "shared_prefix": "--samples 2 --shares 0.5 --length 48 --groups 1 --turns 1 --hidden 64 --layers 1",
     "schedules": "--help",
+    "sft_step": "--hidden 128 --layers 1 --rows 4 --tokens 32 --steps 2 --turns 1",
 }
 
 

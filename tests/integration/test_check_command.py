@@ -1,6 +1,7 @@
 """`treadle check`: what can be known without a run is known before it, all in one report."""
 
 import json
+import os
 import re
 import shutil
 import socket
@@ -16,6 +17,7 @@ from treadle.config.load import recipe_names
 from treadle.model.tokenizer import resolve_model_path
 from treadle.preflight import memory
 from treadle.preflight.checks import run_preflight
+from treadle.preflight.report import PreflightReport
 
 EXAMPLES = Path(treadle.__file__).parents[1] / "examples"
 CONFIG = """
@@ -167,6 +169,62 @@ def test_a_kind_of_model_that_is_not_computed_right_is_refused_before_a_run(here
     assert status == 2 and "model.path: " in err and "model.parity_check=false" in err
     status, out, err = run("check", "my.yaml", f"model.path={model}", "model.parity_check=false")
     assert status == 0 and "nothing shows that the model is computed as its authors wrote it" in out, err
+
+
+def test_quantized_weights_and_a_balancing_loss_are_found_before_a_run(here, run):
+    model = here / "experts"
+    shutil.copytree(resolve_model_path("treadle/tiny-calculator"), model)
+    file = model / "config.json"
+    values = json.loads(file.read_text())
+    file.write_text(json.dumps(values | {"router_aux_loss_coef": 0.001}))
+    status, out, err = run("check", "my.yaml", f"model.path={model}")
+    assert status == 0 and "router_aux_loss_coef 0.001 of the model is not used" in out + err
+    status, out, err = run("check", "my.yaml", f"model.path={model}", "model.override_config={router_aux_loss_coef: 0}")
+    assert "is not used" not in out + err
+    file.write_text(json.dumps(values | {"quantization_config": {"quant_method": "gptq"}}))
+    config = load(here / "my.yaml", (f"model.path={model}",))
+    mistakes = run_preflight(config, os.environ, thorough=False).mistakes
+    assert [mistake.problem for mistake in mistakes if "are quantized (gptq)" in mistake.problem]
+
+
+TEACHER = ("algorithm.distill_coef=1", "ref.prompt_template='{{ prompt }} {{ answer }} {{ hint }}'")
+ROOMY = "rollout.max_model_len=64"
+
+
+def test_a_privileged_prompt_is_tried_on_every_row_before_a_run(here):
+    def check(*words: str) -> tuple[list[str], PreflightReport]:
+        report = run_preflight(load(here / "my.yaml", (*TEACHER, *words)), os.environ, thorough=False)
+        return [item.problem for item in report.mistakes if item.key == "ref.prompt_template"], report
+
+    assert check()[0] == [
+        "cannot be filled for task tasks.jsonl:1: 'hint' is undefined; it has prompt, answer, data_source"
+    ]
+    write_rows(*({"prompt": f"{n}+1=", "answer": str(n + 1), "hint": "add " * (n % 3)} for n in range(300)))
+    problems, report = check(ROOMY)
+    assert not problems and any(subject == "teacher" and "(tasks.jsonl:" in text for subject, text in report.facts)
+    (problem,), _ = check("rollout.response_length=40", ROOMY)
+    assert "with a response of rollout.response_length, and the reference is loaded for 64" in problem
+    (problem,), _ = check(ROOMY, "ref.prompt_template='{{ prompt'")
+    assert problem.startswith("is not a Jinja template")
+    (here / "adding.py").write_text('def add(a: int, b: int) -> int:\n    """Add two numbers."""\n    return a + b\n')
+    tools = ("rollout.multi_turn.tools=['adding:add']", "rollout.agent.default_agent_loop=tool_agent")
+    (problem,), _ = check("rollout.prompt_length=600", "rollout.max_model_len=700", *tools)
+    assert "tasks.jsonl" in problem and "shows tools" in problem
+    hidden, _ = check("rollout.prompt_length=600", "rollout.max_model_len=700", *tools, "model.describe_tools=false")
+    assert not hidden
+    loops = "rollout.agent={default_agent_loop: mine, loops: {mine: {path: function_agent, kwargs: {function: a:b}}}}"
+    assert "prompts of mine are the agent's own, and cannot be written anew" in check(ROOMY, loops)[0]
+    problems, _ = check(ROOMY, "rollout.prompt_length=8", "rollout.overlong_prompts=truncate_left")
+    assert ["cut, it cannot be written anew" in problem for problem in problems] == [True]
+    _, report = check(ROOMY, "rollout.agent.default_agent_loop=elsewhere:Loop")
+    assert any("a step ends with an error where elsewhere:Loop writes prompts" in item for item in report.warnings)
+
+
+def test_validation_tasks_need_no_privileged_prompt(here):
+    write_rows({"prompt": "1+1=", "answer": "2", "hint": "two"})
+    (here / "val.jsonl").write_text('{"prompt": "1+1=", "answer": "2"}\n')
+    config = load(here / "my.yaml", (*TEACHER, ROOMY, "data.val_files=[val.jsonl]"))
+    assert "ref.prompt_template" not in {item.key for item in run_preflight(config, {}, thorough=False).mistakes}
 
 
 def test_every_prompt_is_rendered_and_counted(here, run):

@@ -10,6 +10,8 @@ from typing import Any
 
 import pytest
 import torch
+from torch.distributed import get_rank
+from torch.distributed.device_mesh import init_device_mesh
 from transformers import AutoModelForCausalLM
 
 from tests.golden.test_shared_prefix import make_batch as make_prefix_batch
@@ -33,8 +35,11 @@ from treadle.algorithm.advantage_inputs import rows_of
 from treadle.checkpoint import Checkpoints
 from treadle.config.rollout import ModelConfig
 from treadle.config.training import POLICY_LOSSES, AlgorithmConfig, CheckpointConfig, PolicyLossConfig, TrainerConfig
-from treadle.errors import ConfigError
+from treadle.errors import ConfigError, RunError
 from treadle.model.checksum import checksum
+from treadle.model.lora import LoraSettings
+from treadle.model.peft_files import StoredAdapter, write_adapter
+from treadle.policy.hf_model import scatter_weights
 from treadle.policy.protocol import TrainBatch
 from treadle.policy.rank import FSDPRank
 from treadle.policy.rank_calls import ShardedCritic, ShardedNetworks, ShardedReference
@@ -121,6 +126,51 @@ def test_ten_steps_equal_those_of_one_device(
     assert mine["actor/micro_batches"] > mine["actor/optimizer_steps"]
     assert largest_gap(policy.tensors(), single.tensors()) < 1e-5
     torch.testing.assert_close(policy.logprobs(batch.rows), single.logprobs(batch.rows), atol=1e-5, rtol=0)
+
+
+def test_an_adapter_of_a_tied_output_layer_is_merged_as_on_one_device(
+    pair: RankGroup, tied: Path, tmp_path: Path
+) -> None:
+    """Merged, the output layer has a weight of its own: in training, in the reference, in a checkpoint and after it."""
+    module = AutoModelForCausalLM.from_pretrained(tied)
+    generator = torch.Generator().manual_seed(3)
+    factors = {
+        name: (
+            torch.randn(2, part.in_features, generator=generator),
+            torch.randn(part.out_features, 2, generator=generator),
+        )
+        for name, part in (
+            ("lm_head", module.lm_head),
+            ("model.layers.0.mlp.up_proj", module.model.layers[0].mlp.up_proj),
+        )
+    }
+    write_adapter(tmp_path / "adapter", module, StoredAdapter(LoraSettings(2, 1.0), factors, None))
+    model = ModelConfig(path=str(tied), adapter=str(tmp_path / "adapter"))
+    spec = replace(make_spec(tied), model=model)
+    policy, single, batch = load(pair, spec), alone(spec), make_batch(ragged(1))
+    assert not torch.equal(single.tensors()["lm_head.weight"], single.tensors()["model.embed_tokens.weight"])
+    assert largest_gap(policy.tensors(), single.tensors()) == 0
+    torch.testing.assert_close(
+        ShardedReference(pair).logprobs(batch.rows), reference_alone(spec).logprobs(batch.rows), atol=1e-5, rtol=0
+    )
+    policy.train(batch), single.train(batch)
+    assert largest_gap(policy.tensors(), single.tensors()) < 1e-5
+    trained = policy.tensors()
+    policy.save(tmp_path / "checkpoint")
+    policy.train(batch)
+    policy.restore(tmp_path / "checkpoint")
+    assert largest_gap(policy.tensors(), trained) == 0
+
+
+def scatter_more_than_fits(rank: FSDPRank) -> None:
+    source = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)) if get_rank() == 0 else None
+    mesh = init_device_mesh("cpu", (2,))
+    scatter_weights(source, torch.nn.Sequential(torch.nn.Linear(2, 2)), mesh, torch.device("cpu"))
+
+
+def test_weights_that_the_sharded_model_has_no_place_for_are_refused(pair: RankGroup) -> None:
+    with pytest.raises(RunError, match=r"only one of the two models has 1\.bias"):
+        pair.run("scattering", scatter_more_than_fits)
 
 
 def test_ten_steps_with_a_critic_equal_those_of_one_device(pair: RankGroup, directory: Path) -> None:

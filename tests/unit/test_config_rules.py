@@ -360,6 +360,17 @@ CAUTIONS = [
     (["algorithm.adv_estimator=dpo"], "actor.loss_agg_mode: token-mean, but dpo is a loss of whole answers"),
     (["actor.use_kl_loss=true", "actor.kl_loss_type=k1"], "actor.kl_loss_type: k1's gradient is zero"),
     (
+        ["algorithm.adv_estimator=ipo", "actor.loss_agg_mode=seq-mean-token-sum", "actor.ppo_epochs=2"],
+        "actor.ppo_epochs: 2 makes 2 updates a step, but ipo takes its margins once, before the first",
+    ),
+    (
+        [
+            *("algorithm.adv_estimator=dpo", "actor.loss_agg_mode=seq-mean-token-sum"),
+            *("data.train_batch_size=64", "actor.ppo_mini_batch_size=16"),
+        ],
+        "actor.ppo_mini_batch_size: 16 makes 4 updates a step, but dpo takes its margins once",
+    ),
+    (
         ["actor.use_kl_loss=true", "ref.sync_freq=1", "ref.sync_mix=0.01"],
         "ref.sync_mix: 0.01 of a difference is mostly less than bf16",
     ),

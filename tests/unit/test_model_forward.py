@@ -1,5 +1,6 @@
 """Loading decoders, packed attention, and the checksum of weights."""
 
+import json
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,7 @@ from treadle.model.attention import PackedMetadata
 from treadle.model.causal_lm import compute_logits, hidden_states, output_weight, prepare_module
 from treadle.model.checksum import RunningChecksum, checksum
 from treadle.model.load import load_causal_model
+from treadle.policy.hf_model import build_meta_model
 
 CPU = torch.device("cpu")
 
@@ -49,6 +51,35 @@ def test_models_that_are_no_decoders_are_refused_by_name(tmp_path: Path) -> None
     (tmp_path / "config.json").write_text('{"model_type": "t5", "architectures": ["T5ForConditionalGeneration"]}')
     with pytest.raises(ConfigError, match=r"model\.path.*T5Config is an encoder and decoder"):
         load(tmp_path)
+
+
+def test_models_of_several_modalities_are_refused_by_name(tmp_path: Path) -> None:
+    for kind in ("qwen2_5_vl", "gemma3"):
+        (tmp_path / "config.json").write_text(json.dumps({"model_type": kind}))
+        with pytest.raises(ConfigError, match=r"model\.path.*Config is a model of several modalities"):
+            load(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("method", "fix"),
+    [
+        ("mxfp4", r"Mxfp4Config\(dequantize=True\)\)\.save_pretrained"),
+        ("fp8", r"FineGrainedFP8Config\(dequantize=True\)"),
+        ("awq", r"give the model that was quantized.*rollout\.name=vllm"),
+        (None, "give the model that was quantized"),
+    ],
+)
+def test_quantized_weights_are_refused_with_what_to_do(tmp_path: Path, method: str | None, fix: str) -> None:
+    """Loaded as they are, they would train as other numbers (fp8 without its scales), or not at all."""
+    tiny().save_pretrained(tmp_path)
+    file = tmp_path / "config.json"
+    key = "compression_config" if method is None else "quantization_config"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {key: {"quant_method": method} if method else {"a": 1}}))
+    for overridden in ({}, {"quantization_config": None} if method else {}):
+        with pytest.raises(ConfigError, match=rf"model\.path.*are quantized \({method or 'of an'}(.|\n)*{fix}"):
+            load(tmp_path, override_config=overridden)
+    with pytest.raises(ConfigError, match="are quantized"):
+        build_meta_model(ModelConfig(path=str(tmp_path)), torch.float32)
 
 
 def test_override_config_changes_the_model_or_names_the_wrong_key(tmp_path: Path) -> None:

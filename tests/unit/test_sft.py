@@ -176,6 +176,20 @@ def test_every_mistake_of_a_file_is_reported_with_its_line(tmp_path):
         assert f"train.jsonl:{line}" in told and words in told
 
 
+@pytest.mark.parametrize("weight", [0.5, "0", "1", 2, -1, float("nan"), [1]])
+def test_a_turn_is_learned_or_not_and_other_weights_are_refused(tmp_path, weight):
+    def rows(given: object) -> list[dict[str, object]]:
+        asked, said = {"role": "user", "content": "1+1="}, {"role": "assistant", "content": "2"}
+        return [{"messages": [asked, {**said, "weight": given}, asked, said]}]
+
+    told = refuse(sft_config(tmp_path, rows=rows(weight)))
+    assert "train.jsonl:1" in told and "messages[1].weight must be 0 or 1, got" in told
+    told = refuse(sft_config(tmp_path, rows=[{"prompt": "1", "response": rows(weight)[0]["messages"][1:]}]))
+    assert "response[0].weight must be 0 or 1, got" in told
+    counts = [read(sft_config(tmp_path, rows=rows(given))).num_trained for given in (0, 0.0, False, 1, 1.0, None)]
+    assert counts[0] == counts[1] == counts[2] < counts[3] == counts[4] == counts[5]
+
+
 def test_the_mean_loss_is_over_learned_tokens(tmp_path):
     class Fixed:
         def logprobs(self, rows):

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import shutil
 from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import Any
@@ -9,12 +10,14 @@ from typing import Any
 import httpx
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 import treadle
 from tests.tinker_messages import floats, forward_backward, integers, read_outputs, read_sample
 from treadle.api.research import PolicySample
 from treadle.config import Config, loads
 from treadle.gateway.http_server import HttpServer
+from treadle.model.tokenizer import resolve_model_path
 from treadle.tinker import futures, server, service
 from treadle.tinker.adapters import AdapterShape, AdapterWeights
 from treadle.tinker.checkpoints import CheckpointRecord, CheckpointStore
@@ -105,9 +108,10 @@ def served(
     tmp_path: Path,
     limits: ServiceLimits | None = None,
     mb: float = 1,
+    model: str = MODEL,
 ) -> None:
     async def main() -> None:
-        shared = await SharedModel.create(config())
+        shared = await SharedModel.create(config(**{"model.path": model}))
         tinker = TinkerService(shared, MODEL, (), MODEL, tmp_path / "checkpoints")
         tinker.limits = limits or ServiceLimits()
         http = await HttpServer.start(TinkerServer(tinker, KEY, int(mb * 1_000_000)), "127.0.0.1", 0)
@@ -259,6 +263,35 @@ def test_training_goes_on_from_a_checkpoint_as_if_it_had_not_stopped(tmp_path: P
     served(use, tmp_path)
 
 
+def test_a_checkpoint_of_another_base_model_is_refused(tmp_path: Path) -> None:
+    saved: dict[str, str] = {}
+
+    async def save(client: Client) -> None:
+        body = {"model_id": await client.model(), "path": "a"}
+        for number, kind in enumerate(("save_weights", "save_weights_for_sampler"), start=1):
+            saved[kind] = (await client.result(await client.post(kind, {**body, "seq_id": number})))["path"]
+
+    async def load(client: Client) -> None:
+        load = {"session_id": client.session, "model_seq_id": 1, "path": saved["save_weights"], "optimizer": False}
+        new = await client.result(await client.post("load_weights", load))
+        into = {"model_id": await client.model(2), "seq_id": 1, "path": saved["save_weights"], "optimizer": True}
+        old = await client.result(await client.post("load_weights", into))
+        body = {"session_id": client.session, "sampling_session_seq_id": 0}
+        path = saved["save_weights_for_sampler"]
+        sampler = await client.post("create_sampling_session", {**body, "model_path": path}, 404)
+        for found in (new["error"], old["error"], sampler["detail"]):
+            assert f"was trained on another base model: {MODEL} with weights of checksum" in found
+            assert "Start treadle serve --tinker with the model that it was trained on" in found
+
+    other = tmp_path / "other"
+    shutil.copytree(resolve_model_path(MODEL), other)
+    weights = load_file(other / "model.safetensors")
+    name = next(iter(weights))
+    save_file(weights | {name: weights[name] + 0.01}, other / "model.safetensors", {"format": "pt"})
+    served(save, tmp_path)
+    served(load, tmp_path, model=str(other))
+
+
 @pytest.mark.parametrize("name", ["../../x", "a/b", "", "..", ".hidden", "a" * 200, "x\n"])
 def test_a_checkpoint_cannot_be_named_out_of_its_directory(name: str, tmp_path: Path) -> None:
     store = CheckpointStore(tmp_path)
@@ -267,7 +300,7 @@ def test_a_checkpoint_cannot_be_named_out_of_its_directory(name: str, tmp_path: 
     with pytest.raises(RequestFailed, match=r"is no (name for|path of) a checkpoint"):
         store.find(f"tinker://{name}/weights/x")
     with pytest.raises(RequestFailed, match="is no name for a checkpoint"):
-        record = CheckpointRecord("base", AdapterShape(1), 0, 0.0)
+        record = CheckpointRecord("base", "", AdapterShape(1), 0, 0.0)
         store.save(None, ("x", "weights", name), AdapterWeights(AdapterShape(1), {}), record)  # type: ignore[arg-type]
     assert not list(tmp_path.iterdir())
 
@@ -356,6 +389,26 @@ def test_a_session_without_heartbeats_ends(tmp_path: Path, monkeypatch: pytest.M
             await asyncio.sleep(0.01)
         sweeping.cancel()
         await client.post("session_heartbeat", {"session_id": client.session}, 410)
+
+    served(use, tmp_path)
+
+
+def test_an_ended_session_computes_nothing_more(tmp_path: Path) -> None:
+    async def use(client: Client) -> None:
+        model = await client.model()
+        tinker = client.service
+        trained, others = tinker.models[model].trained, Client(tinker, str(client.http.base_url))
+        assert trained is not None
+        await others.open()
+        async with tinker.shared._turns.take(None, alone=True, timeout_s=300):
+            for number in range(1, 6):
+                await client.post("forward_backward", forward_backward(model, number, [(IDS[:-1], ONES)]))
+            await client.post(f"sessions/{client.session}/finish", {})
+        await others.sample(await others.sampler())
+        while tinker.futures.num_running:  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+        assert not trained.has_gradients
+        await others.http.aclose()
 
     served(use, tmp_path)
 

@@ -315,6 +315,20 @@ def preferences_sum_tokens(config: TrainConfig) -> Clashes:
         yield "actor.loss_agg_mode", problem, "seq-mean-token-sum"
 
 
+def preferences_take_one_update(config: TrainConfig) -> Clashes:
+    """DPO and IPO have their margins from the policy before a step; each of its updates would need new ones."""
+    actor, batch, estimator = config.actor, config.data.train_batch_size, config.algorithm.adv_estimator
+    updates = actor.ppo_epochs * max(1, batch // actor.ppo_mini_batch_size)
+    if estimator in PREFERENCE_ESTIMATORS and updates > 1:
+        key = "actor.ppo_epochs" if actor.ppo_epochs > 1 else "actor.ppo_mini_batch_size"
+        value = actor.ppo_epochs if actor.ppo_epochs > 1 else actor.ppo_mini_batch_size
+        problem = (
+            f"{value} makes {updates} updates a step, but {estimator} takes its margins once, before the first: the "
+            "later ones go on by old margins, and the ratio is clipped (actor.clip_ratio) as in PPO"
+        )
+        yield key, problem, f"actor.ppo_epochs=1 and actor.ppo_mini_batch_size={batch}: one update a step"
+
+
 def kl_in_the_loss_has_a_gradient(config: TrainConfig) -> Clashes:
     actor = config.actor
     if actor.use_kl_loss and actor.kl_loss_type == "k1":
@@ -398,6 +412,7 @@ TRAINING_CAUTIONS: tuple[Callable[[TrainConfig], Clashes], ...] = (
     aggregation_is_the_losses_own,
     dr_grpo_has_its_aggregation,
     preferences_sum_tokens,
+    preferences_take_one_update,
     kl_in_the_loss_has_a_gradient,
     reference_can_take_small_steps,
     adapters_learn_faster,

@@ -86,7 +86,7 @@ def _read_conversation(record: TaskRow, data: DataConfig, sft: SFTConfig) -> tup
     given = _from_json(record.fields[sft.messages_key])
     if not isinstance(given, list) or not given:
         raise _wrong(record, sft.messages_key, "a list of chat messages, not empty")
-    messages = tuple(_read_message(record, sft.messages_key, at, message) for at, message in enumerate(given))
+    messages = tuple(_read_learned(record, sft.messages_key, at, message) for at, message in enumerate(given))
     return messages if messages[0]["role"] == "system" else (*_system(data), *messages)
 
 
@@ -96,7 +96,18 @@ def _read_response(record: TaskRow, name: str) -> tuple[Message, ...]:
         return ({"role": "assistant", "content": response},)
     if not isinstance(response, list) or not response:
         raise _wrong(record, name, "a text or a list of chat messages, not empty")
-    return tuple(_read_message(record, name, at, message) for at, message in enumerate(response))
+    return tuple(_read_learned(record, name, at, message) for at, message in enumerate(response))
+
+
+def _read_learned(record: TaskRow, name: str, at: int, message: Any) -> Message:
+    """A message of a conversation. Its turn is learned or not: a weight between would be taken for 1."""
+    found = _read_message(record, name, at, message)
+    weight = found.get("weight", 1)
+    if found["role"] == "assistant" and (not isinstance(weight, int | float) or weight not in (0, 1)):
+        problem = f"{name}[{at}].weight must be 0 or 1, got {type(weight).__name__} {str(weight)[:60]!r}"
+        fix = "0 leaves a turn out, 1 learns it; to count rows differently, give files their data.train_weights"
+        raise _mistake(record, problem, fix)
+    return found
 
 
 def _from_json(value: Any) -> Any:

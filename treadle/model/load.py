@@ -19,6 +19,7 @@ from treadle.config.rollout import ModelConfig
 from treadle.errors import ConfigError, Mistake, nearest
 from treadle.model.attention import NAME, register
 from treadle.model.causal_lm import prepare_module
+from treadle.model.config_file import refuse_quantized
 from treadle.model.parity import LOGPROB_TOLERANCE, check_policy_parity, refuse_by_config
 from treadle.model.peft_files import merge_adapter, names_adapter
 from treadle.model.rope import longest_sequence
@@ -46,6 +47,7 @@ def load_causal_model(
     """
     directory = resolve_model_path(model.path, origin=model.origin("path"))
     config = load_model_config(model, directory)
+    refuse_quantized(model, directory)
     if longest is not None:
         check_length(config, longest)
         _require_parity(model, config, longest)

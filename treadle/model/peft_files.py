@@ -139,6 +139,17 @@ def check_adapter(
 @torch.no_grad()
 def merge_adapter(module: "PreTrainedModel", model: ModelConfig) -> None:
     """Merge `model.adapter` into the weights of a loaded model, in place."""
+    stored, linears = prepare_merge(module, model)
+    for name, (down, up) in stored.factors.items():
+        weight = linears[name].weight
+        weight.copy_(merge_factors(weight, down, up, stored.settings.scale))
+
+
+def prepare_merge(module: "PreTrainedModel", model: ModelConfig) -> tuple[StoredAdapter, dict[str, nn.Linear]]:
+    """`model.adapter` and the modules that it may change. An output layer that it changes has its own weight then.
+
+    A module without memory gets the parameters of the merged one so.
+    """
     assert model.adapter is not None, "there is one"
     origin = model.origin("adapter")
     stored = read_adapter(model.adapter, KEY, origin)
@@ -147,9 +158,7 @@ def merge_adapter(module: "PreTrainedModel", model: ModelConfig) -> None:
     if output and (layer := untie_output_layer(module)) is not None:
         linears |= dict.fromkeys(output, layer)
     check_adapter(module, stored, model.adapter, origin, linears)
-    for name, (down, up) in stored.factors.items():
-        weight = linears[name].weight
-        weight.copy_(merge_factors(weight, down, up, stored.settings.scale))
+    return stored, linears
 
 
 def _is_output_layer(module: "PreTrainedModel", name: str) -> bool:

@@ -68,7 +68,7 @@ class FSDPPolicy(PolicyLearner):
         compute, full = compute_dtype(actor.model_dtype, actor.dtype, "actor"), actor.lora.r is None
         dtype, dp_group = DTYPES[actor.model_dtype] if full else compute, TorchDataParallelGroup()
         network = ShardedNetwork(
-            build_meta_model(model, dtype, sampling.longest).requires_grad_(full),
+            build_meta_model(model, dtype, sampling.longest, merge=full).requires_grad_(full),
             mesh=make_mesh(device, actor.fsdp_config, "actor"),
             device=device,
             fsdp_config=actor.fsdp_config,

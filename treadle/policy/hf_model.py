@@ -22,21 +22,30 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from treadle.config.rollout import ModelConfig
-from treadle.errors import TreadleError
+from treadle.errors import RunError, TreadleError
 from treadle.model.causal_lm import prepare_module
+from treadle.model.config_file import refuse_quantized
 from treadle.model.load import load_causal_model, load_model_config, without_progress_bar
+from treadle.model.peft_files import prepare_merge
+from treadle.model.tokenizer import resolve_model_path
 from treadle.policy.shard_files import local_rows
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 
-def build_meta_model(model: ModelConfig, dtype: torch.dtype, longest: int | None = None) -> PreTrainedModel:
-    """The module of a model, with no memory behind its weights."""
-    config = load_model_config(model)
+def build_meta_model(
+    model: ModelConfig, dtype: torch.dtype, longest: int | None = None, *, merge: bool = True
+) -> PreTrainedModel:
+    """The module of a model, with no memory behind its weights. `merge`: as in `load_causal_model`."""
+    directory = resolve_model_path(model.path, origin=model.origin("path"))
+    config = load_model_config(model, directory)
+    refuse_quantized(model, directory)
     builder: Any = AutoModelForCausalLM
     with torch.device("meta"):
         module = builder.from_config(config, dtype=dtype, trust_remote_code=model.trust_remote_code)
+    if merge and model.adapter is not None:
+        prepare_merge(module, model)
     return prepare_module(module, longest)
 
 
@@ -70,8 +79,18 @@ def load_on_first_rank(
 
 @torch.no_grad()
 def scatter_weights(source: nn.Module | None, target: nn.Module, mesh: DeviceMesh, device: torch.device) -> None:
-    """Bring the weights and buffers of `source`, which the first rank holds, into the sharded `target`."""
+    """Bring the weights and buffers of `source`, which the first rank holds, into the sharded `target`.
+
+    A RunError on every rank where the two have other weights: what is not asked for would be lost.
+    """
     weights = dict(source.named_parameters()) if source is not None else {}
+    strange = [sorted(weights.keys() ^ dict(target.named_parameters()).keys())] if source is not None else [[]]
+    broadcast_object_list(strange, 0)
+    if strange[0]:
+        raise RunError(
+            f"a sharded model and the one it is loaded from differ: only one of the two models has {strange[0][0]} "
+            f"({len(strange[0])} such weights)"
+        )
     for name, parameter in target.named_parameters():
         assert isinstance(parameter, DTensor), f"{name} is not sharded"
         whole = _broadcast_buffer(weights, name, parameter, device)

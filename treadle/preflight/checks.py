@@ -28,11 +28,13 @@ from treadle.data.tasks import load_tasks
 from treadle.engine.gpus import visible_gpus
 from treadle.errors import ConfigError, Failure, Mistake, RunError
 from treadle.exit_status import memory_limit
+from treadle.model.config_file import describe_balancing_loss, refuse_quantized
 from treadle.model.tokenizer import require_same_vocabulary, resolve_model_path
 from treadle.observe.trackers import HOST, TRACKERS
 from treadle.preflight import memory
 from treadle.preflight.report import PreflightReport
 from treadle.preflight.rewards import check_reward_models, check_rewards
+from treadle.preflight.teacher import Schemas, check_teacher_prompts
 from treadle.rollout.agent_loop import LoopFactory
 from treadle.rollout.environments.schemes import ForeignEnvironments, find_environment
 from treadle.rollout.startup_checks import check_promptless
@@ -42,8 +44,6 @@ from treadle.types import Task
 
 QUICK_PROMPTS = 200
 """Prompts that fit, one after another from the longest text on, after which the quick part renders no more."""
-
-Schemas = Mapping[tuple[str, ...] | None, tuple[dict[str, Any], ...]]
 
 
 def run_preflight(config: Config, environment: Mapping[str, str], *, thorough: bool) -> PreflightReport:
@@ -68,6 +68,10 @@ def run_preflight(config: Config, environment: Mapping[str, str], *, thorough: b
         _check_prompts(config, renderer, tasks, schemas, report, thorough=thorough)
     else:
         report.skip("prompts, their lengths and the chat template", _why_unread(renderer, tasks))
+    if renderer is not None and isinstance(config, TrainConfig):
+        most = None if thorough else QUICK_PROMPTS
+        with report.gather():
+            check_teacher_prompts(config, renderer, _for_training(config, sets), schemas, report, most=most)
     _check_model(config, report, thorough=thorough)
     _check_context(config, environment, report)
     run_to_end(check_rewards(config, sets, report))
@@ -129,6 +133,12 @@ def _check_data(config: Config, report: PreflightReport) -> dict[str, list[Task]
             load_feed(source, data)
             report.note("sampler", data.sampler)
     return tasks
+
+
+def _for_training(config: Config, sets: Mapping[str, Sequence[Task]]) -> list[Task]:
+    """The tasks of files that are trained on."""
+    places = {"data.train_files", *config.data.train_files}
+    return [task for place, tasks in sets.items() if place in places for task in tasks]
 
 
 def _read_tasks(
@@ -301,6 +311,11 @@ def _check_model(config: Config, report: PreflightReport, *, thorough: bool) -> 
     if isinstance(config, TrainConfig) and config.ref.path is not None:
         with report.gather():
             require_same_vocabulary(model, config.ref.path, "ref.path", config.origin("ref.path"))
+    if isinstance(config, TrainConfig) or config.rollout.name == "native":
+        with report.gather():
+            refuse_quantized(model, directory)
+    if isinstance(config, TrainConfig) and (balancing := describe_balancing_loss(model, directory)) is not None:
+        report.warnings.append(f"model.path: {balancing}")
     size = memory.measure_model(directory, config.actor.lora if isinstance(config, TrainConfig) else None)
     if size is None:
         report.warnings.append(f"{directory} has no safetensors files: its size is not known")

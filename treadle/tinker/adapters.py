@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from treadle.errors import ConfigError, Mistake
 from treadle.model.causal_lm import untie_output_layer
+from treadle.model.checksum import RunningChecksum
 from treadle.model.lora import LoraLinear, LoraSettings, linear_modules, merge_factors
 from treadle.tinker.refusals import RequestFailed
 
@@ -61,7 +62,7 @@ class AdapterWeights:
 
 
 class AdapterBase:
-    """A module that adapters take turns in."""
+    """A module that adapters take turns in. `checksum` is of the base's weights, which adapters are trained on."""
 
     def __init__(self, module: "PreTrainedModel") -> None:
         self.module = module
@@ -73,6 +74,7 @@ class AdapterBase:
         module.requires_grad_(False)
         self.head_name = next(name for name, part in module.named_modules() if part is self.head)
         self.linears = {**linear_modules(module), self.head_name: self.head}
+        self.checksum = _checksum(module)
         self._frozen = {name: part.weight.detach().clone() for name, part in self.linears.items()}
         self.merged: AdapterWeights | None = None
         self._has_experts = any(parameter.dim() > 2 for parameter in module.parameters())
@@ -112,17 +114,23 @@ class AdapterBase:
 
     @torch.no_grad()
     def merge(self, adapter: AdapterWeights | None) -> bool:
-        """Make the module the model with this adapter; whether anything had to change."""
+        """Make the module the model with this adapter; whether anything had to change. Where it fails: the base."""
         if adapter is self.merged:
             return False
         before = self.merged.factors.keys() if self.merged is not None else ()
         factors = adapter.factors if adapter is not None else {}
-        for name in {**dict.fromkeys(before), **dict.fromkeys(factors)}:
-            weight = self._frozen[name]
-            if name in factors:
-                assert adapter is not None
-                weight = merge_factors(weight, *factors[name], adapter.shape.settings.scale)
-            self.linears[name].weight.copy_(weight)
+        try:
+            for name in {**dict.fromkeys(before), **dict.fromkeys(factors)}:
+                weight = self._frozen[name]
+                if name in factors:
+                    assert adapter is not None
+                    weight = merge_factors(weight, *factors[name], adapter.shape.settings.scale)
+                self.linears[name].weight.copy_(weight)
+        except BaseException:
+            for name, frozen in self._frozen.items():
+                self.linears[name].weight.copy_(frozen)
+            self.merged = None
+            raise
         self.merged = adapter
         return True
 
@@ -143,6 +151,15 @@ class AdapterBase:
                 del adapter.module.forward  # the class has its own
             self.head.weight.requires_grad_(False)
             self.head.weight.grad = None
+
+
+@torch.no_grad()
+def _checksum(module: nn.Module) -> str:
+    """The weights of a base model as one word: the same on a CPU, which has them in fp32, and on a GPU in bf16."""
+    running = RunningChecksum()
+    for name, parameter in module.named_parameters():
+        running.add(name, parameter.detach().bfloat16())
+    return running.word()
 
 
 @torch.no_grad()

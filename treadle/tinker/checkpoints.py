@@ -39,6 +39,8 @@ class CheckpointRecord:
     """What is known of a checkpoint without its tensors."""
 
     base_model: str
+    base_checksum: str
+    """Of the base's weights: an adapter means something with those alone."""
     shape: AdapterShape
     num_steps: int
     created_at: float
@@ -149,7 +151,7 @@ class CheckpointStore:
             values: dict[str, Any] = json.loads((directory / _RECORD).read_text(encoding="utf-8"))
         except (OSError, ValueError):
             return None
-        record = CheckpointRecord(**{**values, "shape": AdapterShape(**values["shape"])})
+        record = CheckpointRecord(**{"base_checksum": "", **values, "shape": AdapterShape(**values["shape"])})
         if record.expires_at is not None and record.expires_at < time.time():
             shutil.rmtree(move_to_trash(directory))
             return None

@@ -44,6 +44,8 @@ class PendingResult:
     failure: RequestFailed | None = None
     finished_at: float | None = None
     task: asyncio.Task[None] | None = None
+    """Its own; None while it waits for others of its model, and where it runs in their turn."""
+    has_begun: bool = False
     on_done: Callable[["PendingResult"], None] | None = None
 
     def finish(self, result: Result | None = None, failure: RequestFailed | None = None) -> None:
@@ -105,10 +107,14 @@ class FutureStore:
         return entry
 
     def cancel(self, request_id: str) -> None:
-        """End a request that nothing waits for any more."""
+        """End a request that nothing waits for any more; one that runs in the order of its model goes to its end."""
         entry = self._entries.get(request_id)
-        if entry is not None and entry.task is not None:
+        if entry is None:
+            return
+        if entry.task is not None:
             entry.task.cancel()
+        if not entry.has_begun:
+            entry.finish(failure=_cancelled())
 
     def forget(self, request_id: str) -> None:
         entry = self._entries.get(request_id)
@@ -141,11 +147,14 @@ class FutureStore:
 
 
 async def run_entry(entry: PendingResult, work: Work) -> None:
-    """Run a request to its result or failure."""
+    """Run a request to its result or failure; one that has ended before it began does not run."""
+    if entry.done.is_set():
+        return
+    entry.has_begun = True
     try:
         entry.finish(await work())
     except asyncio.CancelledError:
-        entry.finish(failure=RequestFailed("the request was cancelled", by_user=False))
+        entry.finish(failure=_cancelled())
         raise
     except RequestFailed as failure:
         entry.finish(failure=failure)
@@ -156,6 +165,10 @@ async def run_entry(entry: PendingResult, work: Work) -> None:
     except Exception as error:
         log.exception("a request of the Tinker API broke")
         entry.finish(failure=RequestFailed(f"the server broke: {describe_error(error)}", by_user=False))
+
+
+def _cancelled() -> RequestFailed:
+    return RequestFailed("the request was cancelled", by_user=False)
 
 
 class OrderedRequests:
@@ -191,11 +204,18 @@ class OrderedRequests:
             self._drain = None
 
     def expire(self) -> None:
-        """Fail requests whose predecessor has not come for too long."""
+        """Fail requests whose predecessor has not come for too long; those after them no longer wait for it."""
         if self._drain is None and self._waiting and time.monotonic() - self._since > GAP_TIMEOUT_S:
             for entry, _ in self._waiting.values():
                 entry.finish(failure=RequestFailed(f"request {self._next} of this model never arrived", by_user=False))
+            self._next = max(self._waiting) + 1
             self._waiting.clear()
+
+    def close(self) -> None:
+        """Run nothing more: what waits is dropped, and what runs is cancelled."""
+        self._waiting.clear()
+        if self._drain is not None:
+            self._drain.cancel()
 
 
 @dataclass(frozen=True, slots=True)

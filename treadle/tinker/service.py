@@ -19,7 +19,7 @@ from secrets import randbits, token_hex
 from typing import Any
 
 from treadle.tinker.adapters import AdapterWeights
-from treadle.tinker.checkpoints import SAMPLER, TRAINING, CheckpointRecord, CheckpointStore
+from treadle.tinker.checkpoints import SAMPLER, TRAINING, CheckpointRecord, CheckpointStore, StoredCheckpoint
 from treadle.tinker.futures import MAX_QUEUED, CompletionQueue, FutureStore, OrderedRequests, Result
 from treadle.tinker.protobuf import ForwardBackwardRequest, write_forward_backward, write_sample
 from treadle.tinker.refusals import ApiError, RequestFailed
@@ -121,6 +121,7 @@ class TinkerService:
         self.sessions.pop(session_id, None)
         self.futures.forget_owner(session_id)
         for model in [model for model in self.models.values() if model.session == session_id]:
+            model.queue.close()
             del self.models[model.id]
         for sampler in [sampler for sampler in self.samplers.values() if sampler.session == session_id]:
             del self.samplers[sampler.id]
@@ -248,7 +249,20 @@ class TinkerService:
         lifetime_s = read_field(body, "ttl_seconds", int, optional=True)
         now = time.time()
         expires = None if lifetime_s is None else now + lifetime_s
-        return CheckpointRecord(self.base_model, trained.shape, trained.num_steps, now, expires, read_notes(body))
+        checksum, notes = self.shared.base.checksum, read_notes(body)
+        return CheckpointRecord(self.base_model, checksum, trained.shape, trained.num_steps, now, expires, notes)
+
+    def _find_checkpoint(self, path: str) -> StoredCheckpoint:
+        """The checkpoint of a path; a RequestFailed where its adapter was trained on another base than this one."""
+        found = self.checkpoints.find(path)
+        trained_on, mine = found.record.base_checksum, self.shared.base.checksum
+        if trained_on != mine:
+            raise RequestFailed(
+                f"{path} was trained on another base model: {found.record.base_model} with weights of checksum "
+                f"{trained_on or 'unknown'}, but this server has {self.base_model} with {mine}. Start treadle serve "
+                "--tinker with the model that it was trained on"
+            )
+        return found
 
     def save_weights(self, body: Body) -> str:
         model = self.find_model(read_field(body, "model_id", str))
@@ -299,7 +313,7 @@ class TinkerService:
         if opened is not None:
 
             async def create() -> Result:
-                shape = self.checkpoints.find(path).record.shape
+                shape = self._find_checkpoint(path).record.shape
                 opened.trained = await self.shared.create_model(shape, shape.seed or 0)
                 return await self._load(opened, path, restores)
 
@@ -308,7 +322,7 @@ class TinkerService:
         return request_id
 
     async def _load(self, model: ServedModel, path: str, restores: bool) -> Result:
-        trained, found = self._trained(model), self.checkpoints.find(path)
+        trained, found = self._trained(model), self._find_checkpoint(path)
         weights = await asyncio.to_thread(self.checkpoints.load_weights, found, self.shared.base.device)
         moments = await asyncio.to_thread(self.checkpoints.load_optimizer, found) if restores else None
         await self.shared.train(trained, lambda: trained.load(weights, moments, found.record.num_steps))
@@ -332,7 +346,7 @@ class TinkerService:
 
     async def _weights_of(self, sampler: Sampler) -> AdapterWeights | None:
         if sampler.weights is None and sampler.path is not None:
-            found = self.checkpoints.find(sampler.path)
+            found = self._find_checkpoint(sampler.path)
             sampler.weights = await asyncio.to_thread(self.checkpoints.load_weights, found, self.shared.base.device)
             self._drop_weights()
         return sampler.weights
@@ -351,7 +365,7 @@ class TinkerService:
                 return self._add_sampler(session.id, number, None, None)
             if base is not None:
                 self.check_base(str(base))
-            self.checkpoints.find(path)
+            self._find_checkpoint(path)
         except RequestFailed as failure:
             raise ApiError(404, failure.reason) from failure
         return self._add_sampler(session.id, number, path, None)

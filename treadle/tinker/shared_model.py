@@ -11,11 +11,12 @@ import asyncio
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor
 
+from treadle.aio import as_result
 from treadle.config import Config
 from treadle.data.renderer import Renderer
 from treadle.engine.native.engine import NativeEngine
@@ -82,6 +83,8 @@ class SharedModel:
         self._merging = asyncio.Lock()
         self._scoring = asyncio.Lock()
         self._version = 0
+        self._is_stale = False
+        """Whether the engine may have keys and values of weights that the module no longer has."""
 
     @classmethod
     async def create(cls, config: Config) -> "SharedModel":
@@ -115,11 +118,19 @@ class SharedModel:
     async def _turn(self, adapter: AdapterWeights | None, *, alone: bool) -> AsyncIterator[None]:
         async with self._turns.take(adapter, alone=alone, timeout_s=TURN_TIMEOUT_S):
             async with self._merging:
-                if self.base.merged is not adapter:
-                    await _uninterrupted(asyncio.to_thread(self.base.merge, adapter))
-                    self._version += 1
-                    await self._engine.update_weights(WeightUpdate(self._version, "", {}))
+                if self._is_stale or self.base.merged is not adapter:
+                    await _uninterrupted(self._merge(adapter))
             yield
+
+    async def _merge(self, adapter: AdapterWeights | None) -> None:
+        """Merge an adapter, and let the engine forget what it computed with another one, also where the merge fails."""
+        self._is_stale = True
+        try:
+            await asyncio.to_thread(self.base.merge, adapter)
+        finally:
+            self._version += 1
+            await self._engine.update_weights(WeightUpdate(self._version, "", {}))
+            self._is_stale = False
 
     # --- training
 
@@ -286,10 +297,17 @@ MASKED = -99999.0
 
 
 async def _uninterrupted(work: Coroutine[Any, Any, T]) -> T:
-    """Wait for a thread to its end, also where the wait is cancelled: it computes with weights that must not change."""
-    task = asyncio.ensure_future(work)
-    try:
-        return await asyncio.shield(task)
-    except asyncio.CancelledError:
-        await asyncio.wait([task])
-        raise
+    """Run `work` to its end, however often the caller is cancelled: it computes with weights that must not change."""
+    task = asyncio.ensure_future(as_result(work))
+    cancelled: asyncio.CancelledError | None = None
+    while not task.done():
+        try:
+            await asyncio.wait({task})
+        except asyncio.CancelledError as stop:
+            cancelled = stop
+    if cancelled is not None:
+        raise cancelled
+    value, error = task.result()
+    if error is not None:
+        raise error
+    return cast(T, value)

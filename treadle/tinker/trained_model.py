@@ -3,9 +3,10 @@
 Owns one client's adapter on the shared base: forward and backward over datums, AdamW with the hyperparameters of each
 step, its state as tensors. Knows no HTTP, no order of requests and no directory.
 Invariant: `weights` are the factors as they are now, as one object until a step or a load changes them; gradients add
-up over any number of requests until `step`; one that is not finite moves nothing.
+up over any number of requests until `step`, all of each request or none; one that is not finite moves nothing.
 """
 
+import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import isfinite, isnan
@@ -13,6 +14,7 @@ from math import isfinite, isnan
 import torch
 from torch import Tensor, nn
 
+from treadle.aio import describe_error
 from treadle.model.lora import LoraLinear
 from treadle.policy.network import DecoderNetwork
 from treadle.policy.packed_inputs import PackedRows, pack_micro_batches
@@ -20,6 +22,8 @@ from treadle.tinker.adapters import AdapterBase, AdapterShape, AdapterWeights
 from treadle.tinker.losses import LossConfig, check_datum, find_loss
 from treadle.tinker.protobuf import Datum
 from treadle.tinker.refusals import RequestFailed
+
+log = logging.getLogger(__name__)
 
 TOKENS_PER_FORWARD = 16384
 _DOWN, _UP = ".lora_A.weight", ".lora_B.weight"
@@ -74,7 +78,10 @@ class TrainedModel:
     def forward(
         self, data: Sequence[Datum], loss_fn: str, config: LossConfig, *, longest: int, backward: bool, recompute: bool
     ) -> LossResult:
-        """Logprobs and loss of datums; with `backward`, gradients are added to those since the last step."""
+        """Logprobs and loss of datums; with `backward`, gradients are added to those since the last step.
+
+        Where that breaks midway, no gradients are left: neither a part of these nor those before.
+        """
         loss = find_loss(loss_fn, config)
         vocab_size = self.base.head.out_features
         for at, datum in enumerate(data):
@@ -83,6 +90,33 @@ class TrainedModel:
             raise RequestFailed("data: there is nothing to compute on")
         budget = max(TOKENS_PER_FORWARD, longest)
         bins = pack_micro_batches([len(datum.ids) for datum in data], budget, "data")
+        try:
+            found = self._forward(data, bins, loss_fn, config, backward=backward, recompute=recompute)
+        except Exception as error:
+            if not backward:
+                raise
+            self._adamw.zero_grad()
+            self.has_gradients = False
+            log.exception("forward_backward broke")
+            raise RequestFailed(
+                f"forward_backward broke: {describe_error(error)}; all gradients since the last optim_step are gone: "
+                "send all data of that step again",
+                by_user=False,
+            ) from error
+        self.has_gradients |= backward
+        return found
+
+    def _forward(
+        self,
+        data: Sequence[Datum],
+        bins: Sequence[Sequence[int]],
+        loss_fn: str,
+        config: LossConfig,
+        *,
+        backward: bool,
+        recompute: bool,
+    ) -> LossResult:
+        loss = find_loss(loss_fn, config)
         outputs: list[Mapping[str, Tensor]] = [{} for _ in data]
         total = 0.0
         adapters = self._adapters if backward else {}
@@ -104,7 +138,6 @@ class TrainedModel:
                 total += float(summed.detach())
                 if backward:
                     summed.backward()  # type: ignore[no-untyped-call]
-        self.has_gradients |= backward
         return LossResult(tuple(outputs), {"loss:sum": total})
 
     def step(self, params: AdamParams) -> Mapping[str, float]:
