@@ -13,7 +13,7 @@ sequences that outgrow them are preempted: they wait as well, and go on later wi
 import asyncio
 import logging
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Self
@@ -29,11 +29,11 @@ from treadle.engine.native.kv_cache import PagedKVCache
 from treadle.engine.native.model_runner import ModelRunner, find_row_step
 from treadle.engine.native.parity import require_engine
 from treadle.engine.native.prefix_cache import CacheCounters, SwapSpace
-from treadle.engine.native.scheduler import Scheduler
+from treadle.engine.native.scheduler import HalfLoadedWeights, Scheduler
 from treadle.engine.native.sequence import SequenceOutput, SequenceResult, SequenceState, TokenUpdate
-from treadle.engine.protocol import Decode, WeightUpdate, batches_of
+from treadle.engine.protocol import Decode, WeightUpdate, batches_of, shapes_of
 from treadle.engine.requests import LoadDecode, StopStringFinder, load_stop_decode, trim_at_stop, validate_request
-from treadle.errors import MisuseError
+from treadle.errors import MisuseError, TreadleError
 from treadle.model.causal_lm import output_weight, prepare_module
 from treadle.model.checksum import checksum as checksum_of
 from treadle.model.load import load_causal_model
@@ -197,18 +197,23 @@ class NativeEngine:
 
     async def health(self) -> None:
         self._thread.check()
+        self._thread.check_weights()
 
     async def update_weights(self, update: WeightUpdate) -> str:
         """Copy the tensors in place, between two steps, and confirm what the module then holds.
 
         Requests that run go on with keys and values of the old weights; pause first, to have none. With
         `rollout.overlap_weight_updates` they also go on while the tensors arrive, which takes room for all of them.
+        Names and shapes are checked before anything is copied. Where tensors stop coming halfway, requests and
+        `health` fail until an update arrives whole.
         """
-        tensors = update.tensors
+        tensors, own = update.tensors, self._module.state_dict(keep_vars=True)
+        for name, shape in shapes_of(tensors):
+            self._check_weight(name, shape, own)
         if self._rollout.overlap_weight_updates and self._thread.sequences and self._can_stage(tensors):
             tensors = await asyncio.to_thread(self._stage, tensors)
         await self._thread.call(
-            lambda scheduler: scheduler.change_weights(update.version, partial(self._load, tensors))
+            lambda scheduler: scheduler.change_weights(update.version, partial(self._load, update.version, tensors))
         )
         self.version = update.version
         return await asyncio.to_thread(self._checksum, dict(self._module.named_parameters()))
@@ -235,23 +240,32 @@ class NativeEngine:
         with torch.no_grad():
             for batch in batches_of(tensors):
                 for name, tensor in batch:
-                    self._check_weight(name, tensor, own)
+                    self._check_weight(name, tensor.shape, own)
                     staged[name] = torch.empty_like(own[name], requires_grad=False).copy_(tensor)
         return staged
 
-    def _load(self, tensors: Mapping[str, Tensor]) -> None:
-        own = self._module.state_dict(keep_vars=True)
-        with torch.no_grad():
-            for batch in batches_of(tensors):
-                for name, tensor in batch:
-                    self._check_weight(name, tensor, own)
-                torch._foreach_copy_([own[name] for name, _ in batch], [tensor for _, tensor in batch])
+    def _load(self, version: int, tensors: Mapping[str, Tensor]) -> None:
+        own, copied = self._module.state_dict(keep_vars=True), 0
+        try:
+            with torch.no_grad():
+                for batch in batches_of(tensors):
+                    for name, tensor in batch:
+                        self._check_weight(name, tensor.shape, own)
+                    torch._foreach_copy_([own[name] for name, _ in batch], [tensor for _, tensor in batch])
+                    copied += len(batch)
+        except TreadleError as error:
+            if not copied:
+                raise
+            raise HalfLoadedWeights(
+                f"{self.name}: the weights of version {version} broke off after {copied} of {len(tensors)} tensors, so "
+                f"nothing is sampled until an update arrives whole: {error}"
+            ) from error
 
-    def _check_weight(self, name: str, tensor: Tensor, own: Mapping[str, Tensor]) -> None:
+    def _check_weight(self, name: str, shape: Sequence[int], own: Mapping[str, Tensor]) -> None:
         if name not in own:
             raise MisuseError(f"{self.name}: the model has no weight {name!r}")
-        if tensor.shape != own[name].shape:
-            shapes = f"{tuple(tensor.shape)} came, {tuple(own[name].shape)} is held"
+        if tuple(shape) != tuple(own[name].shape):
+            shapes = f"{tuple(shape)} came, {tuple(own[name].shape)} is held"
             raise MisuseError(f"{self.name}: weight {name!r} has another shape: {shapes}")
 
     async def close(self) -> None:
