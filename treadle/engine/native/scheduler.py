@@ -29,6 +29,10 @@ from treadle.types import Completion, StopReason
 log = logging.getLogger(__name__)
 
 
+_STEPS_OF_CHUNKS = 2
+"""Steps for which chunks are admitted: a long prompt fills one of them, and shorter ones take the other."""
+
+
 class HalfLoadedWeights(EngineFailure):
     """An update of the weights that broke off: some of the model's tensors are new, the others old."""
 
@@ -64,7 +68,7 @@ class Scheduler:
         self._waiting: deque[SequenceState] = deque()
         self._admitted: dict[SequenceState, None] = {}
         """Sequences with a row, in order of admission: in prefill, ready or running."""
-        self._prefills = PrefillQueue()
+        self._prefills = PrefillQueue(rollout.max_num_batched_tokens if rollout.enable_chunked_prefill else None)
         self._ready: list[SequenceState] = []
         self._running: dict[int, SequenceState] = {}
         self._page_schedule = PageSchedule()
@@ -193,13 +197,19 @@ class Scheduler:
         self._kv_manager.prefix_cache.forget_session(session)
 
     def _admit(self) -> None:
-        """Admit waiting sequences, until the prefill budget is used or an allocation fails."""
-        room = self._rollout.max_num_batched_tokens - self._prefills.num_tokens
-        while self._waiting and room > 0 and self._kv_manager.free_rows:
+        """Admit waiting sequences, until there are chunks for the next steps or an allocation fails.
+
+        One with nothing to compute, or whose prompt is being computed, is admitted in any case.
+        """
+        room = _STEPS_OF_CHUNKS * self._rollout.max_num_batched_tokens - self._prefills.num_tokens
+        while self._waiting and self._kv_manager.free_rows:
             sequence = self._waiting[0]
             if self._blocked == (sequence, self._kv_manager.changes):
                 break
-            start = self._kv_manager.allocate(sequence, self._prefills.sibling(sequence))
+            sibling = self._prefills.sibling(sequence)
+            if room <= 0 and sibling is None and self._kv_manager.count_cached(sequence) < len(sequence.prefix):
+                break
+            start = self._kv_manager.allocate(sequence, sibling)
             if start is None:
                 self._blocked = (sequence, self._kv_manager.changes)
                 break
@@ -209,13 +219,12 @@ class Scheduler:
             if start == len(sequence.prefix):
                 self._ready.append(sequence)
             elif self._prefills.add(sequence, start):
-                room -= len(sequence.prefix) - start
+                room -= self._prefills.count_next(len(sequence.prefix) - start)
         self._kv_manager.run_copies()
 
     def _prefill(self) -> None:
         """One forward over as many chunks as the token budget allows. Finished prompts go to the prefix cache."""
-        room = self._rollout.max_num_batched_tokens
-        chosen = self._prefills.next_chunks(room, room if self._rollout.enable_chunked_prefill else None)
+        chosen = self._prefills.next_chunks(self._rollout.max_num_batched_tokens)
         self._cache.upload()
         self._runner.prefill([chunk for _, chunk in chosen])
         for prefill, chunk in chosen:
