@@ -4,7 +4,7 @@ import asyncio
 import threading
 from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
-from types import MappingProxyType
+from types import MappingProxyType, SimpleNamespace
 
 import pytest
 import torch
@@ -133,10 +133,10 @@ class Slow:
     def __init__(self, tensors: dict[str, torch.Tensor]) -> None:
         self._tensors = tensors
         self.asked, self.arrived = threading.Event(), threading.Event()
-        self.reader = ""
+        self.reader, self.reads = "", 0
 
     def batches(self) -> Iterator[list[tuple[str, torch.Tensor]]]:
-        self.reader = threading.current_thread().name
+        self.reader, self.reads = threading.current_thread().name, self.reads + 1
         self.asked.set()
         assert self.arrived.wait(20), "nobody let the weights in"
         yield list(self._tensors.items())
@@ -160,6 +160,50 @@ def test_sampling_goes_on_while_new_weights_arrive_and_every_token_has_its_versi
             task.cancel()
 
     play(body)
+
+
+def test_weights_that_find_no_room_beside_the_old_ones_are_copied_into_place(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    other = dict(tiny(seed=5).named_parameters())
+
+    def full(*arguments: object, **options: object) -> torch.Tensor:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 MiB.")
+
+    async def body(engine: NativeEngine) -> None:
+        slow, seen = Slow(other), asyncio.Event()
+        slow.arrived.set()
+        long = asyncio.ensure_future(sample_on(engine, "long", seen))
+        await seen.wait()
+        with monkeypatch.context() as patch:
+            patch.setattr("treadle.engine.native.engine._room_for", full)
+            known = checksum(other)
+            assert await engine.update_weights(WeightUpdate(1, known, slow)) == known  # type: ignore[arg-type]
+        assert slow.reader == engine.name and slow.reads == 1
+        assert "no room for them beside the old ones (CUDA out of memory" in caplog.text
+        assert set((await engine.generate(ask(uid="late"))).versions) == {1}
+        long.cancel()
+
+    play(body)
+
+
+def test_memory_that_torch_keeps_unused_counts_as_free(monkeypatch: pytest.MonkeyPatch) -> None:
+    module = tiny()
+    size = sum(parameter.nbytes for parameter in module.parameters())
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (size // 2, 1 << 40))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 5 * size)
+    allocated = 4 * size
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: allocated)
+
+    async def body(engine: NativeEngine) -> None:
+        nonlocal allocated
+        shown = SimpleNamespace(device=torch.device("cuda"), parameters=module.parameters)
+        monkeypatch.setattr(engine, "_module", shown)
+        assert engine._can_stage(Slow({}))  # type: ignore[arg-type]
+        allocated = 5 * size
+        assert not engine._can_stage(Slow({}))  # type: ignore[arg-type]
+
+    play(body, module)
 
 
 async def sample_on(engine: NativeEngine, uid: str, seen: asyncio.Event) -> None:

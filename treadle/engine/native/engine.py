@@ -23,6 +23,7 @@ from torch import Tensor
 
 from treadle.config.rollout import ModelConfig, RolloutConfig
 from treadle.engine.in_flight import PauseGate
+from treadle.engine.native.cuda_memory import free_bytes
 from treadle.engine.native.engine_thread import EngineThread, OnResult, settle
 from treadle.engine.native.input_batch import MAX_STOPS
 from treadle.engine.native.kv_cache import PagedKVCache
@@ -225,23 +226,33 @@ class NativeEngine:
         if self._module.device.type != "cuda":
             return True
         needed = sum(parameter.numel() * parameter.itemsize for parameter in self._module.parameters())
-        free, _ = torch.cuda.mem_get_info(self._module.device)
+        free = free_bytes(self._module.device)
         if free < needed:
-            log.warning(
-                "%s samples nothing while new weights arrive: %s bytes of the GPU are free, and the weights have %s; "
-                "lower rollout.gpu_memory_utilization, or set rollout.overlap_weight_updates=false",
-                *(self.name, f"{free:,}", f"{needed:,}"),
-            )
+            self._warn_of_stop(f"{free:,} bytes of the GPU are free, and the weights have {needed:,}")
         return free >= needed
 
-    def _stage(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Copies of the tensors, where and as the module has them."""
+    def _warn_of_stop(self, reason: str) -> None:
+        log.warning(
+            "%s samples nothing while new weights arrive: %s; lower rollout.gpu_memory_utilization, or set "
+            "rollout.overlap_weight_updates=false",
+            *(self.name, reason),
+        )
+
+    def _stage(self, tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        """Copies of the tensors, where and as the module has them; the tensors as they are, unread, if they find no
+        room."""
         own, staged = self._module.state_dict(keep_vars=True), dict[str, Tensor]()
+        try:
+            rooms = {name: _room_for(parameter) for name, parameter in self._module.named_parameters()}
+        except torch.OutOfMemoryError as error:
+            self._warn_of_stop(f"there is no room for them beside the old ones ({str(error).splitlines()[0]})")
+            return tensors
         with torch.no_grad():
             for batch in batches_of(tensors):
                 for name, tensor in batch:
                     self._check_weight(name, tensor.shape, own)
-                    staged[name] = torch.empty_like(own[name], requires_grad=False).copy_(tensor)
+                    room = rooms.pop(name, None)
+                    staged[name] = (_room_for(own[name]) if room is None else room).copy_(tensor)
         return staged
 
     def _load(self, version: int, tensors: Mapping[str, Tensor]) -> None:
@@ -279,6 +290,10 @@ def _deliver(answer: "asyncio.Future[SequenceOutput]", on_tokens: OnTokens, outp
         settle(answer, output)
     elif not answer.done():
         on_tokens(output.start, output.ids)
+
+
+def _room_for(weight: Tensor) -> Tensor:
+    return torch.empty_like(weight, requires_grad=False)
 
 
 def choose_dtype(rollout: RolloutConfig, device: torch.device) -> torch.dtype:
