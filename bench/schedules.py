@@ -52,7 +52,15 @@ actor: {ppo_mini_batch_size: 128, ppo_max_token_len_per_gpu: 32768}
 trainer: {}
 """
 REASONING_SPEEDS = Assumptions(
-    response_tokens=2000, length_tail=10, prompt_tokens=500, turns=3, tool_s=5, tool_tail=10, tool_tokens=100, push_s=3
+    response_tokens=2000,
+    length_tail=10,
+    prompt_tokens=500,
+    turns=3,
+    tool_s=5,
+    tool_tail=10,
+    tool_tokens=100,
+    push_s=3,
+    push_overlap=0,
 )
 
 PUBLISHED = """
@@ -147,6 +155,7 @@ def bench_published() -> None:
             engine_tokens_per_s=3000,
             train_tokens_per_s=tokens / gpus / train_s,
             push_s=5,
+            push_overlap=0,
         )
 
     in_turn, apart = speeds(PUBLISHED_TRAIN_S["sync"], 128), speeds(PUBLISHED_TRAIN_S["fully_async"], 64)

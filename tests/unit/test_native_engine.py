@@ -4,7 +4,7 @@ import asyncio
 import threading
 from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
-from types import MappingProxyType
+from types import MappingProxyType, SimpleNamespace
 
 import pytest
 import torch
@@ -13,9 +13,11 @@ from tests.tiny import VOCABULARY, tiny
 from treadle.config import ModelConfig, RolloutConfig
 from treadle.engine.native.engine import NativeEngine
 from treadle.engine.protocol import WeightUpdate
+from treadle.engine.remote import EngineCall, EngineServer
 from treadle.errors import ConfigError, EngineFailure, MisuseError, RequestRefused
 from treadle.model.checksum import checksum
 from treadle.types import Request, SamplingParams, StopReason
+from treadle.weights.transfer import TensorSpec
 
 ROLLOUT = RolloutConfig(prompt_length=20, response_length=30, max_num_seqs=16)
 
@@ -24,9 +26,13 @@ def ask(ids: tuple[int, ...] = (5, 6, 7), *, uid: str = "a", tokens: int = 8, st
     return Request(uid, 0, ids, SamplingParams(tokens, stop_token_ids=stops))
 
 
-def play(body: Callable[[NativeEngine], Awaitable[None]], module: torch.nn.Module | None = None) -> None:
+def play(
+    body: Callable[[NativeEngine], Awaitable[None]],
+    module: torch.nn.Module | None = None,
+    rollout: RolloutConfig = ROLLOUT,
+) -> None:
     async def main() -> None:
-        engine = await NativeEngine.create(ROLLOUT, module or tiny())
+        engine = await NativeEngine.create(rollout, module or tiny())
         try:
             async with asyncio.timeout(20):
                 await body(engine)
@@ -127,10 +133,10 @@ class Slow:
     def __init__(self, tensors: dict[str, torch.Tensor]) -> None:
         self._tensors = tensors
         self.asked, self.arrived = threading.Event(), threading.Event()
-        self.reader = ""
+        self.reader, self.reads = "", 0
 
     def batches(self) -> Iterator[list[tuple[str, torch.Tensor]]]:
-        self.reader = threading.current_thread().name
+        self.reader, self.reads = threading.current_thread().name, self.reads + 1
         self.asked.set()
         assert self.arrived.wait(20), "nobody let the weights in"
         yield list(self._tensors.items())
@@ -154,6 +160,50 @@ def test_sampling_goes_on_while_new_weights_arrive_and_every_token_has_its_versi
             task.cancel()
 
     play(body)
+
+
+def test_weights_that_find_no_room_beside_the_old_ones_are_copied_into_place(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    other = dict(tiny(seed=5).named_parameters())
+
+    def full(*arguments: object, **options: object) -> torch.Tensor:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 MiB.")
+
+    async def body(engine: NativeEngine) -> None:
+        slow, seen = Slow(other), asyncio.Event()
+        slow.arrived.set()
+        long = asyncio.ensure_future(sample_on(engine, "long", seen))
+        await seen.wait()
+        with monkeypatch.context() as patch:
+            patch.setattr("treadle.engine.native.engine._room_for", full)
+            known = checksum(other)
+            assert await engine.update_weights(WeightUpdate(1, known, slow)) == known  # type: ignore[arg-type]
+        assert slow.reader == engine.name and slow.reads == 1
+        assert "no room for them beside the old ones (CUDA out of memory" in caplog.text
+        assert set((await engine.generate(ask(uid="late"))).versions) == {1}
+        long.cancel()
+
+    play(body)
+
+
+def test_memory_that_torch_keeps_unused_counts_as_free(monkeypatch: pytest.MonkeyPatch) -> None:
+    module = tiny()
+    size = sum(parameter.nbytes for parameter in module.parameters())
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (size // 2, 1 << 40))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 5 * size)
+    allocated = 4 * size
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: allocated)
+
+    async def body(engine: NativeEngine) -> None:
+        nonlocal allocated
+        shown = SimpleNamespace(device=torch.device("cuda"), parameters=module.parameters)
+        monkeypatch.setattr(engine, "_module", shown)
+        assert engine._can_stage(Slow({}))  # type: ignore[arg-type]
+        allocated = 5 * size
+        assert not engine._can_stage(Slow({}))  # type: ignore[arg-type]
+
+    play(body, module)
 
 
 async def sample_on(engine: NativeEngine, uid: str, seen: asyncio.Event) -> None:
@@ -196,6 +246,94 @@ def test_weights_that_do_not_fit_are_refused_and_change_nothing(tensors: dict[st
         with pytest.raises(MisuseError, match=next(iter(tensors))):
             await engine.update_weights(WeightUpdate(1, "", tensors))
         assert engine.version == 0
+        assert await engine.generate(ask()) == before
+
+    play(body)
+
+
+class BreakingOff:
+    """Weights that arrive in two batches, of which the second is lost with the sender; they wait for `go` first."""
+
+    def __init__(self, tensors: dict[str, torch.Tensor]) -> None:
+        self._tensors = list(tensors.items())
+        self.asked, self.go = threading.Event(), threading.Event()
+
+    def __len__(self) -> int:
+        return len(self._tensors)
+
+    def batches(self) -> Iterator[list[tuple[str, torch.Tensor]]]:
+        self.asked.set()
+        assert self.go.wait(20), "nobody let the weights in"
+        yield self._tensors[: len(self) // 2]
+        raise EngineFailure("the sender of the weights has gone")
+
+
+def test_weights_that_break_off_halfway_sample_nothing_until_a_whole_update_has_come() -> None:
+    other = dict(tiny(seed=9).named_parameters())
+    waits = RolloutConfig(**{**ROLLOUT.values(), "overlap_weight_updates": False})
+
+    async def body(engine: NativeEngine) -> None:
+        seen, broken = asyncio.Event(), BreakingOff(other)
+        running = asyncio.ensure_future(sample_on(engine, "running", seen))
+        await seen.wait()
+        push = asyncio.ensure_future(engine.update_weights(WeightUpdate(1, "", broken)))  # type: ignore[arg-type]
+        await asyncio.to_thread(broken.asked.wait, 20)
+        behind = asyncio.ensure_future(engine.generate(ask(uid="behind")))
+        await asyncio.sleep(0)
+        broken.go.set()
+        with pytest.raises(
+            EngineFailure, match=r"version 1 broke off after \d+ of \d+ tensors.*the sender .* has gone"
+        ):
+            await push
+        for request in (running, behind, engine.generate(ask(uid="new"))):
+            with pytest.raises(EngineFailure, match="broke off"):
+                await request
+        with pytest.raises(EngineFailure, match="broke off"):
+            await engine.health()
+        assert engine.version == 0
+        known = checksum(other)
+        assert await engine.update_weights(WeightUpdate(2, known, other)) == known
+        await engine.health()
+        mended = await engine.generate(ask())
+        fresh = await NativeEngine.create(ROLLOUT, tiny(seed=9), version=2)
+        assert await fresh.generate(ask()) == mended, "nothing of the half update is left"
+        await fresh.close()
+
+    play(body, rollout=waits)
+
+
+def test_an_engine_process_with_half_new_weights_can_serve_no_more() -> None:
+    async def body(engine: NativeEngine) -> None:
+        server, broken = EngineServer(engine), BreakingOff(dict(tiny(seed=9).named_parameters()))
+        broken.go.set()
+        with pytest.raises(EngineFailure, match="broke off"):
+            await server.handle(EngineCall("update_weights", (WeightUpdate(1, "", broken),)))  # type: ignore[arg-type]
+        with pytest.raises(EngineFailure, match=r"can serve no more.*broke off"):
+            await server.broken()
+
+    play(body)
+
+
+class Described:
+    """Weights that tell their shapes before they arrive, one of them wrong."""
+
+    def __init__(self, tensors: dict[str, torch.Tensor]) -> None:
+        self._tensors = tensors
+        self.specs = [TensorSpec(name, tuple(tensor.shape), tensor.dtype) for name, tensor in tensors.items()]
+        self.specs[-1] = self.specs[-1]._replace(shape=(3, 3))
+
+    def batches(self) -> Iterator[list[tuple[str, torch.Tensor]]]:
+        yield from ([pair] for pair in self._tensors.items())
+
+
+def test_shapes_are_checked_before_the_first_tensor_is_copied() -> None:
+    other = Described(dict(tiny(seed=9).named_parameters()))
+
+    async def body(engine: NativeEngine) -> None:
+        before = await engine.generate(ask())
+        with pytest.raises(MisuseError, match=rf"{other.specs[-1].name}.*\(3, 3\) came"):
+            await engine.update_weights(WeightUpdate(1, "", other))  # type: ignore[arg-type]
+        await engine.health()
         assert await engine.generate(ask()) == before
 
     play(body)

@@ -67,6 +67,34 @@ def test_a_cache_grows_in_place_up_to_its_budget_and_shrinks_when_it_is_released
     cache.close()
 
 
+class FullMemory:
+    """GPU memory that has no room, and counts how often it was asked."""
+
+    mapped = 0
+    asked = 0
+    has_room = False
+
+    def grow(self, num_bytes: int) -> bool:
+        self.asked += 1
+        return self.has_room
+
+    def release(self) -> None: ...
+
+
+def test_a_cache_whose_gpu_is_full_asks_for_more_ever_less_often() -> None:
+    shape, memory = KVCacheShape(layers=1, kv_heads=1, head_dim=8), FullMemory()
+    cache = PagedKVCache(shape, 4, 64, PAGE, 5, torch.float32, torch.device("cpu"), max_pages=4000)
+    cache._memory, cache._page_step = memory, 1  # type: ignore[assignment]
+    assert not any(cache.grow() for _ in range(1000))
+    assert memory.asked <= 6, "each costs the driver a look at everything that torch has cached"
+    cache.release()
+    assert not cache.grow() and memory.asked <= 7, "after a release it is worth a try at once"
+    memory.has_room = True
+    tries = next(count for count in range(100) if cache.grow())
+    assert tries <= 16, "memory that has come free is found"
+    assert cache.grow(), "and from then on every call asks"
+
+
 def kept_pages(count: int = 12, parked_bytes: int = 1 << 20) -> tuple[PagedKVCache, PagePool, PrefixCache]:
     rollout = RolloutConfig(prompt_length=40, response_length=40, max_num_seqs=4)
     module = prepare_module(tiny())

@@ -80,6 +80,77 @@ def test_a_long_prompt_is_prefilled_in_pieces_that_fit_the_budget() -> None:
     assert max(len(chunk.ids) for chunk in stand.prefilled) == 10
 
 
+def steps_until(stand: Stand, session: str) -> int:
+    for step in range(1, 200):
+        stand.scheduler.step()
+        if session in stand.answers:
+            return step
+    raise AssertionError(f"{session} does not end")
+
+
+NARROW = RolloutConfig(prompt_length=600, response_length=60, max_num_seqs=16, max_num_batched_tokens=32)
+LONG = tuple(at % 90 for at in range(500))
+"""A prompt of sixteen chunks."""
+
+
+def long_sequence(uid: str, ids: tuple[int, ...] = LONG, tokens: int = 2) -> SequenceState:
+    return SequenceState(Request(uid, 0, ids, SamplingParams(tokens)), lambda answer: None, 660)
+
+
+def test_a_long_prompt_does_not_hold_up_a_request_that_is_cached_as_a_whole() -> None:
+    stand = Watched(rollout=NARROW)
+    stand.scheduler.add(sequence("kept"))
+    while "kept/0" not in stand.answers:
+        stand.scheduler.step()
+    stand.scheduler.add(long_sequence("long-a"))
+    stand.scheduler.add(long_sequence("long-b", tuple(reversed(LONG))))
+    stand.scheduler.step()
+    stand.scheduler.add(sequence("again", 2))
+    assert steps_until(stand, "again/0") == 2, "two tokens, and no wait for chunks of others"
+    assert {"long-a/0", "long-b/0"}.isdisjoint(stand.answers)
+
+
+def test_a_short_prompt_takes_turns_with_a_long_one() -> None:
+    stand = Watched(rollout=NARROW)
+    stand.scheduler.add(long_sequence("long"))
+    stand.scheduler.step()
+    stand.scheduler.add(sequence("short", 2))
+    stand.scheduler.add(sequence("other", 2, ids=(9, 8, 7)))
+    assert steps_until(stand, "short/0") <= 4 and "other/0" in stand.answers
+    steps_until(stand, "long/0")
+    starts = [chunk.start for chunk in stand.prefilled if len(chunk.ids) > 3]
+    assert starts == list(range(0, len(LONG) - 1, 32)), "its own chunks are as ever"
+
+
+def test_samples_of_a_long_prompt_join_it_however_late_they_come() -> None:
+    stand = Watched(rollout=NARROW)
+    for sample in range(4):
+        request = Request("long", sample, LONG, SamplingParams(2))
+        stand.scheduler.add(SequenceState(request, lambda answer: None, 660))
+        stand.scheduler.step()
+    assert steps_until(stand, "long/0") < 20
+    assert len(stand.answers) == 4 and stand.tokens == len(LONG) - 1
+
+
+def test_chunks_of_long_prompts_side_by_side_give_the_bits_of_each_alone() -> None:
+    prompts = [tuple((7 * task + 3 * at) % 90 for at in range(90 + 40 * task)) for task in range(4)]
+
+    def sample(chosen: list[int]) -> dict[str, object]:
+        stand = Stand(rollout=NARROW)
+        for task in chosen:
+            stand.scheduler.add(long_sequence(f"p{task}", prompts[task], tokens=6))
+        while stand.scheduler.busy:
+            stand.scheduler.step()
+        return {
+            session: (answer.ids, answer.logprobs)
+            for session, answer in stand.answers.items()
+            if isinstance(answer, Completion)
+        }
+
+    together = sample([0, 1, 2, 3])
+    assert together == {**sample([0]), **sample([1]), **sample([2]), **sample([3])}
+
+
 def test_rows_move_together_when_most_have_ended() -> None:
     stand = Watched(rollout=RolloutConfig(prompt_length=40, response_length=60, max_num_seqs=40))
     crowd = [Talk(task, sample, (0,), sampling=SamplingParams(1)) for task in range(9) for sample in range(4)]

@@ -31,12 +31,13 @@ EVEN = Assumptions(
     engine_tokens_per_s=1e12,
     train_tokens_per_s=1600,
     push_s=0.5,
+    push_overlap=0,
 )
 """Every answer takes 1 s, a step trains 6,400 tokens in 4 s of one GPU, a push takes half a second."""
 
 SHARDED = "actor._target_=treadle.config.FSDPActorConfig"
 
-TAIL = Assumptions(response_tokens=100, engine_tokens_per_s=1000, train_tokens_per_s=1000, push_s=0.1)
+TAIL = Assumptions(response_tokens=100, engine_tokens_per_s=1000, train_tokens_per_s=1000, push_s=0.1, push_overlap=0)
 
 
 def config_of(*words: str) -> TrainConfig:
@@ -80,6 +81,27 @@ def test_fully_async_hides_generation_behind_training():
     assert found.wait_s == pytest.approx(0.0)
     assert found.training == pytest.approx(0.8)
     assert found.staleness_max == 2
+
+
+@pytest.mark.parametrize(
+    ("words", "overlap"), [([], 1), (["rollout.overlap_weight_updates=false"], 0), (["rollout.name=vllm"], 0)]
+)
+def test_engines_go_on_during_a_push_where_the_config_has_them_overlap(words, overlap):
+    given = replace(EVEN, push_overlap=None)
+    assert given.fill(config_of(*words).rollout).push_overlap == overlap
+    assert replace(EVEN, push_overlap=0.25).fill(config_of(*words).rollout).push_overlap == 0.25
+    found = simulate(config_of(*words), given, ScheduleSetup("fully_async", 2, 4, max_staleness=2), steps=4)
+    assert found.updating == pytest.approx(0.0 if overlap else 0.5 / 2.5)
+    assert found.push_s == pytest.approx(0.5), "the trainer waits for the push in any case"
+
+
+def test_sync_alone_needs_no_split():
+    config = config_of()
+    workload = workload_of(config, EVEN)
+    found = compare(config, EVEN, workload, ComparisonSpec(gpus=1, modes=("sync",), steps=1))
+    assert [str(item.setup) for item in found.forecasts] == ["sync on 1 shared"]
+    with pytest.raises(ConfigError, match=r"1 GPUs cannot be split\n.*--modes sync"):
+        compare(config, EVEN, workload, ComparisonSpec(gpus=1, steps=1))
 
 
 def test_staleness_zero_is_the_synchronous_schedule():
@@ -192,8 +214,10 @@ def test_what_nobody_gave_follows_from_the_config():
 
 def test_numbers_that_mean_nothing_are_refused_together():
     with pytest.raises(ConfigError) as caught:
-        check_assumptions(Assumptions(length_tail=0.5, push_s=-1, no_signal=1.0))
-    assert [mistake.key for mistake in caught.value.mistakes] == ["--length-tail", "--push-s", "--no-signal"]
+        check_assumptions(Assumptions(length_tail=0.5, push_s=-1, push_overlap=1.5, no_signal=1.0))
+    keys = [mistake.key for mistake in caught.value.mistakes]
+    assert keys == ["--length-tail", "--push-s", "--push-overlap", "--no-signal"]
+    assert "1.5 is more than 1" in str(caught.value)
 
 
 def test_expected_work_is_what_a_simulation_finds():

@@ -55,6 +55,13 @@ def test_it_prints_the_same_every_time(capsys, config):
     assert first == again != other
 
 
+@pytest.mark.parametrize("words", [[], ["--splits", "1"]])
+def test_one_gpu_is_enough_for_sync(capsys, config, words):
+    status, out, err = run(capsys, config, "--gpus", "1", "--modes", "sync", "--steps", "1", *words)
+    assert status == 0, err
+    assert "1 in turn" in out
+
+
 def test_json_has_every_number(capsys, config):
     _, out, _ = run(capsys, config, "--gpus", "4", "--steps", "2", "--modes", "sync,one_step_off", "--json")
     found = json.loads(out)
@@ -140,5 +147,12 @@ def test_the_page_names_every_assumption_and_its_default(capsys, config):
     for option, value in re.findall(r"^  (--[a-z-]+) +([\d.,]+)  ", out, re.MULTILINE):
         shown = dict(re.findall(r"^  (--[a-z-]+) +([\d.,]+)  ", PAGE, re.MULTILINE))
         assert option in shown
-        if option not in ("--response-tokens", "--prompt-tokens", "--turns", "--tool-s", "--tool-tokens"):
+        if option not in (
+            "--response-tokens",
+            "--prompt-tokens",
+            "--turns",
+            "--tool-s",
+            "--tool-tokens",
+            "--push-overlap",
+        ):
             assert shown[option] == value

@@ -17,9 +17,14 @@ def request(uid: str, tokens: int, context: int = 0) -> Request:
     return Request(uid, 0, (context,), SamplingParams(max_tokens=tokens))
 
 
-def play(scene: Callable[[TimedEngine], Awaitable[object]], speed: ReplicaSpeed = SPEED, push_s: float = 0.0):
+def play(
+    scene: Callable[[TimedEngine], Awaitable[object]],
+    speed: ReplicaSpeed = SPEED,
+    push_s: float = 0.0,
+    overlap: float = 0.0,
+):
     async def main() -> object:
-        return await scene(TimedEngine("e", speed, push_s))
+        return await scene(TimedEngine("e", speed, push_s, overlap))
 
     return run(main())
 
@@ -116,6 +121,20 @@ def test_an_update_stops_the_engine_and_splits_the_versions():
     ended, completion = play(scene, push_s=2.0)
     assert ended == pytest.approx(3.0)
     assert (completion.ids, completion.versions) == ((25, 75), (0, 3))
+
+
+def test_an_engine_goes_on_for_the_part_of_an_update_that_overlaps():
+    async def scene(engine):
+        sampling = asyncio.ensure_future(timed(engine.generate(request("a", 100))))
+        await asyncio.sleep(0.25)
+        await engine.update_weights(WeightUpdate(3, "sum", {}))
+        updated = asyncio.get_running_loop().time()
+        return updated, await sampling, engine.work()
+
+    updated, (ended, completion), work = play(scene, push_s=0.5, overlap=0.8)
+    assert (updated, ended) == (pytest.approx(0.75), pytest.approx(1.1))
+    assert (completion.ids, completion.versions) == ((65, 35), (0, 3))
+    assert (work.updating, work.decoding) == (pytest.approx(0.1), pytest.approx(1.0))
 
 
 def test_a_pause_keeps_what_was_sampled_and_holds_back_the_rest():

@@ -4,9 +4,15 @@ import time
 import pytest
 import torch
 
+from tests import virtual_time
+from tests.breakable import BreakableEngine, replica, router
+from tests.configs import training_config
+from tests.letters import decode, encode
 from tests.policies import make_policy, save_tiny_model
+from treadle.config.rollout import OnWeightUpdate, ScriptedConfig
 from treadle.engine.protocol import WeightUpdate
-from treadle.errors import DeadlineError, RunError
+from treadle.engine.router import Router
+from treadle.errors import DeadlineError, EnginesLost, RunError
 from treadle.model.checksum import checksum
 from treadle.policy.policy import SinglePolicy
 from treadle.weights import PolicySender, WeightSync
@@ -91,3 +97,71 @@ def test_a_push_that_is_cancelled_while_it_is_prepared_is_taken_back_all_the_sam
 
     asyncio.run(main())
     assert retired == [4]
+
+
+class Frozen(BreakableEngine):
+    """A replica that hangs as soon as weights are coming."""
+
+    async def pause(self) -> None:
+        await asyncio.Event().wait()
+
+    async def resume(self) -> None:
+        await asyncio.Event().wait()
+
+    async def update_weights(self, update: WeightUpdate) -> str:
+        await asyncio.Event().wait()
+        raise AssertionError("nothing wakes it")
+
+
+class Rollout:
+    """What a rollout does with its router when weights come."""
+
+    name = "rollout"
+
+    def __init__(self, router: Router) -> None:
+        self.router = router
+
+    async def update_weights(self, update: WeightUpdate, *, running: OnWeightUpdate) -> str:
+        if running == "recompute":
+            await self.router.pause()
+        try:
+            return await self.router.update_weights(update)
+        finally:
+            if running == "recompute":
+                await self.router.resume()
+
+
+class Sender:
+    async def publish(self, version: int) -> WeightUpdate:
+        return WeightUpdate(version, "sum", {})
+
+    async def retire(self, version: int) -> None: ...
+
+
+@pytest.mark.parametrize("running", ["continue", "recompute"])
+def test_a_replica_that_hangs_during_a_push_is_left_out_and_the_run_goes_on(running: str) -> None:
+    config = training_config(f"trainer.on_weight_update={running}", "rollout.limits.request_timeout_s=300")
+
+    async def main() -> None:
+        good, stuck = replica("good"), Frozen.create(ScriptedConfig(), name="stuck", encode=encode, decode=decode)
+        assert isinstance(stuck, Frozen)
+        rollout = Rollout(router(good, stuck, timeout_s=300.0))
+        report = await WeightSync.of(config, Sender()).push(rollout, 1)
+        assert report.version == 1
+        states = {state.name: state for state in rollout.router.snapshot()}
+        assert states["good"].healthy and not states["stuck"].healthy
+        assert "no answer in 300 s" in (states["stuck"].last_error or "")
+
+    virtual_time.run(main())
+
+
+def test_a_push_that_hangs_at_every_replica_ends_the_run_and_names_them() -> None:
+    config = training_config("rollout.limits.request_timeout_s=300")
+
+    async def main() -> None:
+        stuck = Frozen.create(ScriptedConfig(), name="stuck", encode=encode, decode=decode)
+        assert isinstance(stuck, Frozen)
+        with pytest.raises(EnginesLost, match=r"version 1 did not arrive: stuck: no answer in 300 s"):
+            await WeightSync.of(config, Sender()).push(Rollout(router(stuck, timeout_s=300.0)), 1)
+
+    virtual_time.run(main())

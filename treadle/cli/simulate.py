@@ -123,10 +123,11 @@ def _comparison_spec(config: "TrainConfig", arguments: Arguments) -> "Comparison
     modes = _words("--modes", arguments.modes, MODES) or MODES
     planned = setup_of(config).gpus if config.trainer.n_gpus_per_node else DEFAULT_GPUS
     gpus = arguments.gpus or planned
+    most_train = gpus if modes == ("sync",) else gpus - 1
     return ComparisonSpec(
         gpus=gpus,
         modes=tuple(mode for mode in MODES if mode in modes),
-        splits=_numbers("--splits", arguments.splits, 1, gpus - 1),
+        splits=_numbers("--splits", arguments.splits, 1, most_train),
         staleness=_numbers("--staleness", arguments.staleness, 0, 1000),
         steps=_within("--steps", arguments.steps, 1, 10_000),
         processes=_within("--processes", arguments.processes or num_cores(), 1, 1024),

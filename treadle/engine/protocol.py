@@ -57,6 +57,32 @@ def batches_of(tensors: Mapping[str, Any]) -> Iterator[Sequence[tuple[str, Any]]
             yield [pair]
 
 
+class TensorShape(Protocol):
+    """One tensor of an update that has yet to arrive."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def shape(self) -> Sequence[int]: ...
+
+
+@runtime_checkable
+class KnownShapes(Protocol):
+    """A map that knows its tensors before they arrive."""
+
+    @property
+    def specs(self) -> Sequence[TensorShape]: ...
+
+
+def shapes_of(tensors: Mapping[str, Any]) -> Iterator[tuple[str, Sequence[int]]]:
+    """Names and shapes of an update's tensors, where they are known before one is read; none elsewhere."""
+    if isinstance(tensors, dict):
+        yield from ((name, tensor.shape) for name, tensor in tensors.items())
+    elif isinstance(tensors, KnownShapes):
+        yield from ((spec.name, spec.shape) for spec in tensors.specs)
+
+
 ABORTED = Completion((), (), (), StopReason.ABORT)
 """The answer to a request that ended before it had a token."""
 

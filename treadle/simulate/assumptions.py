@@ -4,7 +4,9 @@ Owns the numbers that no config holds: how long answers are, and how fast engine
 nothing heavy, so that a command can offer every number as an option.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
+from math import inf
 from typing import TYPE_CHECKING, Any
 
 from treadle.errors import ConfigError, Mistake
@@ -30,8 +32,8 @@ RECORDED = (
 """Assumptions that a recorded run replaces."""
 
 
-def _number(default: float | None, description: str, *, least: float = 0.0) -> Any:
-    return field(default=default, metadata={"description": description, "least": least})
+def _number(default: float | None, description: str, *, least: float = 0.0, most: float = inf) -> Any:
+    return field(default=default, metadata={"description": description, "least": least, "most": most})
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +61,12 @@ class Assumptions:
     train_tokens_per_s: float = _number(
         5000.0, "tokens/s that a GPU trains, everything between two steps included", least=1e-9
     )
-    push_s: float = _number(5.0, "seconds until new weights have arrived; engines stand still meanwhile")
+    push_s: float = _number(5.0, "seconds until new weights have arrived")
+    push_overlap: float | None = _number(
+        None,
+        "fraction of a push in which engines go on sampling; by default 1 for native (overlap_weight_updates), else 0",
+        most=1,
+    )
     no_signal: float = _number(0.0, "fraction of groups whose samples all score the same, for algorithm.filter_groups")
 
     def fill(self, rollout: "RolloutConfig") -> "Assumptions":
@@ -77,6 +84,8 @@ class Assumptions:
             raise ConfigError([Mistake(option_name("tool_tokens"), problem, fix="fewer turns, or shorter answers")])
         given = {item.name: getattr(self, item.name) for item in fields(self)}
         given |= {"turns": turns, "tool_tokens": tool_tokens}
+        if self.push_overlap is None:
+            given["push_overlap"] = float(rollout.name == "native" and rollout.overlap_weight_updates)
         given["response_tokens"] = self.response_tokens or max(1.0, room / self.length_tail)
         given["prompt_tokens"] = self.prompt_tokens or max(1.0, rollout.prompt_length / 2)
         return Assumptions(**given)
@@ -91,14 +100,21 @@ def _default_turns(rollout: "RolloutConfig") -> float:
 def check_assumptions(given: Assumptions) -> None:
     """Refuse numbers that mean nothing, all of them in one report."""
     mistakes = [
-        Mistake(option_name(item.name), f"{value:g} is less than {item.metadata['least']:g}", value)
+        Mistake(option_name(item.name), f"{value:g} is {wrong}", value)
         for item in fields(given)
-        if (value := getattr(given, item.name)) is not None and value < item.metadata["least"]
+        if (value := getattr(given, item.name)) is not None and (wrong := _out_of_bounds(value, item.metadata))
     ]
     if given.no_signal >= 1:
         mistakes.append(Mistake(option_name("no_signal"), "no group would ever train", given.no_signal, fix="below 1"))
     if mistakes:
         raise ConfigError(mistakes)
+
+
+def _out_of_bounds(value: float, bounds: Mapping[str, float]) -> str:
+    least, most = bounds["least"], bounds["most"]
+    if value < least:
+        return f"less than {least:g}"
+    return f"more than {most:g}" if value > most else ""
 
 
 def option_name(name: str) -> str:

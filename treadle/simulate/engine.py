@@ -3,7 +3,8 @@
 Owns the performance model of a replica. With n sequences running, each gets a token every 1/s + (n-1)/S seconds, where
 s is the speed of a sequence alone and S what all of them together approach: a fixed cost per step, and one for each
 sequence in it. No more than `max_num_seqs` run; the rest wait in order. Prefill takes the replica's time from all
-sequences. A replica keeps its prefix cache until new weights come.
+sequences. New weights take time to arrive; for a part of it, maybe none, the replica goes on. It keeps its prefix cache
+until they are there.
 
 Ids count tokens instead of being them: a request's one id is the length of its context, and a completion has one id for
 each policy version that sampled a part of it, namely how many tokens that was.
@@ -104,11 +105,12 @@ class _RunningSequence:
 class TimedEngine:
     """Simulated engine (see the module). Made on the event loop it runs on, virtual or not."""
 
-    def __init__(self, name: str, speed: ReplicaSpeed, push_s: float) -> None:
+    def __init__(self, name: str, speed: ReplicaSpeed, push_s: float, overlap: float = 0.0) -> None:
+        """New weights take `push_s` to arrive; for the fraction `overlap` of it, the first, it goes on sampling."""
         self.name = name
         self.version = 0
         self._speed = speed
-        self._push_s = push_s
+        self._overlap_s, self._stop_s = push_s * overlap, push_s * (1 - overlap)
         self._gate = PauseGate()
         self._running: list[tuple[float, int, _RunningSequence]] = []
         """A heap, by the token count at which each ends."""
@@ -162,10 +164,12 @@ class TimedEngine:
         """It can always serve."""
 
     async def update_weights(self, update: WeightUpdate) -> str:
-        """Decode nothing for as long as a push takes; afterwards every context needs a prefill again."""
+        """Take as long as a push does, and decode nothing for a part of it; contexts need a prefill again then."""
+        if self._overlap_s:
+            await asyncio.sleep(self._overlap_s)
         self._pass_time()
         self._updating = True
-        await asyncio.sleep(self._push_s)
+        await asyncio.sleep(self._stop_s)
         self._pass_time()
         self._updating = False
         counts, versions = self._updates

@@ -125,7 +125,8 @@ class _SimulatedRun:
         async with AsyncExitStack() as stack:
             speed = replica_speed(self._assumptions, self._config.rollout)
             count, push_s = count_replicas(self._config.rollout, self._setup), self._assumptions.push_s
-            self._engines = [TimedEngine(f"replica-{at}", speed, push_s) for at in range(count)]
+            overlap = self._assumptions.push_overlap or 0.0
+            self._engines = [TimedEngine(f"replica-{at}", speed, push_s, overlap) for at in range(count)]
             metric = self._config.algorithm.filter_groups.metric
             rollout = start_rollout(self._config.rollout, self._engines, self._workload, metric, stack)
             await SCHEDULES[self._setup.mode](self._trainer(rollout))
@@ -223,6 +224,11 @@ class ComparisonSpec:
     steps: int = 8
     processes: int = 1
 
+    @property
+    def needs_split(self) -> bool:
+        """Whether a schedule is among them in which some GPUs train and others sample."""
+        return self.modes != ("sync",)
+
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
@@ -254,7 +260,9 @@ def compare(
     """Simulate every candidate. `report_progress` is called with a line before each of them."""
     filled = assumptions.fill(config.rollout)
     work = partial(simulate, config, filled, workload, steps=spec.steps)
-    splits = spec.splits or choose_splits(config, filled, workload.mean, spec.gpus)
+    splits = spec.splits
+    if spec.needs_split and not splits:
+        splits = choose_splits(config, filled, workload.mean, spec.gpus)
     bounds = spec.staleness or (config.trainer.max_staleness,)
     setups = list(candidates(spec, splits, bounds))
     found = _simulate_all(config, spec, work, setups, report_progress)
@@ -290,7 +298,7 @@ def choose_splits(config: TrainConfig, assumptions: Assumptions, mean: MeanSessi
     possible = [count for count in range(1, gpus) if (gpus - count) % tp == 0]
     possible = [count for count in possible if count % node == 0] or possible
     if not possible:
-        fix = f"at least 1 GPU trains and rollout.tensor_model_parallel_size = {tp} sample"
+        fix = f"at least 1 GPU trains and rollout.tensor_model_parallel_size = {tp} sample; or --modes sync, in turn"
         raise ConfigError([Mistake("--gpus", f"{gpus} GPUs cannot be split", gpus, fix=fix)])
     work = expected_work(mean, assumptions, config)
     shares = [work.training / (work.training + work.generation / speed) for speed in ENGINE_SPEEDS]

@@ -29,6 +29,9 @@ from treadle.model.checksum import checksum
 from treadle.policy.protocol import Policy
 from treadle.weights.transfer import CastTensors, WeightTransfer
 
+_GRACE_S = 10.0
+"""Beyond the deadlines of replicas: a rollout leaves out the ones that are late, and confirms for the others."""
+
 
 class WeightSender(Protocol):
     """The side that has the weights. Calls come one at a time."""
@@ -150,9 +153,16 @@ class WeightSync:
 
     @classmethod
     def of(cls, config: TrainConfig, sender: WeightSender) -> Self:
-        """As a config says. Where a push waits for open sessions, engines have as long as sessions may take."""
+        """As a config says. The rollout's own deadlines come first, since they tell which replica is late."""
         limits, on_weight_update = config.rollout.limits, config.trainer.on_weight_update
-        timeout_s = limits.request_timeout_s + (limits.session_timeout_s if on_weight_update == "wait" else 0.0)
+        request_s, session_s = limits.request_timeout_s, limits.session_timeout_s
+        around_s: dict[OnWeightUpdate, float] = {
+            "continue": 0.0,
+            "recompute": 2 * request_s,  # a pause before, and a resume after
+            "drop": session_s,
+            "wait": session_s,
+        }
+        timeout_s = around_s[on_weight_update] + request_s + _GRACE_S
         return cls(sender, timeout_s=timeout_s, on_weight_update=on_weight_update)
 
     async def push(self, rollout: RolloutReceiver, version: int) -> PushReport:

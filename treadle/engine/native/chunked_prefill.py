@@ -1,10 +1,11 @@
 """Chunked prefill: prompts on their way into the KV cache, a chunk at a time.
 
 Owns which tokens are computed next, and that sequences with the same prompt share one computation. Knows nothing of
-pages and of when there is time.
+pages and of when there is time. Prompts take turns, a chunk each, so that a long one does not hold up those behind it.
 Invariant: where a prompt is split depends on its request alone, and so do its bits.
 """
 
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -26,15 +27,15 @@ class SharedPrefill:
     def done(self) -> bool:
         return self.start == len(self.ids)
 
-    def next_chunk(self, limit: int | None) -> PrefillChunk:
-        end = len(self.ids) if limit is None else min(len(self.ids), self.start + limit)
-        return PrefillChunk(self.sequences[0].row, self.start, self.ids[self.start : end])
+    def next_chunk(self, limit: int) -> PrefillChunk:
+        return PrefillChunk(self.sequences[0].row, self.start, self.ids[self.start : self.start + limit])
 
 
 class PrefillQueue:
-    """Unfinished prefills, oldest first."""
+    """Unfinished prefills, the one that has waited longest for a chunk first. Chunks have `limit` tokens at most."""
 
-    def __init__(self) -> None:
+    def __init__(self, limit: int | None = None) -> None:
+        self._limit = sys.maxsize if limit is None else limit
         self._all: list[SharedPrefill] = []
         self._fresh: dict[tuple[int, ...], SharedPrefill] = {}
         """Those that compute a whole prompt, which siblings may still join."""
@@ -47,8 +48,12 @@ class PrefillQueue:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens still to be computed."""
-        return sum(len(prefill.ids) - prefill.start for prefill in self._all)
+        """Tokens of the next chunk of each."""
+        return sum(self.count_next(len(prefill.ids) - prefill.start) for prefill in self._all)
+
+    def count_next(self, tokens: int) -> int:
+        """How many of so many tokens are in their next chunk."""
+        return min(tokens, self._limit)
 
     def sibling(self, sequence: SequenceState) -> SequenceState | None:
         """The sequence in whose pages this one's prefix is being computed."""
@@ -68,15 +73,19 @@ class PrefillQueue:
             self._fresh[prefill.ids] = prefill
         return True
 
-    def next_chunks(self, room: int, limit: int | None) -> list[tuple[SharedPrefill, PrefillChunk]]:
-        """The next chunks, as many as fit into `room` tokens, and at least one."""
+    def next_chunks(self, room: int) -> list[tuple[SharedPrefill, PrefillChunk]]:
+        """The next chunks, as many as fit into `room` tokens, and at least that of the first; it is the others' turn
+        then."""
         chosen: list[tuple[SharedPrefill, PrefillChunk]] = []
+        left: list[SharedPrefill] = []
         for prefill in self._all:
-            chunk = prefill.next_chunk(limit)
-            if chosen and len(chunk.ids) > room:
-                break
+            if chosen and self.count_next(len(prefill.ids) - prefill.start) > room:
+                left.append(prefill)
+                continue
+            chunk = prefill.next_chunk(self._limit)
             chosen.append((prefill, chunk))
             room -= len(chunk.ids)
+        self._all = left + [prefill for prefill, _ in chosen]
         return chosen
 
     def drop(self, prefill: SharedPrefill) -> None:

@@ -150,6 +150,12 @@ def _properties(device: torch.device) -> _Properties:
     return _Properties(_PINNED, 0, _location(device))
 
 
+def free_bytes(device: torch.device) -> int:
+    """Bytes of a GPU that tensors of this process can take: those that are free, and those that torch keeps unused."""
+    free, _ = torch.cuda.mem_get_info(device)
+    return int(free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device))
+
+
 class _Array:
     """Memory, as torch takes it over."""
 

@@ -13,7 +13,7 @@ sequences that outgrow them are preempted: they wait as well, and go on later wi
 import asyncio
 import logging
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Self
@@ -23,17 +23,18 @@ from torch import Tensor
 
 from treadle.config.rollout import ModelConfig, RolloutConfig
 from treadle.engine.in_flight import PauseGate
+from treadle.engine.native.cuda_memory import free_bytes
 from treadle.engine.native.engine_thread import EngineThread, OnResult, settle
 from treadle.engine.native.input_batch import MAX_STOPS
 from treadle.engine.native.kv_cache import PagedKVCache
 from treadle.engine.native.model_runner import ModelRunner, find_row_step
 from treadle.engine.native.parity import require_engine
 from treadle.engine.native.prefix_cache import CacheCounters, SwapSpace
-from treadle.engine.native.scheduler import Scheduler
+from treadle.engine.native.scheduler import HalfLoadedWeights, Scheduler
 from treadle.engine.native.sequence import SequenceOutput, SequenceResult, SequenceState, TokenUpdate
-from treadle.engine.protocol import Decode, WeightUpdate, batches_of
+from treadle.engine.protocol import Decode, WeightUpdate, batches_of, shapes_of
 from treadle.engine.requests import LoadDecode, StopStringFinder, load_stop_decode, trim_at_stop, validate_request
-from treadle.errors import MisuseError
+from treadle.errors import MisuseError, TreadleError
 from treadle.model.causal_lm import output_weight, prepare_module
 from treadle.model.checksum import checksum as checksum_of
 from treadle.model.load import load_causal_model
@@ -197,18 +198,23 @@ class NativeEngine:
 
     async def health(self) -> None:
         self._thread.check()
+        self._thread.check_weights()
 
     async def update_weights(self, update: WeightUpdate) -> str:
         """Copy the tensors in place, between two steps, and confirm what the module then holds.
 
         Requests that run go on with keys and values of the old weights; pause first, to have none. With
         `rollout.overlap_weight_updates` they also go on while the tensors arrive, which takes room for all of them.
+        Names and shapes are checked before anything is copied. Where tensors stop coming halfway, requests and
+        `health` fail until an update arrives whole.
         """
-        tensors = update.tensors
+        tensors, own = update.tensors, self._module.state_dict(keep_vars=True)
+        for name, shape in shapes_of(tensors):
+            self._check_weight(name, shape, own)
         if self._rollout.overlap_weight_updates and self._thread.sequences and self._can_stage(tensors):
             tensors = await asyncio.to_thread(self._stage, tensors)
         await self._thread.call(
-            lambda scheduler: scheduler.change_weights(update.version, partial(self._load, tensors))
+            lambda scheduler: scheduler.change_weights(update.version, partial(self._load, update.version, tensors))
         )
         self.version = update.version
         return await asyncio.to_thread(self._checksum, dict(self._module.named_parameters()))
@@ -220,38 +226,57 @@ class NativeEngine:
         if self._module.device.type != "cuda":
             return True
         needed = sum(parameter.numel() * parameter.itemsize for parameter in self._module.parameters())
-        free, _ = torch.cuda.mem_get_info(self._module.device)
+        free = free_bytes(self._module.device)
         if free < needed:
-            log.warning(
-                "%s samples nothing while new weights arrive: %s bytes of the GPU are free, and the weights have %s; "
-                "lower rollout.gpu_memory_utilization, or set rollout.overlap_weight_updates=false",
-                *(self.name, f"{free:,}", f"{needed:,}"),
-            )
+            self._warn_of_stop(f"{free:,} bytes of the GPU are free, and the weights have {needed:,}")
         return free >= needed
 
-    def _stage(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Copies of the tensors, where and as the module has them."""
+    def _warn_of_stop(self, reason: str) -> None:
+        log.warning(
+            "%s samples nothing while new weights arrive: %s; lower rollout.gpu_memory_utilization, or set "
+            "rollout.overlap_weight_updates=false",
+            *(self.name, reason),
+        )
+
+    def _stage(self, tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        """Copies of the tensors, where and as the module has them; the tensors as they are, unread, if they find no
+        room."""
         own, staged = self._module.state_dict(keep_vars=True), dict[str, Tensor]()
+        try:
+            rooms = {name: _room_for(parameter) for name, parameter in self._module.named_parameters()}
+        except torch.OutOfMemoryError as error:
+            self._warn_of_stop(f"there is no room for them beside the old ones ({str(error).splitlines()[0]})")
+            return tensors
         with torch.no_grad():
             for batch in batches_of(tensors):
                 for name, tensor in batch:
-                    self._check_weight(name, tensor, own)
-                    staged[name] = torch.empty_like(own[name], requires_grad=False).copy_(tensor)
+                    self._check_weight(name, tensor.shape, own)
+                    room = rooms.pop(name, None)
+                    staged[name] = (_room_for(own[name]) if room is None else room).copy_(tensor)
         return staged
 
-    def _load(self, tensors: Mapping[str, Tensor]) -> None:
-        own = self._module.state_dict(keep_vars=True)
-        with torch.no_grad():
-            for batch in batches_of(tensors):
-                for name, tensor in batch:
-                    self._check_weight(name, tensor, own)
-                torch._foreach_copy_([own[name] for name, _ in batch], [tensor for _, tensor in batch])
+    def _load(self, version: int, tensors: Mapping[str, Tensor]) -> None:
+        own, copied = self._module.state_dict(keep_vars=True), 0
+        try:
+            with torch.no_grad():
+                for batch in batches_of(tensors):
+                    for name, tensor in batch:
+                        self._check_weight(name, tensor.shape, own)
+                    torch._foreach_copy_([own[name] for name, _ in batch], [tensor for _, tensor in batch])
+                    copied += len(batch)
+        except TreadleError as error:
+            if not copied:
+                raise
+            raise HalfLoadedWeights(
+                f"{self.name}: the weights of version {version} broke off after {copied} of {len(tensors)} tensors, so "
+                f"nothing is sampled until an update arrives whole: {error}"
+            ) from error
 
-    def _check_weight(self, name: str, tensor: Tensor, own: Mapping[str, Tensor]) -> None:
+    def _check_weight(self, name: str, shape: Sequence[int], own: Mapping[str, Tensor]) -> None:
         if name not in own:
             raise MisuseError(f"{self.name}: the model has no weight {name!r}")
-        if tensor.shape != own[name].shape:
-            shapes = f"{tuple(tensor.shape)} came, {tuple(own[name].shape)} is held"
+        if tuple(shape) != tuple(own[name].shape):
+            shapes = f"{tuple(shape)} came, {tuple(own[name].shape)} is held"
             raise MisuseError(f"{self.name}: weight {name!r} has another shape: {shapes}")
 
     async def close(self) -> None:
@@ -265,6 +290,10 @@ def _deliver(answer: "asyncio.Future[SequenceOutput]", on_tokens: OnTokens, outp
         settle(answer, output)
     elif not answer.done():
         on_tokens(output.start, output.ids)
+
+
+def _room_for(weight: Tensor) -> Tensor:
+    return torch.empty_like(weight, requires_grad=False)
 
 
 def choose_dtype(rollout: RolloutConfig, device: torch.device) -> torch.dtype:

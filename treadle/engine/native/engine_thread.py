@@ -35,6 +35,7 @@ class EngineThread:
         self._calls: set[asyncio.Future[Any]] = set()
         self._results: list[tuple[SequenceState, SequenceOutput]] = []
         self._thread: threading.Thread | None = None
+        self._scheduler: Scheduler | None = None
 
     async def start(self, build: Callable[[OnResult], Scheduler]) -> None:
         """Start the thread, and in it the scheduler that `build` makes; raise what went wrong in there."""
@@ -51,6 +52,11 @@ class EngineThread:
         """Raise what ended the thread, if something did."""
         if self._error is not None:
             raise EngineFailure(self._error)
+
+    def check_weights(self) -> None:
+        """Raise why the weights are not whole, if an update of them broke off. For any thread, at any time."""
+        if self._scheduler is not None and (reason := self._scheduler.half_loaded):
+            raise EngineFailure(reason)
 
     async def call(self, function: Callable[[Scheduler], Built]) -> Built:
         """Run `function` in the thread, between two steps, and wait for what it returns."""
@@ -92,6 +98,7 @@ class EngineThread:
         except BaseException as error:  # noqa: BLE001 - it is raised where `start` waits
             self._loop.call_soon_threadsafe(_fail, ready, error)
             return
+        self._scheduler = scheduler
         self._loop.call_soon_threadsafe(settle, ready, None)
         try:
             self._serve(scheduler)

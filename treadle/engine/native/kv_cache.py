@@ -36,6 +36,10 @@ PAGE_SIZE = 64
 _GROWTH_STEPS = 8
 """In how many steps the page pool of a GPU grows to the whole budget."""
 
+_FIRST_BACKOFF, _MAX_BACKOFF = 16, 4096
+"""Calls of `grow` that do not try after a GPU had no room, doubled each time: every eviction calls it, and the driver
+takes long to refuse, since torch frees what it has cached first."""
+
 _PAGES_PER_SAVE = 16
 """Pages that are saved together: they take room on the GPU for a moment."""
 
@@ -148,6 +152,8 @@ class PagedKVCache:
         else:
             memory = _lazy_zeros(planes * total * self._page_bytes)
         self.kv = memory.view(dtype).view(shape.layers, 2, total, shape.kv_heads, page, shape.head_dim)
+        self._backoff = self._skips = 0
+        """Calls of `grow` that are skipped after a refusal, and those of them that are left."""
         self.null_page = pages
         self.num_pages = pages
         """Pages that sequences can have now. Those that `grow` adds are numbered on behind the null page."""
@@ -195,19 +201,31 @@ class PagedKVCache:
         return cls(shape, rows, length, page, pages, module.dtype, device, max_pages=max_pages)
 
     def grow(self) -> range:
-        """Map more pages, an eighth of the budget at a time, and return their numbers; none where no memory is left."""
+        """Map more pages, an eighth of the budget at a time, and return their numbers; none where no memory is left.
+
+        Where a GPU had no room, the next calls return none without trying.
+        """
         first = self.num_pages + 1
         wanted = min(self.num_pages + max(1, self._max_pages // _GROWTH_STEPS), self._max_pages)
-        if self._memory is not None and wanted >= first:
-            missing = round_up(wanted + 1, self._page_step) * self._page_bytes - self._memory.mapped
-            if missing > 0 and not self._memory.grow(missing):
-                return range(0)
+        if self._memory is not None and wanted >= first and not self._map_up_to(wanted, self._memory):
+            return range(0)
         self.num_pages = wanted
         return range(first, wanted + 1)
 
+    def _map_up_to(self, pages: int, memory: CudaVirtualMemory) -> bool:
+        missing = round_up(pages + 1, self._page_step) * self._page_bytes - memory.mapped
+        if missing <= 0:
+            return True
+        if self._skips:
+            self._skips -= 1
+            return False
+        found = memory.grow(missing)
+        self._backoff = self._skips = 0 if found else min(2 * self._backoff or _FIRST_BACKOFF, _MAX_BACKOFF)
+        return found
+
     def release(self) -> None:
         """Release a GPU's memory until `acquire`, which maps the first pages alone; the contents are lost."""
-        self.num_pages = self.null_page
+        self.num_pages, self._backoff, self._skips = self.null_page, 0, 0
         if self._memory is not None:
             self._memory.release()
 

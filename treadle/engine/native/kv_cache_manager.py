@@ -117,6 +117,11 @@ class KVCacheManager:
             kept = len(sequence.prefix) // page
         return _Allocation(found, kept, total - kept)
 
+    def count_cached(self, sequence: SequenceState) -> int:
+        """How many tokens of its prefix need not be computed."""
+        found = self._find_prefix(sequence)
+        return 0 if found is None else found.tokens
+
     def _find_prefix(self, sequence: SequenceState) -> PrefixHit | None:
         if sequence.swapped is not None:
             return PrefixHit(len(sequence.swapped.ids), swapped=sequence.swapped)

@@ -5,7 +5,8 @@ which calls `step` as long as there is work; knows nothing of threads and event 
 between two decode steps, as rows and pages come free. A row that needs a page where there is none takes it from the
 prefix cache, and then from the sequence that was admitted last, which is preempted: it goes back to the front of the
 queue with what it has and goes on from there, with the same tokens.
-Invariant: a sequence waits, is in prefill or runs, never two of these; a request's tokens depend on its session only.
+Invariants: a sequence waits, is in prefill or runs, never two of these; a request's tokens depend on its session only;
+weights of which a part is new sample nothing: sequences fail until a whole update has come.
 """
 
 import logging
@@ -28,6 +29,14 @@ from treadle.types import Completion, StopReason
 log = logging.getLogger(__name__)
 
 
+_STEPS_OF_CHUNKS = 2
+"""Steps for which chunks are admitted: a long prompt fills one of them, and shorter ones take the other."""
+
+
+class HalfLoadedWeights(EngineFailure):
+    """An update of the weights that broke off: some of the model's tensors are new, the others old."""
+
+
 class Scheduler:
     """Scheduler of one engine. `on_result` is called once for every sequence, with its completion or the error.
 
@@ -47,6 +56,8 @@ class Scheduler:
         self.version = version
         self.preemptions = 0
         """Number of preemptions so far."""
+        self.half_loaded = ""
+        """Why the weights are of no version, after an update that broke off; empty while they are whole."""
         self._rollout = rollout
         self._runner = runner
         self._cache = runner.cache
@@ -57,7 +68,7 @@ class Scheduler:
         self._waiting: deque[SequenceState] = deque()
         self._admitted: dict[SequenceState, None] = {}
         """Sequences with a row, in order of admission: in prefill, ready or running."""
-        self._prefills = PrefillQueue()
+        self._prefills = PrefillQueue(rollout.max_num_batched_tokens if rollout.enable_chunked_prefill else None)
         self._ready: list[SequenceState] = []
         self._running: dict[int, SequenceState] = {}
         self._page_schedule = PageSchedule()
@@ -81,7 +92,10 @@ class Scheduler:
         return replace(self._kv_manager.prefix_cache.counters)
 
     def add(self, sequence: SequenceState) -> None:
-        self._waiting.append(sequence)
+        if self.half_loaded:
+            self._on_result(sequence, EngineFailure(self.half_loaded))
+        else:
+            self._waiting.append(sequence)
 
     def step(self) -> None:
         """Admit, prefill up to the token budget, start rows, and decode one token for every running row."""
@@ -128,7 +142,8 @@ class Scheduler:
     def change_weights(self, version: int, load: Callable[[], None]) -> None:
         """Let `load` change the weights between two steps; what was computed with the old ones is forgotten.
 
-        Rows that have begun to sample go on with what they have, also those that wait to go on.
+        Rows that have begun to sample go on with what they have, also those that wait to go on. All of them fail where
+        `load` breaks off in the middle (HalfLoadedWeights), and so does what comes after, until a `load` succeeds.
         """
         counts = self._runner.batch.count.tolist() if self._running else []
         for row, sequence in self._running.items():
@@ -142,9 +157,16 @@ class Scheduler:
             else:
                 self._kv_manager.drop_swapped(sequence, for_session=False)
         self._kv_manager.prefix_cache.clear()
-        load()
+        try:
+            load()
+        except HalfLoadedWeights as failure:
+            self._finish_late_rows()  # they ended before
+            self.half_loaded = str(failure)
+            self.abort(lambda sequence: True)
+            self._kv_manager.prefix_cache.clear()
+            raise
         self._runner.refresh()
-        self.version = version
+        self.version, self.half_loaded = version, ""
 
     def _requeue_prefills(self) -> None:
         """Requeue sequences in prefill: their pages may be shared with rows that keep old keys and values."""
@@ -175,13 +197,19 @@ class Scheduler:
         self._kv_manager.prefix_cache.forget_session(session)
 
     def _admit(self) -> None:
-        """Admit waiting sequences, until the prefill budget is used or an allocation fails."""
-        room = self._rollout.max_num_batched_tokens - self._prefills.num_tokens
-        while self._waiting and room > 0 and self._kv_manager.free_rows:
+        """Admit waiting sequences, until there are chunks for the next steps or an allocation fails.
+
+        One with nothing to compute, or whose prompt is being computed, is admitted in any case.
+        """
+        room = _STEPS_OF_CHUNKS * self._rollout.max_num_batched_tokens - self._prefills.num_tokens
+        while self._waiting and self._kv_manager.free_rows:
             sequence = self._waiting[0]
             if self._blocked == (sequence, self._kv_manager.changes):
                 break
-            start = self._kv_manager.allocate(sequence, self._prefills.sibling(sequence))
+            sibling = self._prefills.sibling(sequence)
+            if room <= 0 and sibling is None and self._kv_manager.count_cached(sequence) < len(sequence.prefix):
+                break
+            start = self._kv_manager.allocate(sequence, sibling)
             if start is None:
                 self._blocked = (sequence, self._kv_manager.changes)
                 break
@@ -191,13 +219,12 @@ class Scheduler:
             if start == len(sequence.prefix):
                 self._ready.append(sequence)
             elif self._prefills.add(sequence, start):
-                room -= len(sequence.prefix) - start
+                room -= self._prefills.count_next(len(sequence.prefix) - start)
         self._kv_manager.run_copies()
 
     def _prefill(self) -> None:
         """One forward over as many chunks as the token budget allows. Finished prompts go to the prefix cache."""
-        room = self._rollout.max_num_batched_tokens
-        chosen = self._prefills.next_chunks(room, room if self._rollout.enable_chunked_prefill else None)
+        chosen = self._prefills.next_chunks(self._rollout.max_num_batched_tokens)
         self._cache.upload()
         self._runner.prefill([chunk for _, chunk in chosen])
         for prefill, chunk in chosen:
@@ -322,6 +349,9 @@ class Scheduler:
 
     def _complete(self, sequence: SequenceState, output: RowOutput) -> None:
         ids = output.ids
+        if self.half_loaded:
+            self._on_result(sequence, EngineFailure(self.half_loaded))
+            return
         if output.has_nan:
             where = f"session {sequence.request.session}, token {sequence.request.position + len(ids) - 1}"
             self._on_result(sequence, EngineFailure(f"{self._name}: {where}: the model's logits are not numbers"))
