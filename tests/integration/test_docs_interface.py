@@ -13,6 +13,9 @@ import treadle
 from tests.smollm2 import smollm2_directory
 from treadle import errors
 from treadle.api import calls, research, results
+from treadle.inspect import run_records
+from treadle.rollout import agent_loop, environment
+from treadle.rollout.tools import function
 
 ROOT = Path(__file__).parents[2]
 
@@ -41,7 +44,7 @@ def test_the_page_runs_from_top_to_bottom(capsys, monkeypatch):
 
 
 def run_readme(*smaller: tuple[str, str]) -> treadle.Run:
-    """The ten lines of the README, with what is too large for a test replaced."""
+    """The lines of the README, with what is too large for a test replaced."""
     (code,) = [block for block in blocks("README.md") if "treadle.train" in block]
     assert len([line for line in code.splitlines() if line.strip()]) <= 15
     for word, other in (*smaller, ("run.show()", "")):
@@ -74,7 +77,10 @@ def test_the_first_lines_of_the_readme_run_with_the_model_they_name(tmp_path_fac
     assert all(sum(sample.rows[0].mask) > 0 for sample in samples)
 
 
-@pytest.mark.parametrize("module", [calls, results, research, errors], ids=lambda module: module.__name__)
+EXAMPLES = (calls, results, research, errors, agent_loop, environment, function, run_records)
+
+
+@pytest.mark.parametrize("module", EXAMPLES, ids=lambda module: module.__name__)
 def test_examples_of_docstrings_run(module):
     done = doctest.testmod(module, extraglobs={"torch": torch})
     assert done.attempted > 0

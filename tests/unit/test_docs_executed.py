@@ -21,6 +21,7 @@ EXECUTED = {
     "environments.md": "unit/test_docs_environments.py",
     "evaluate.md": "integration/test_docs_pages.py",
     "index.md": "integration/test_docs_pages.py",
+    "lora.md": "integration/test_docs_pages.py",
     "migrating.md": "integration/test_docs_guides.py",
     "prime-rl.md": "integration/test_docs_guides.py",
     "projects.md": "integration/test_init_projects.py",
@@ -28,8 +29,9 @@ EXECUTED = {
     "results.md": "integration/test_results_commands.py",
     "rollout.md": "integration/test_docs_pages.py",
     "sandbox.md": "integration/test_docs_pages.py",
+    "sft.md": "integration/test_docs_pages.py",
     "simulating.md": "unit/test_simulate_command.py",
-    "training.md": "unit/test_docs_training.py",
+    "training.md": "integration/test_docs_pages.py",
     "trl.md": "integration/test_docs_guides.py",
     "write.md": "integration/test_docs_pages.py",
     "your-model.md": "integration/test_docs_guides.py",
@@ -39,11 +41,9 @@ EXECUTED = {
 PARSED_ONLY = {
     "distillation.md": "its models are not on the machine of the tests; test_distillation.py runs the same keys",
     "gateway.md": "fragments of servers and clients; test_gateway_agents.py and test_serve_command.py run such",
-    "lora.md": "commands of minutes; test_lora_runs.py runs shorter ones",
     "models.md": "a fragment of a config",
     "performance.md": "benchmarks, many of them for a GPU",
     "scaling.md": "commands for vLLM and Ray, which make test-cluster runs",
-    "sft.md": "commands of minutes; test_sft_command.py runs shorter ones",
     "tinker.md": "needs the tinker package, which make test-tinker installs and runs",
     "view.md": "opens a browser; test_view_browser.py has one",
 }
@@ -76,6 +76,11 @@ def test_every_command_on_a_page_is_one_that_the_parser_takes(capsys):
                 if ended.code:
                     refused.append(f"{name}: {command}: {capsys.readouterr().err.splitlines()[-1]}")
     assert refused == [] and count > 40
+
+
+def test_the_readme_installs_what_make_dist_builds_whatever_its_version():
+    readme = PAGES["README.md"].read_text(encoding="utf-8")
+    assert "pip install dist/treadle-*.whl" in readme and not re.search(r"treadle-\d", readme)
 
 
 @pytest.mark.parametrize("words", [["shwo", "run"], ["show", "run", "--worts"]])

@@ -16,7 +16,7 @@ import sys
 import threading
 import traceback
 from concurrent.futures import Future
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from contextvars import copy_context
 from types import TracebackType
 from typing import TYPE_CHECKING, Generic, TypeVar
@@ -26,7 +26,7 @@ from treadle.api.results import Evaluation, Run
 from treadle.config import SFTRunConfig, TrainConfig
 from treadle.errors import ConfigError
 from treadle.exit_status import STATUS_INTERRUPTED
-from treadle.journal import set_aside
+from treadle.journal import fresh_start
 from treadle.terminal import note, warn
 
 if TYPE_CHECKING:
@@ -100,19 +100,25 @@ class RunningCall(Generic[T]):
         return future
 
     def _work_in_directory(self) -> T:
-        """Do the work; a config that is refused leaves no directory behind that was not there before."""
+        """Do the work; a config that is refused leaves every directory as it was."""
         prepared = self.prepared
-        if self._fresh:
-            set_aside(prepared.run_dir)
+        try:
+            with fresh_start(prepared.config, prepared.run_dir) if self._fresh else nullcontext():
+                return self._write_and_work()
+        except ConfigError as error:
+            raise prepared.explain(error) from None
+
+    def _write_and_work(self) -> T:
+        prepared = self.prepared
         is_new, goes_on = not prepared.run_dir.exists(), prepared.has_run
         prepared.write()
         try:
             result = self._work()
-        except ConfigError as error:
+        except ConfigError:
             if is_new and not prepared.has_run:
                 shutil.rmtree(prepared.run_dir, ignore_errors=True)
-            raise prepared.explain(error) from None
-        if goes_on:
+            raise
+        if goes_on or self._fresh:  # a fresh start may have been given the YAML of the earlier run
             prepared.write_yaml()
         return result
 

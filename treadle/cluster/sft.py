@@ -6,7 +6,7 @@ Owns the order of starting and closing, and what Ctrl-C means; the steps are `tr
 import asyncio
 import logging
 from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager, nullcontext
 from dataclasses import dataclass
 from math import ceil
 from pathlib import Path
@@ -19,7 +19,7 @@ from treadle.config import SFTRunConfig, to_yaml
 from treadle.config.show import flatten, hide_in_words, hide_secret
 from treadle.data.renderer import Renderer
 from treadle.engine.gpus import plan_here
-from treadle.journal import Journal, logging_to, set_aside
+from treadle.journal import Journal, fresh_start, logging_to
 from treadle.model.tokenizer import resolve_model_path
 from treadle.observe.trackers import Trackers
 from treadle.rollout.provenance import RunInputs
@@ -96,8 +96,6 @@ async def fine_tune(
     """
     check(config)
     run_dir = Path(config.logging.directory())
-    if fresh:
-        set_aside(run_dir)
     with StopSignals(config.checkpoint.grace_s) as signals:
         if on_signals is not None:
             on_signals(signals)
@@ -105,8 +103,10 @@ async def fine_tune(
             data = await SFTData.load(config)
             if on_data is not None:
                 on_data(data)
-            async with _assembled(config, data, run_dir, view, command, allow_changes, signals) as run:
-                return await _drive(run, run_dir, signals)
+            resolve_model_path(config.model.path, origin=config.model.origin("path"))
+            with fresh_start(config, run_dir) if fresh else nullcontext():
+                async with _assembled(config, data, run_dir, view, command, allow_changes, signals) as run:
+                    return await _drive(run, run_dir, signals)
         except asyncio.CancelledError:
             if signals.received is None:
                 raise
@@ -150,7 +150,6 @@ async def _assembled(
     signals: StopSignals,
 ) -> AsyncIterator[_StartedRun]:
     """Every part, started; closed again in the opposite order."""
-    resolve_model_path(config.model.path, origin=config.model.origin("path"))
     inputs = RunInputs.of(config.rollout, config.model, config.reward)
     items = config_items(config, inputs, data.training.source)
     changed = check_changes(run_dir, config, items, allow=allow_changes)

@@ -6,7 +6,7 @@ Owns the order of starting and closing, and what Ctrl-C means. Knows no schedule
 import asyncio
 import logging
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
@@ -28,7 +28,7 @@ from treadle.engine.gpus import plan_here
 from treadle.errors import ConfigError, RunError
 from treadle.inspect.findings import scan_run
 from treadle.inspect.timeline import write_timeline
-from treadle.journal import Journal, logging_to, set_aside
+from treadle.journal import Journal, fresh_start, logging_to
 from treadle.model.tokenizer import require_same_vocabulary, resolve_model_path
 from treadle.observe.trackers import Trackers
 from treadle.rollout import AgentLoopManager, RolloutParts
@@ -84,13 +84,11 @@ async def train(
     """
     check(config)
     run_dir = Path(config.logging.directory())
-    if fresh:
-        set_aside(run_dir)
     with StopSignals(config.checkpoint.grace_s) as signals:
         if on_signals is not None:
             on_signals(signals)
         try:
-            request = _TrainRequest(view, command, api_keys, allow_changes, tasks)
+            request = _TrainRequest(view, command, api_keys, fresh, allow_changes, tasks)
             return await _train_here(config, run_dir, request, signals)
         except asyncio.CancelledError:
             if signals.received is None:
@@ -105,6 +103,7 @@ class _TrainRequest:
     view: RunView
     command: Sequence[str]
     api_keys: Mapping[str, str]
+    fresh: bool
     allow_changes: bool
     tasks: RunTasks
 
@@ -178,14 +177,12 @@ async def _assembled(
     logging, view, api_keys = config.logging, request.view, request.api_keys
     tasks, validation_tasks = _read_tasks(config.data, request.tasks)
     feed = load_feed(tasks, config.data, success_threshold=config.reward.success_threshold)
-    resolve_model_path(config.model.path, origin=config.model.origin("path"))  # before there is a run directory
-    if config.ref.path is not None:
-        require_same_vocabulary(config.model, config.ref.path, "ref.path", config.origin("ref.path"))
-    await _look_at_prompts(config, tasks, validation_tasks)
+    await _look_at_inputs(config, tasks, validation_tasks)  # before there is a run directory
     inputs = RunInputs.of(config.rollout, config.model, config.reward)
     items = config_items(config, inputs, tasks)
-    changed = check_changes(run_dir, config, items, allow=request.allow_changes)
     async with AsyncExitStack() as parts:
+        parts.enter_context(fresh_start(config, run_dir) if request.fresh else nullcontext())
+        changed = check_changes(run_dir, config, items, allow=request.allow_changes)
         resolved, words = to_yaml(config, origins=True, secrets=False), hide_in_words(request.command)
         journal = Journal.open(run_dir, max_mb=logging.journal_max_mb, config_yaml=resolved, command=words)
         await parts.enter_async_context(journal)
@@ -240,8 +237,12 @@ def _read_tasks(data: DataConfig, known: RunTasks) -> tuple[TaskSource, Sequence
     return training, (known.validation or load_validation_tasks(data)).tasks
 
 
-async def _look_at_prompts(config: TrainConfig, tasks: TaskSource, validation_tasks: Sequence[Task]) -> None:
-    """Find prompts that are too long, and tasks that cannot run, before anything is loaded for them."""
+async def _look_at_inputs(config: TrainConfig, tasks: TaskSource, validation_tasks: Sequence[Task]) -> None:
+    """Find models that are not there, prompts that are too long, and tasks that cannot run, before anything is loaded
+    for them."""
+    resolve_model_path(config.model.path, origin=config.model.origin("path"))
+    if config.ref.path is not None:
+        require_same_vocabulary(config.model, config.ref.path, "ref.path", config.origin("ref.path"))
     renderer = await asyncio.to_thread(Renderer.create, config.model)
     admitted = config.total_steps(len(tasks)) * config.data.train_batch_size
     admitted *= config.algorithm.filter_groups.max_num_gen_batches

@@ -9,7 +9,8 @@ run_dir/
   lock             the process that holds the directory
 """
 
-from treadle.journal.journal import Journal, set_aside
+from treadle.journal.fresh_start import fresh_start
+from treadle.journal.journal import Journal
 from treadle.journal.reader import DamagedRecord, JournalReader
 from treadle.journal.records import (
     AnnotatedRow,
@@ -42,7 +43,7 @@ __all__ = [
     "RunStatus",
     "SessionTime",
     "TrajectoryEntry",
+    "fresh_start",
     "logging_to",
     "read_starts",
-    "set_aside",
 ]

@@ -240,23 +240,6 @@ class Journal:
         await self.close(*_ending(error))
 
 
-def set_aside(run_dir: Path) -> Path | None:
-    """Rename a run directory that holds anything to the first free `run_dir.N`; refused while a run is in it."""
-    if not run_dir.is_dir() or not any(run_dir.iterdir()):
-        return None
-    lock = RunLock.take(run_dir, time.time())
-    try:
-        number = 1
-        while (target := run_dir.with_name(f"{run_dir.name}.{number}")).exists():
-            number += 1
-        run_dir.rename(target)
-    except OSError as error:
-        raise RunError(f"cannot rename {run_dir}: {error.strerror or error}") from error
-    finally:
-        lock.release()
-    return target
-
-
 def _ending(error: BaseException | None) -> tuple[RunStatus, str | None]:
     """Status of a run that ended with this error, and the cause in one line."""
     if error is None:

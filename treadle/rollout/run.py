@@ -19,7 +19,7 @@ from treadle.config.show import hide_in_words
 from treadle.data.renderer import Renderer
 from treadle.data.tasks import NOT_READ, RunTasks, load_tasks, load_validation_tasks
 from treadle.errors import RunError
-from treadle.journal import Journal, JournalReader, logging_to, set_aside
+from treadle.journal import Journal, JournalReader, fresh_start, logging_to
 from treadle.observe import FinishedTrajectory, RolloutCounters, Summary, summarize
 from treadle.process.interrupt_watcher import watched_interrupts
 from treadle.rollout.dispatch import no_trajectory
@@ -81,16 +81,15 @@ def run_rollout(
             interrupted = run.roll_out(stop)
         return RolloutResult(run.summary(num_cut=cut), interrupted, None)
     run_dir = Path(config.logging.directory("validation" if validation else "rollout"))
-    if fresh:
-        set_aside(run_dir)
-    inputs = RunInputs.of(config.rollout, config.model, config.reward)
-    kept = find_reusable(run_dir, config, inputs, listed, validation=validation)
-    with _open_journal(config, run_dir, command) as journal:
-        record_inputs(journal, inputs, validation=validation)
-        brought = replace(parts, renderer=renderer, journal=journal, inputs=inputs)
-        run = _RolloutRun(config, listed, journal, validation, kept, brought)
-        with progress(run.counters, run.total):
-            interrupted = run.roll_out(stop)
+    with fresh_start(config, run_dir) if fresh else nullcontext():
+        inputs = RunInputs.of(config.rollout, config.model, config.reward)
+        kept = find_reusable(run_dir, config, inputs, listed, validation=validation)
+        with _open_journal(config, run_dir, command) as journal:
+            record_inputs(journal, inputs, validation=validation)
+            brought = replace(parts, renderer=renderer, journal=journal, inputs=inputs)
+            run = _RolloutRun(config, listed, journal, validation, kept, brought)
+            with progress(run.counters, run.total):
+                interrupted = run.roll_out(stop)
     return RolloutResult(run.summary(num_cut=cut), interrupted, run_dir)
 
 
