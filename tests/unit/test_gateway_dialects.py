@@ -1,13 +1,14 @@
 """Three dialects, one request: what real programs send is read, what cannot be kept is refused by its name."""
 
 import asyncio
+import json
 from typing import Any
 
 import pytest
 
 from tests.gateways import DIALECTS, TOOLS, agent
 from tests.rollouts import rollout
-from treadle.gateway import openai_responses
+from treadle.gateway import openai_responses, request
 from treadle.gateway.counters import MAX_OPTIONS, OTHERS, GatewayCounters
 from treadle.gateway.event_stream import write_whole
 from treadle.gateway.options import CONSTRAINING
@@ -21,6 +22,7 @@ from treadle.gateway.request import (
     Choice,
     ContextExhausted,
     Finish,
+    KnownTools,
     Overloaded,
     ReplySet,
     RequestError,
@@ -190,6 +192,47 @@ def test_tools_of_a_namespace_are_shown_by_their_names_and_called_by_both() -> N
     ]
     (echo,) = DIALECTS["responses"].parse_request({"input": sent, "tools": tools}).messages
     assert [call.name for call in echo.calls] == ["add", "far__add", "spawn"]
+
+
+LONG_TOOLS = [
+    {"type": "function", "function": {**TOOL, "name": f"f{at}", "description": "wörds " * 50}} for at in range(9)
+]
+
+
+@pytest.mark.parametrize("ascii_only", [True, False])
+@pytest.mark.parametrize("separators", [(",", ":"), (", ", ": "), (" ,\n", "\t: ")])
+def test_tools_that_came_before_are_not_read_again_and_every_body_means_what_json_says(
+    separators: tuple[str, str], ascii_only: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def write(value: Any) -> bytes:
+        return json.dumps(value, separators=separators, ensure_ascii=ascii_only).encode()
+
+    known, read = KnownTools(), list[int]()
+    whole = request._read_json
+    monkeypatch.setattr(request, "_read_json", lambda body: read.append(len(body)) or whole(body))
+    first = known.read(write({"tools": LONG_TOOLS, "messages": [USER]}))
+    assert first["tools"] == LONG_TOOLS
+    read.clear()
+    for other in ({"messages": [USER, USER], "tools": LONG_TOOLS, "n": 2}, {"tools": LONG_TOOLS}):
+        found = known.read(write(other))
+        assert found == other and found["tools"] is first["tools"]
+    assert len(read) == 2 and max(read) < 300, "of two bodies, what is new"
+    changed = [*LONG_TOOLS[:-1], {"type": "function", "function": TOOL}]
+    text = write(LONG_TOOLS)
+    quoted = {"messages": [{"role": "user", "content": f'"tools": {text.decode()}'}], "tools": changed}
+    for other in ({"metadata": {"tools": LONG_TOOLS}}, {"tools": changed}, {"tools": [LONG_TOOLS]}, quoted):
+        assert known.read(write(other)) == other
+        assert known.read(write({**other, "tools": LONG_TOOLS})) == {**other, "tools": LONG_TOOLS}
+    twice = b'{"tools": %b, "tools": %b}'
+    assert known.read(twice % (text, b"[]")) == {"tools": []} and known.read(twice % (b"[]", text)) == {
+        "tools": LONG_TOOLS
+    }
+    one, true = (write([*LONG_TOOLS, {"strict": value}]) for value in (1, True))
+    assert known.read(twice % (one, true))["tools"][-1]["strict"] is True
+    assert known.read(b'{"tools": %b}' % one)["tools"][-1]["strict"] is not True, "though they are equal in Python"
+    for broken in (b'{"tools": %b', b'{"tools": %b]}', b'{"tools": %b "x"}', b'{"a": "tools": %b}', b'["tools": %b]'):
+        with pytest.raises(RequestError, match="the body is not JSON"):
+            known.read(broken % text)
 
 
 def test_a_deferred_tool_is_shown_where_a_search_has_found_it() -> None:

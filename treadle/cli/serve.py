@@ -157,7 +157,7 @@ def _serve_tinker(arguments: Arguments) -> int:
 
 
 def _notes_options(arguments: Arguments) -> list[str]:
-    """Those of the key for rewards that were given."""
+    """Options for the key for rewards that were given."""
     given = {"--notes-key": arguments.notes_key, "--notes-key-file": arguments.notes_key_file}
     return [option for option, value in given.items() if value]
 

@@ -10,12 +10,12 @@ same body as one whose answer was not delivered, and that no connection waits fo
 import asyncio
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Coroutine, Sequence
 from dataclasses import dataclass, field, replace
 from hashlib import blake2b
 from typing import Any, Literal
 
-from treadle.aio import cancel_and_wait
+from treadle.aio import cancel_and_wait, is_external_stop
 from treadle.errors import EngineFailure, Failure, RequestRefused
 from treadle.gateway.counters import GatewayCounters
 from treadle.gateway.placement import RenderedRequest, RowPlacement
@@ -188,9 +188,12 @@ class Conversation:
 
     async def _sample(self, exchange: Exchange, point: Point, rows: Sequence[Session], asked_at: int) -> ReplySet:
         request = exchange.request
-        results = await asyncio.gather(
-            *(self._sample_turn(exchange, point, at, asked_at) for at in range(len(rows))), return_exceptions=True
-        )
+        turns_under_way = [self._sample_turn(exchange, point, at, asked_at) for at in range(len(rows))]
+        results: list[TurnNode | BaseException]
+        if len(turns_under_way) == 1:  # as nearly always: it needs no task of its own
+            results = [await _outcome(turns_under_way[0])]
+        else:
+            results = await asyncio.gather(*turns_under_way, return_exceptions=True)
         errors = [result for result in results if isinstance(result, BaseException)]
         if errors:
             self._forget(exchange)
@@ -366,6 +369,16 @@ class Conversation:
             same.remove(exchange)
         if not same:
             self._exchanges.pop(exchange.key, None)
+
+
+async def _outcome(work: Coroutine[Any, Any, TurnNode]) -> TurnNode | BaseException:
+    """A turn, or the error that it ended with; a cancellation of whoever waits for it passes."""
+    try:
+        return await work
+    except BaseException as error:
+        if is_external_stop(error):
+            raise
+        return error
 
 
 def _retrieve(task: "asyncio.Task[Any]") -> None:

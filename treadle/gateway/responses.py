@@ -122,9 +122,12 @@ async def _wait(
             if connection.is_lost:  # before there was something to wake
                 raise ConnectionLost
             woken.clear()
-            with suppress(TimeoutError):
-                async with asyncio.timeout(KEEP_ALIVE_S):
-                    await woken.wait()
+            if send_some is None:
+                await woken.wait()
+            else:
+                with suppress(TimeoutError):
+                    async with asyncio.timeout(KEEP_ALIVE_S):
+                        await woken.wait()
             if connection.is_lost:
                 raise ConnectionLost
             if send_some is not None and not exchange.task.done():

@@ -290,7 +290,7 @@ def read_key(path: str, headers: Mapping[str, str]) -> tuple[str, str]:
 
 
 async def _parse(dialect: ApiDialect, body: bytes, known: KnownTools) -> TurnRequest:
-    return await parse_body(body, lambda value: dialect.parse_request(value, known))
+    return await parse_body(body, lambda value: dialect.parse_request(value, known), known)
 
 
 def _take_notes(session: GatewaySession, body: Mapping[str, Any]) -> None:
