@@ -12,7 +12,6 @@ from collections.abc import Mapping
 
 from treadle.inspect.gaps import TokenGap, largest_gap
 from treadle.journal import JournalReader
-from treadle.journal.codec import decode
 from treadle.view.queries import RunQuery
 from treadle.view.run_pages import RunPages
 
@@ -72,7 +71,11 @@ class RowIndex:
         )
         for id, blob, turns in found:
             versions = frozenset(array("i", bytes(blob))) - {-1}
-            tools = frozenset(str(call["name"]) for turn in decode(turns) for call in turn.get("calls", ()))
+            tools = frozenset(
+                str(call["name"])
+                for turn in query.decoded(turns, f"a row of trajectory {id}")
+                for call in turn.get("calls", ())
+            )
             known = self._entries.get(id)
             entry = (versions, tools) if known is None else (versions | known[0], tools | known[1])
             self._entries[id] = self._alike.setdefault(entry, entry)
