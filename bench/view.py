@@ -36,10 +36,8 @@ from treadle.journal import Journal, RowAnnotation
 from treadle.types import Outcome, Row, Score, StopReason, Timing, Trajectory, Turn
 from treadle.view.difference import RowPlace, compare_rows
 from treadle.view.find import Indexes, find
-from treadle.view.row_index import GapIndex, RowIndex
 from treadle.view.run_pages import RunPages
 from treadle.view.server import SCAN_S, TIMELINE_S, ViewerServer
-from treadle.view.text_index import TextIndex
 from treadle.view.trajectory_pages import TrajectoryPages
 
 LONG = 100_000
@@ -101,7 +99,7 @@ def measure(name: str, ask: Callable[[], object]) -> None:
 def ask_screens(run_dir: Path, step: int) -> None:
     pages = RunPages("run", run_dir)
     shown = TrajectoryPages(pages)
-    index = Indexes(TextIndex(pages), GapIndex(pages), RowIndex(pages))
+    index = Indexes.of(pages)
     measure("overview (first answer of a fresh viewer)", pages.overview)
     measure("ends (first answer of a fresh viewer)", pages.ends)
     measure("curves", lambda: pages.metrics(["reward/mean"]))

@@ -14,10 +14,8 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from tests.browser import Browser
 from treadle.view.find import Indexes, find
-from treadle.view.row_index import GapIndex, RowIndex
 from treadle.view.run_pages import RunPages
 from treadle.view.server import ViewerServer
-from treadle.view.text_index import TextIndex
 
 DOCS = Path(__file__).parent
 SIZE = (1280, 800)
@@ -40,7 +38,7 @@ def success_screens(pages: RunPages) -> Iterator[tuple[str, str, bool]]:
 
 def stale_screens(pages: RunPages) -> Iterator[tuple[str, str, bool]]:
     """The token with the largest gap of the run that is stale, in the text and in the table."""
-    indexes = Indexes(TextIndex(pages), GapIndex(pages), RowIndex(pages))
+    indexes = Indexes.of(pages)
     while (found := find(pages, indexes, {"order": "gap"}))["indexed"] < 1:
         pass
     indexes.texts.close()

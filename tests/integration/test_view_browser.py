@@ -448,6 +448,20 @@ def test_a_long_step_of_a_live_run_can_be_read(opened):
         assert browser.evaluate("[scrollY, String(getSelection())]") == before
 
 
+def test_a_list_goes_on_for_a_reader_who_is_faster_than_it(opened):
+    """At its end again before the browser has drawn the page that came."""
+    browser, run_dir = opened
+    with Journal.open(run_dir, max_mb=50) as journal:
+        trained(journal, 4, *[made(f"g{at:03}", 0, 1.0) for at in range(160)])
+    browser.go("/run/run/step/4")
+    browser.evaluate(
+        "(async () => { const end = () => scrollTo(0, document.body.scrollHeight), frame = () =>"
+        " new Promise((shown) => requestAnimationFrame(() => requestAnimationFrame(shown))); end(); await frame();"
+        " await document.querySelector('[data-more]').load(); end(); })()"
+    )
+    browser.wait("document.querySelectorAll('tbody').length >= 3")
+
+
 def wait_for_pulse(browser: Browser) -> None:
     """Until the page has asked twice whether anything changed, and has shown what did."""
     browser.evaluate("window.asked = performance.getEntriesByType('resource').filter(e => /pulse/.test(e.name)).length")

@@ -13,19 +13,18 @@ from tests.view_runs import annotated, made, sampled, trained, write_run
 from treadle.errors import RunError, ToolFailure
 from treadle.journal import Journal, schema
 from treadle.types import Outcome, StopReason
-from treadle.view import run_pages, trajectory_pages
+from treadle.view import row_index, run_pages, trajectory_pages
 from treadle.view.difference import RowPlace, compare_rows, locate
 from treadle.view.find import Indexes, find
-from treadle.view.row_index import GapIndex, RowIndex
 from treadle.view.run_pages import RunPages
-from treadle.view.text_index import TextIndex, read_question
+from treadle.view.text_index import read_question
 from treadle.view.token_text import TokenText, decoded
 from treadle.view.trajectory_pages import TrajectoryPages
 
 
 @pytest.fixture
 def index(pages: RunPages) -> Iterator[Indexes]:
-    index = Indexes(TextIndex(pages), GapIndex(pages), RowIndex(pages))
+    index = Indexes.of(pages)
     yield index
     index.texts.close()
 
@@ -398,6 +397,35 @@ def test_filters_narrow_and_refuse_what_they_cannot_read(pages, index):
     for given in ({"min_reward": "much"}, {"part": "answer"}, {"order": "odd"}, {"version": "x"}, {"echo": "'"}):
         with pytest.raises(RunError):
             find(pages, index, given)
+
+
+class Clock:
+    """A clock on which 0.3 s pass from one look to the next: a question has time for one batch."""
+
+    def __init__(self) -> None:
+        self._now = 0.0
+
+    def monotonic(self) -> float:
+        self._now += 0.3
+        return self._now
+
+
+def test_copies_of_turns_are_looked_for_newest_first_and_in_parts(pages, index, monkeypatch):
+    """An answer reads no more extras than it has time for, says how far it came, and the next one goes on."""
+    back = {"gateway": {"echoes": {"exact": 2, "edited": 0, "reduced": True}}}
+    with Journal.open(pages.run_dir, max_mb=50) as journal:
+        for sample in range(6):
+            extra = back if sample in (1, 4) else {"gateway": {"echoes": 3}, "note": sample}
+            journal.add(made("c", sample, 1.0, extra=extra))
+    monkeypatch.setattr(row_index, "_BATCH", 5)
+    monkeypatch.setattr(row_index, "time", Clock())
+    answers = [find(pages, index, {"echo": "exact"}) for _ in range(3)]
+    assert [[item["sample"] for item in found["samples"]] for found in answers] == [[4, 1], [4, 1], [4, 1]]
+    assert [round(found["indexed"], 2) for found in answers] == [0.38, 0.77, 1.0]
+    assert find(pages, index, {"echo": "edited"})["samples"] == find(pages, index, {"echo": "reduced"})["samples"] == []
+    with Journal.open(pages.run_dir, max_mb=50) as journal:
+        journal.add(made("d", 0, 1.0, extra=back))
+    assert [item["uid"] for item in find(pages, index, {"echo": "exact"})["samples"]] == ["d", "c", "c"]
 
 
 def test_words_are_found_newest_first_as_the_run_goes_on(pages, index):

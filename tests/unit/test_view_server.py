@@ -5,6 +5,7 @@ import json
 import math
 import re
 import socket
+import sqlite3
 import struct
 import subprocess
 import sys
@@ -198,6 +199,49 @@ def test_a_run_that_breaks_is_named_and_the_others_stay(server, tmp_path):
     (tmp_path / "one" / "journal.sqlite").write_bytes(b"not a journal at all" * 100)
     one, other = ask(server, "runs")
     assert "cannot read the journal" in one["problem"] and "pulse" in other
+
+
+DAMAGED = {
+    "metrics": ("UPDATE metrics SET items = '{\"reward/mean\": 0.' WHERE step = 1", "a measurement of step 1"),
+    "a digit": ("UPDATE metrics SET items = replace(items, '0.5', '0.6')", "a measurement of step 1"),
+    "text": ("UPDATE texts SET messages = substr(messages, 1, 9)", "the text of trajectory"),
+    "prompt": ("UPDATE prompts SET messages = '[{'", "the "),
+    "extra": ("UPDATE texts SET extra = '{\"$float\": []}'", "the extra of trajectory"),
+    "turns": ("UPDATE rows SET turns = '[{}'", "of trajectory"),
+}
+
+
+@pytest.mark.parametrize("what", DAMAGED)
+def test_a_damaged_record_is_a_sentence_and_no_bug(server, tmp_path, what):
+    sql, told = DAMAGED[what]
+    with sqlite3.connect(tmp_path / "one" / "journal.sqlite") as connection:
+        connection.execute(sql)
+    connection.close()
+    told_by = []
+    for path in (
+        *(
+            "metrics?run=one",
+            "overview?run=one",
+            "steps?run=one",
+            "waits?run=one",
+            "groups?run=one",
+            "findings?run=one",
+        ),
+        *("group?run=one&uid=a", "trajectory?run=one&id=3", "message?run=one&id=3&at=0", "tokens?run=one&id=3"),
+        *(
+            "find?run=one&q=four",
+            "find?run=one&tool=calculate",
+            "export?run=one&id=3",
+            "export?run=one&id=3&form=jsonl",
+        ),
+    ):
+        status, _, body = get(f"{server.url}api/{path}")
+        assert status in (200, 422), (path, body)
+        if status == 422 or told in body.decode():
+            told_by.append(path)
+            assert told in body.decode() or "is not as it was written" in body.decode(), (path, body)
+    assert told_by
+    assert "is damaged there" in get(f"{server.url}api/{told_by[0]}")[2].decode()
 
 
 def test_exports_are_files_of_their_own(server):

@@ -6,7 +6,7 @@ Invariant: every trajectory it gives is whole, or says that its body was dropped
 """
 
 import sqlite3
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from itertools import chain
@@ -226,7 +226,14 @@ class JournalReader:
         found = self._execute(
             "SELECT id, time, step, items FROM metrics WHERE id > ? ORDER BY id LIMIT ?", (after, limit)
         )
-        return tuple(Metrics(id, time, step, decode(items)) for id, time, step, items in found)
+        return tuple(Metrics(id, time, step, self._measured(step, items)) for id, time, step, items in found)
+
+    def _measured(self, step: int, items: str) -> Mapping[str, float]:
+        try:
+            values: Mapping[str, float] = decode(items)
+        except ValueError:
+            raise DamagedRecord(f"a measurement of step {step} in {self._path} is not as it was written") from None
+        return values
 
     def close(self) -> None:
         self._connection.close()

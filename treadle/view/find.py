@@ -12,7 +12,7 @@ from treadle.inspect.gaps import TokenGap
 from treadle.inspect.transcript import message_fields
 from treadle.journal.codec import label
 from treadle.view.queries import Json, RunQuery
-from treadle.view.row_index import GapIndex, RowIndex
+from treadle.view.row_index import EchoIndex, GapIndex, RowIndex
 from treadle.view.run_pages import RunPages
 from treadle.view.text_index import SearchQuestion, TextIndex, read_question
 
@@ -45,10 +45,6 @@ CONDITIONS = {
 }
 """By the name that a URL gives them."""
 
-_ECHO = (
-    "EXISTS (SELECT 1 FROM texts x WHERE x.trajectory = t.id AND json_valid(x.extra) "
-    "AND json_extract(x.extra, '$.gateway.echoes.' || ?) > 0)"
-)
 ECHOES = ("exact", "equivalent", "reduced", "edited")
 """How a turn came back in the next request of an agent behind the gateway."""
 _PART = "json_extract(t.parts, ?) {sign} ?"
@@ -61,11 +57,6 @@ def conditions(given: Mapping[str, str]) -> tuple[list[str], list[Any]]:
         if given.get(name):
             clauses.append(condition.sql)
             values.append(_convert(name, given[name], condition.convert))
-    if given.get("echo"):
-        if given["echo"] not in ECHOES:
-            raise RunError(f"echo must be one of {', '.join(ECHOES)}, not {given['echo']!r}")
-        clauses.append(_ECHO)
-        values.append(given["echo"])
     if given.get("part"):
         name, sign, value = _split_part(given["part"])
         clauses.append(_PART.format(sign=sign))
@@ -101,6 +92,11 @@ class Indexes:
     texts: TextIndex
     gaps: GapIndex
     rows: RowIndex
+    echoes: EchoIndex
+
+    @classmethod
+    def of(cls, pages: RunPages) -> "Indexes":
+        return cls(TextIndex(pages), GapIndex(pages), RowIndex(pages), EchoIndex(pages))
 
 
 def find(pages: RunPages, indexes: Indexes, given: Mapping[str, str]) -> Json:
@@ -118,6 +114,13 @@ def find(pages: RunPages, indexes: Indexes, given: Mapping[str, str]) -> Json:
     if given.get("version") or given.get("tool"):
         version = _convert("version", given["version"], int) if given.get("version") else None
         ids, read = indexes.rows.find(version, given.get("tool") or None)
+        share = min(share, read)
+        clauses.append("t.id IN (SELECT value FROM json_each(?))")
+        values.append(str(ids))
+    if given.get("echo"):
+        if given["echo"] not in ECHOES:
+            raise RunError(f"echo must be one of {', '.join(ECHOES)}, not {given['echo']!r}")
+        ids, read = indexes.echoes.find(given["echo"])
         share = min(share, read)
         clauses.append("t.id IN (SELECT value FROM json_each(?))")
         values.append(str(ids))

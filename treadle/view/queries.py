@@ -53,6 +53,16 @@ class RunQuery:
         except sqlite3.Error as error:
             raise RunError(f"cannot read the journal {self._path}: {error}") from error
 
+    def decoded(self, text: str, what: str) -> Any:
+        """The value behind a JSON column; `what` names it where it is damaged."""
+        try:
+            return decode(text)
+        except (ValueError, TypeError, RecursionError):  # TypeError: the text of a number that JSON lacks is no text
+            raise self.damage(what) from None
+
+    def damage(self, what: str) -> RunError:
+        return RunError(f"{what} cannot be read: the journal {self._path} is damaged there")
+
     def one(self, sql: str, values: Sequence[Any] = ()) -> Any:
         return self.all(sql, values)[0]
 
@@ -134,15 +144,22 @@ class RunQuery:
         return {"uid": uid, "asked": self.question(uid), "samples": samples, "mean": mean, "spread": spread}
 
     def question(self, uid: str) -> str:
-        """The beginning of the last message before the model's first."""
+        """The beginning of the last message before the model's first; where it is damaged, a sentence that says so."""
         found = self.all("SELECT messages FROM prompts WHERE uid = ? ORDER BY id DESC LIMIT 1", (label(uid),))
-        messages = decode(found[0][0]) if found else []
+        try:
+            messages = self.decoded(found[0][0], f"the prompt of {uid!r}") if found else []
+        except RunError as error:
+            return str(error)
         return content_text(messages[-1].get("content"))[:PREVIEW] if messages else ""
 
     def last_words(self, id: int) -> str:
-        """The end of what the model said last."""
+        """The end of what the model said last; where it is damaged, a sentence that says so."""
         found = self.all("SELECT messages FROM texts WHERE trajectory = ?", (id,))
-        spoken = [message for message in (decode(found[0][0]) if found else ()) if message.get("role") == "assistant"]
+        try:
+            messages = self.decoded(found[0][0], f"the text of trajectory {id}") if found else []
+        except RunError as error:
+            return str(error)
+        spoken = [message for message in messages if message.get("role") == "assistant"]
         return content_text(spoken[-1].get("content"))[-PREVIEW:] if spoken else ""
 
     def messages(self, id: int) -> list[Mapping[str, Any]]:
@@ -152,7 +169,8 @@ class RunQuery:
             "JOIN texts x ON x.trajectory = t.id WHERE t.id = ?",
             (id,),
         )
-        return [*decode(found[0][0]), *decode(found[0][1])] if found else []
+        what = f"the text of trajectory {id}"
+        return [message for text in found[0] for message in self.decoded(text, what)] if found else []
 
     def task(self, uid: str) -> Json | None:
         """A task as it was given; None where the journal does not have it."""
@@ -165,17 +183,29 @@ class RunQuery:
         return {"source": found[0][1], "ground_truth": fields.get("ground_truth"), "messages": fields.get("messages")}
 
     def metrics_after(self, after: int) -> list[tuple[int, float, int, Mapping[str, float]]]:
-        found = self.all("SELECT id, time, step, items FROM metrics WHERE id > ? ORDER BY id LIMIT 2000", (after,))
-        return [(id, time, step, decode(items)) for id, time, step, items in found]
+        found = self.all(
+            "SELECT id, time, step, items, digest FROM metrics WHERE id > ? ORDER BY id LIMIT 2000", (after,)
+        )
+        return [(stored[0], stored[1], stored[2], self._measured(stored[1:])) for stored in found]
 
     def metrics_of(self, steps: Sequence[int]) -> dict[int, Mapping[str, float]]:
         if not steps:
             return {}
-        found = self.all("SELECT step, items FROM metrics WHERE step BETWEEN ? AND ?", (min(steps), max(steps)))
+        found = self.all(
+            "SELECT time, step, items, digest FROM metrics WHERE step BETWEEN ? AND ?", (min(steps), max(steps))
+        )
         merged: dict[int, dict[str, float]] = {}
-        for step, items in found:
-            merged.setdefault(step, {}).update(decode(items))
+        for stored in found:
+            merged.setdefault(stored[1], {}).update(self._measured(stored))
         return dict(merged)
+
+    def _measured(self, stored: Sequence[Any]) -> Mapping[str, float]:
+        """The values of a measurement, which has a digest."""
+        what = f"a measurement of step {stored[1]}"
+        if not is_intact(stored):
+            raise self.damage(what)
+        values: Mapping[str, float] = self.decoded(stored[2], what)
+        return values
 
     def notable(self) -> list[Json]:
         """The last events that tell of trouble or of a change."""

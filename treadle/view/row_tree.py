@@ -5,7 +5,7 @@ Owns what counts as a fork, and the reasons; both by what the journal holds, wit
 
 from collections.abc import Mapping, Sequence
 
-from treadle.journal.codec import decode, is_intact, unpack_ints
+from treadle.journal.codec import is_intact, unpack_ints
 from treadle.view.queries import Json, RunQuery
 
 ROWS = 256
@@ -30,7 +30,7 @@ def read_rows(query: RunQuery, id: int) -> list[Json]:
             "ids": bytes(ids),
             "mask": bytes(mask),
             "versions": bytes(versions),
-            "turns": decode(turns),
+            "turns": query.decoded(turns, f"row {at} of trajectory {id}"),
         }
         for at, prompt, ids, mask, versions, turns in found
     ]

@@ -30,9 +30,7 @@ from treadle.view.difference import RowPlace, compare_rows, locate
 from treadle.view.export import export_jsonl, export_page
 from treadle.view.find import Indexes, find
 from treadle.view.queries import Json
-from treadle.view.row_index import GapIndex, RowIndex
 from treadle.view.run_pages import RunPages
-from treadle.view.text_index import TextIndex
 from treadle.view.trajectory_pages import TrajectoryPages
 
 if TYPE_CHECKING:
@@ -87,7 +85,7 @@ class ViewedRun:
         """Made by the first search."""
         with self._lock:
             if self._indexes is None:
-                self._indexes = Indexes(TextIndex(self.pages), GapIndex(self.pages), RowIndex(self.pages))
+                self._indexes = Indexes.of(self.pages)
             return self._indexes
 
     def close(self) -> None:

@@ -15,11 +15,13 @@ import re
 import sqlite3
 import threading
 import time
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from treadle.errors import RunError
 from treadle.inspect.transcript import message_fields
-from treadle.journal.codec import decode, label
+from treadle.journal.codec import label
 from treadle.view.queries import RunQuery
 from treadle.view.run_pages import RunPages
 
@@ -157,6 +159,10 @@ class TextIndex:
             "WHERE x.trajectory > ? AND x.trajectory <= ?",
             (after, through),
         )
+        found = [
+            (id, *(query.decoded(text, f"the text of trajectory {id}") for text in texts), detail)
+            for id, *texts, detail in found
+        ]
         rows = [
             (id, "\n".join([*_texts(opening), *_texts(rest), cut_apart(detail)])) for id, opening, rest, detail in found
         ]
@@ -165,6 +171,6 @@ class TextIndex:
         self._index.execute("COMMIT")
 
 
-def _texts(stored: str) -> list[str]:
-    found = [text for message in decode(stored) for _, text in message_fields(message)]
+def _texts(messages: Sequence[Mapping[str, Any]]) -> list[str]:
+    found = [text for message in messages for _, text in message_fields(message)]
     return [cut_apart(text.encode("utf-8", "backslashreplace").decode()) for text in found if text]

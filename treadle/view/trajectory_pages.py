@@ -16,7 +16,7 @@ from math import isfinite
 from treadle.config import load
 from treadle.errors import ConfigError, RunError
 from treadle.inspect.transcript import CONTENT, REASONING, message_calls, message_fields
-from treadle.journal.codec import decode, unpack_floats, unpack_ints
+from treadle.journal.codec import unpack_floats, unpack_ints
 from treadle.view.queries import Json, RunQuery, sample_line
 from treadle.view.row_tree import DECIDING, SIGNALS, read_annotation, read_rows, row_lines
 from treadle.view.run_pages import RunPages
@@ -227,7 +227,8 @@ class _Window:
     def turns(self) -> list[Json]:
         """Where turns begin and end, in positions of the window's row."""
         text = self._query.one("SELECT turns FROM rows WHERE trajectory = ? AND position = ?", (self._id, self._row))[0]
-        return [{key: turn[key] for key in ("start", "sampled_end", "end", "stop")} for turn in decode(text)]
+        turns = self._query.decoded(text, f"row {self._row} of trajectory {self._id}")
+        return [{key: turn[key] for key in ("start", "sampled_end", "end", "stop")} for turn in turns]
 
     def annotation(self, name: str) -> list[float | None] | None:
         """What the trainer computed, on sampled tokens; None where it is not recorded."""
@@ -334,8 +335,11 @@ def _messages(query: RunQuery, id: int) -> list[Json]:
 
 def _extra(query: RunQuery, id: int) -> Json:
     found = query.all("SELECT extra, score_extra FROM texts WHERE trajectory = ?", (id,))
-    loop, score = found[0] if found else (None, None)
-    return {"trajectory": None if loop is None else decode(loop), "score": None if score is None else decode(score)}
+    read = [
+        None if text is None else query.decoded(text, f"the extra of trajectory {id}")
+        for text in (found[0] if found else (None, None))
+    ]
+    return {"trajectory": read[0], "score": read[1]}
 
 
 def _weight_updates(query: RunQuery, began: float, total_s: float) -> list[Json]:

@@ -731,6 +731,8 @@ function endless(shown, load, first, next) {
       more.textContent = error.message;
       next = null;
     }
+    end.unobserve(more); // who has scrolled on by now is at the end still: that is no change, and would not be told
+    if (next !== null) end.observe(more);
   };
   let busy = null;
   more.load = () => (busy ??= (next === null ? Promise.resolve() : append()).finally(() => (busy = null)));
