@@ -19,7 +19,7 @@ from treadle.config import ModelConfig, RolloutConfig
 from treadle.config.rollout import ENVIRONMENT_SCHEMES
 from treadle.errors import ConfigError, EnvironmentFailure
 from treadle.rollout.environments.schemes import SCHEMES, ForeignEnvironments
-from treadle.rollout.foreign import SHIM, ForeignHandle, ForeignInterpreter, ForeignTarget
+from treadle.process.foreign import SHIM, ForeignHandle, ForeignInterpreter, ForeignTarget
 from treadle.rollout.protocol import Job
 from treadle.rollout.worker import AgentLoopWorker
 from treadle.types import SamplingParams, Task, Trajectory
@@ -218,7 +218,7 @@ class Holder:
 
 
 def test_a_call_that_holds_the_interpreter_costs_its_process_and_no_later_session(doors, monkeypatch, capfd):
-    monkeypatch.setattr("treadle.rollout.foreign.ANSWER_S", 1.0)
+    monkeypatch.setattr("treadle.process.foreign.ANSWER_S", 1.0)
     (doors / "holder.py").write_text(BACKTRACKING)
 
     async def main() -> None:
@@ -268,7 +268,7 @@ def wait_until(true: Callable[[], object]) -> None:
 ORPHAN = """
 import asyncio, sys
 from pathlib import Path
-from treadle.rollout.foreign import ForeignInterpreter
+from treadle.process.foreign import ForeignInterpreter
 
 async def main():
     interpreter = await ForeignInterpreter.start(sys.executable, "key", 60)

@@ -14,8 +14,8 @@ from typing import Any
 from treadle.config.plugin import load_object
 from treadle.config.rollout import MultiTurnConfig, RolloutConfig
 from treadle.errors import ConfigError, EnvironmentFailure, Mistake, RunError
-from treadle.rollout.foreign import ForeignError, ForeignHandle, ForeignInterpreter, ForeignTarget, as_record
-from treadle.rollout.foreign import import_mistake as foreign_mistake
+from treadle.process.foreign import ForeignError, ForeignHandle, ForeignInterpreter, ForeignTarget, as_record
+from treadle.process.foreign import import_mistake as foreign_mistake
 from treadle.types import Task
 
 KEY = "rollout.multi_turn.environment"
