@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import sys
 from dataclasses import replace
 from pathlib import Path
 from random import Random
@@ -236,6 +237,7 @@ EFFECTS: dict[str, Case] = {
         ("memory_mb", 256, 2048, path("allocate")),
         ("cpu_time_s", 0.1, 60.0, path("spin")),
         ("functions.*.sandbox", False, True, path("reach")),
+        ("functions.*.python", None, sys.executable, path("apart")),
         ("functions.*.env", [], ["KEY_OF_A_JUDGE"], path("reach")),
     ),
     **config_cases("reward", graded, ("max_gradings", 1, 3)),

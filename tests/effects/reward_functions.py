@@ -2,6 +2,7 @@
 
 import os
 import socket
+import sys
 import time
 from typing import Any
 
@@ -23,6 +24,11 @@ def length(response: Any, offset: float = 0.0) -> Any:
 
 def double(response: str) -> float:
     return 2.0 * len(response)
+
+
+def apart() -> float:
+    """Whether its interpreter was started without this one's environment."""
+    return float(sys.flags.ignore_environment)
 
 
 def home(ground_truth: int) -> float:

@@ -5,6 +5,7 @@ Every episode is played by a scripted model through the foreign interpreter; the
 
 import asyncio
 import os
+import signal
 import socket
 import subprocess
 import time
@@ -15,7 +16,8 @@ from typing import Any
 
 import pytest
 
-from tests.integration.test_foreign_environment import played, working
+from tests.integration.test_foreign_environment import played, wait_until, working
+from tests.integration.test_reward_sandbox import is_running
 from tests.rollouts import rollout, turns_of
 from treadle.config import RolloutConfig
 from treadle.errors import ConfigError
@@ -199,3 +201,63 @@ def test_an_error_of_the_server_and_its_death_are_failures_and_no_zeros(server):
     for one in (broken, dead):
         assert one.outcome.boundary == "environment" and not one.extra.get("turn_rewards")
     assert "no number: word" in broken.outcome.detail
+
+
+@pytest.fixture
+def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An OpenEnv package, as `openenv init` lays it out, in the working directory."""
+    server = tmp_path / "safe_env" / "server"
+    server.mkdir(parents=True)
+    for folder in (server.parent, server):
+        (folder / "__init__.py").touch()
+    (server / "safe.py").write_text(Path(__file__).with_name("openenv_server.py").read_text())
+    (server / "app.py").write_text(
+        "import os\nfrom .safe import *\napp = create_fastapi_app(Safe, Guess, Hint, max_concurrent_envs=4)\n"
+        "open('pids', 'a').write(f'{os.getpid()}\\n')\n"
+    )
+    (server / "broken.py").write_text("raise RuntimeError('no such game')\n")
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+@pytest.mark.parametrize("name", ["safe_env", "safe_env.server.app:app"])
+def test_the_server_of_a_package_is_started_once_and_ends_with_the_worker(name, package):
+    async def main() -> list[Trajectory]:
+        async with working(configured(f"openenv:{name}"), "3", "7") as (play, _):
+            found = await asyncio.gather(*(play(str(at), seed=7) for at in range(3)))
+            (first,) = (package / "pids").read_text().split()
+            os.kill(int(first), signal.SIGKILL)
+            return [*found, await play("again", seed=7)]
+
+    for one in asyncio.run(main()):
+        assert one.outcome.ok and rewards(one) == [-0.25, 1.0], one.outcome
+    pids = (package / "pids").read_text().split()
+    assert len(pids) == 2
+    wait_until(lambda: not any(is_running(int(pid)) for pid in pids))
+
+
+def test_the_server_of_a_package_ends_with_a_process_that_is_killed(package):
+    async def main() -> None:
+        async with working(configured("openenv:safe_env"), "7") as (play, interpreter):
+            assert (await play("a", seed=7)).outcome.ok
+            os.kill(interpreter.pid, signal.SIGKILL)
+            await asyncio.to_thread(wait_until, lambda: not is_running(int((package / "pids").read_text())))
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("safe_env.server.broken:app", "ended with status 1: "),
+        ("safe_env.server.broken:app", "RuntimeError: no such game"),
+        ("other_env", "no package here has other_env.server.app:app"),
+    ],
+)
+def test_a_package_whose_server_does_not_start_is_a_mistake(name, words, package):
+    async def main() -> None:
+        await (await ForeignEnvironments.start(configured(f"openenv:{name}"))).close()
+
+    with pytest.raises(ConfigError) as caught:
+        asyncio.run(main())
+    assert words in str(caught.value)

@@ -18,8 +18,8 @@ from tests.rollouts import engine, renderer, rollout, say
 from treadle.config import ModelConfig, RolloutConfig
 from treadle.config.rollout import ENVIRONMENT_SCHEMES
 from treadle.errors import ConfigError, EnvironmentFailure
-from treadle.rollout.environments.schemes import SCHEMES, ForeignEnvironments
-from treadle.rollout.foreign import SHIM, ForeignHandle, ForeignInterpreter, ForeignTarget
+from treadle.process.foreign import SHIM, ForeignHandle, ForeignInterpreter, ForeignTarget
+from treadle.rollout.environments.schemes import SCHEMES, ForeignEnvironments, find_environment
 from treadle.rollout.protocol import Job
 from treadle.rollout.worker import AgentLoopWorker
 from treadle.types import SamplingParams, Task, Trajectory
@@ -218,7 +218,7 @@ class Holder:
 
 
 def test_a_call_that_holds_the_interpreter_costs_its_process_and_no_later_session(doors, monkeypatch, capfd):
-    monkeypatch.setattr("treadle.rollout.foreign.ANSWER_S", 1.0)
+    monkeypatch.setattr("treadle.process.foreign.ANSWER_S", 1.0)
     (doors / "holder.py").write_text(BACKTRACKING)
 
     async def main() -> None:
@@ -268,7 +268,7 @@ def wait_until(true: Callable[[], object]) -> None:
 ORPHAN = """
 import asyncio, sys
 from pathlib import Path
-from treadle.rollout.foreign import ForeignInterpreter
+from treadle.process.foreign import ForeignInterpreter
 
 async def main():
     interpreter = await ForeignInterpreter.start(sys.executable, "key", 60)
@@ -312,6 +312,11 @@ def test_mistakes_are_found_before_any_session(doors):
     assert "does not start" in start(environment_python="/bin/false")
     found = start(environment="textarena:Wordle-v0")
     assert "no module 'textarena'" in found and "pip install" in found
+
+
+def test_a_server_of_a_package_needs_an_interpreter_to_end_with():
+    with pytest.raises(ConfigError, match=r"environment_python: to .*python"):
+        find_environment("openenv:echo_env")
 
 
 def test_a_directory_is_answered_with_its_interpreter(doors):

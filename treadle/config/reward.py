@@ -56,6 +56,11 @@ class RewardFunctionConfig(Section):
         "`math` and `reasoning_gym` always are",
     )
     env: Strings = key((), "environment variables it is given beside PATH, HOME and the like; keys and tokens are not")
+    python: str | None = key(
+        None,
+        "interpreter of another virtual environment, in which the function is imported and called, without treadle; "
+        "values are JSON; null for this one",
+    )
 
     def effective_scope(self) -> Literal["sample", "group"]:
         return self.scope or ("group" if self.path in GROUP_FUNCTIONS else "sample")
@@ -270,6 +275,25 @@ def scores_are_bounded(reward: RewardConfig) -> Clashes:
             if name in getattr(reward, kind):
                 problem = f"{name!r} is the name of what a session gives (reward.{name}_weight): names must differ"
                 yield f"reward.{kind}.{name}.{leaf}", problem, None
+
+
+def foreign_functions_can_run(reward: RewardConfig) -> Clashes:
+    """What a function in another interpreter does without."""
+    for name, function in reward.functions.items():
+        place = f"reward.functions.{name}.python"
+        if function.python is None:
+            continue
+        if function.path in REWARD_FUNCTIONS:
+            yield place, f"is an interpreter for a function of yours, and {function.path} is a built-in", "leave it out"
+        elif function.sandbox:
+            problem = "runs a function outside of this interpreter's sandbox, and sandbox is true"
+            yield (
+                place,
+                problem,
+                "leave out one of them; a function with python has the limits of workers, and no fence",
+            )
+        if reward.num_workers == 0:
+            yield place, "is started by a worker, and reward.num_workers is 0", "set reward.num_workers to 1 or more"
 
 
 def group_rewards_are_whole(reward: RewardConfig) -> Clashes:

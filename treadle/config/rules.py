@@ -7,7 +7,12 @@ does that.
 from collections.abc import Callable
 from typing import Any, NoReturn
 
-from treadle.config.reward import group_rewards_are_whole, reward_models_are_whole, scores_are_bounded
+from treadle.config.reward import (
+    foreign_functions_can_run,
+    group_rewards_are_whole,
+    reward_models_are_whole,
+    scores_are_bounded,
+)
 from treadle.config.rollout import AGENT_LOOPS
 from treadle.config.root import SAMPLERS, Config, DataConfig, SFTRunConfig, TrainConfig
 from treadle.config.sandbox import box_is_whole
@@ -237,6 +242,7 @@ def several_nodes_need_ray(config: Config) -> Clashes:
 def reward_models_can_score(config: Config) -> Clashes:
     yield from scores_are_bounded(config.reward)
     yield from reward_models_are_whole(config.reward)
+    yield from foreign_functions_can_run(config.reward)
     yield from group_rewards_are_whole(config.reward)
 
 

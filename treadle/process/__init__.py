@@ -5,6 +5,7 @@
     rpc.py          requests, notifications and cancellations over a channel
     launcher.py     starts a process and ends it; `Launcher` is what a cluster implements too
     child_main.py   the child: `python -m treadle.process`, which runs a `serve` function
+    foreign.py      another interpreter, for code whose packages fight with ours; its calls, and what becomes of it
     foreign_main.py the child in another interpreter, standard library alone: objects by import path
     supervisor.py   restarts, with back-off, and giving up
     interrupt_watcher.py kills this process where code holds the interpreter and Ctrl-C is not heard

@@ -107,6 +107,10 @@ class ForeignObject:
         self.value = made
         return None
 
+    def keep(self, found: Any) -> None:
+        """Hold what was found as it is, such as a function."""
+        self.value = found
+
     def call(self, method: str, arguments: Any, keywords: Any) -> Any:
         return getattr(self.value, method)(*arguments, **keywords)
 
@@ -151,7 +155,9 @@ class ForeignServer:
                 return self._channel.send({"number": number, "body": {"value": None}})  # it has been closed, or will be
             self._running[number] = held
         arguments, keywords = as_records(body.get("arguments", [])), as_records(body.get("keywords", {}))
-        if do == "open":
+        if do == "open" and body.get("as_found"):
+            held.jobs.put((number, lambda: held.keep(find(body))))
+        elif do == "open":
             held.jobs.put((number, lambda: held.build(find(body), arguments, keywords)))
         elif do == "call":
             held.jobs.put((number, lambda: held.call(body["method"], arguments, keywords)))
@@ -203,8 +209,13 @@ def check(body: Any) -> Any:
 
 
 def describe_object(found: Any) -> Any:
-    """What the parent must know of an object before it is built."""
-    return {"is_class": isinstance(found, type), "has_reset": hasattr(found, "reset")}
+    """What the parent must know of an object before it is built or called."""
+    known = {"is_class": isinstance(found, type), "has_reset": hasattr(found, "reset")}
+    try:
+        parameters = inspect.signature(found).parameters.values()
+    except (TypeError, ValueError):
+        return known
+    return {**known, "parameters": [[one.name, int(one.kind), one.default is one.empty] for one in parameters]}
 
 
 def find(body: Any) -> Any:

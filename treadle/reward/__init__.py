@@ -9,6 +9,8 @@ kwargs; verl's `compute_score(data_source, solution_str, ground_truth, extra_inf
 a Score, or a map with "score" and whatever else it wants to report. A worker runs one score at a time; a function that
 only waits for a server, such as a judge behind an API, is better off with `num_workers: 0`, where scores overlap.
 
+With `python` a function is imported and called in another interpreter, a child of its worker, under the same limits.
+
 Reward models are parts of the sum too: `treadle.reward.classifier` holds discriminative ones, `treadle.reward.judge`
 generative ones, `treadle.reward.reward_models` what they have in common. What follows is about functions.
 

@@ -69,6 +69,9 @@ GROUP_ARGUMENTS: Mapping[str, Callable[[Task, Sequence[Trajectory]], Any]] = {
 PARAMETERS: Mapping[str, Iterable[str]] = {"sample": tuple(ARGUMENTS), "group": tuple(GROUP_ARGUMENTS)}
 """The names that are always filled, by scope."""
 
+RECORDS = frozenset({"task", "trajectory", "trajectories"})
+"""Those of them that are filled with records of treadle; the others with values that JSON has."""
+
 GROUND_TRUTH = frozenset({"ground_truth", "answer"})
 """Those of them that hold the ground truth, which is None where a row has none."""
 

@@ -16,7 +16,7 @@ from importlib import import_module
 from typing import Any
 
 from treadle.errors import ConfigError, Mistake, nearest
-from treadle.reward.arguments import ALL_COLUMNS, PARAMETERS
+from treadle.reward.arguments import ALL_COLUMNS, PARAMETERS, RECORDS
 from treadle.reward.builtin import BUILTINS, Builtin
 from treadle.reward.result import RewardResult, read_score, read_scores
 from treadle.sandbox.protocol import BoxSettings
@@ -59,16 +59,30 @@ class RewardFunction:
 
 
 def load_function(
-    name: str, path: str, kwargs: Mapping[str, Any], scope: str = "sample", box: BoxSettings | None = None
+    name: str,
+    path: str,
+    kwargs: Mapping[str, Any],
+    scope: str = "sample",
+    box: BoxSettings | None = None,
+    python: str | None = None,
 ) -> RewardFunction:
     """The function at `path`; a ConfigError with keys relative to its section where it cannot be used.
 
-    `box`: for built-ins that run code.
+    `box`: for built-ins that run code. `python`: the interpreter that it is found in, where that is another.
     """
     builtin = BUILTINS.get(path)
-    call = import_module(builtin.module).score if builtin else _load_callable(path)
-    parameters = _read_parameters(call, path)
+    call: Callable[..., Any]
+    if python is not None:
+        # Brings processes, which a worker can do without.
+        from treadle.reward.foreign_function import load_foreign_function
+
+        call, parameters = load_foreign_function(name, path, python)
+    else:
+        call = import_module(builtin.module).score if builtin else _load_callable(path)
+        parameters = _read_parameters(call, path)
     mistakes = list(_check_parameters(path, parameters, kwargs, scope))
+    if python is not None:
+        mistakes += (_not_sent(path, one) for one in parameters if one in RECORDS and one not in kwargs)
     if mistakes:
         raise ConfigError(mistakes)
     if builtin:
@@ -145,6 +159,14 @@ def _check_parameters(
         elif name not in parameters and not takes_any:
             fix = nearest(name, parameters) or f"it takes {', '.join(parameters) or 'none'}"
             yield Mistake(f"kwargs.{name}", f"{path!r} has no parameter {name!r}", kwargs[name], fix=fix)
+
+
+def _not_sent(path: str, name: str) -> Mistake:
+    problem = f"{path!r} takes {name!r}, a record of treadle, which another interpreter does not know"
+    fix = (
+        f"take what it needs of it: {', '.join(one for one in PARAMETERS['sample'] if one not in RECORDS)}, or a column"
+    )
+    return Mistake("path", problem, path, fix=fix)
 
 
 def _other_scope(name: str, scope: str) -> str | None:

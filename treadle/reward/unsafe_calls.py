@@ -32,7 +32,9 @@ def find_text_run(function: RewardFunctionConfig) -> str | None:
 
 def fenced_by_default(reward: RewardConfig, function: RewardFunctionConfig) -> str | None:
     """The use for which a function is sandboxed though its key does not say so; None where it is not."""
-    if function.sandbox is not None or reward.num_workers == 0 or sys.platform != "linux":
+    if function.sandbox is not None or function.python is not None:
+        return None
+    if reward.num_workers == 0 or sys.platform != "linux":
         return None
     return find_text_run(function)
 
@@ -54,7 +56,12 @@ def find_unsafe_calls(reward: RewardConfig) -> Iterator[str]:
         if function.sandbox or fenced_by_default(reward, function) is not None:
             continue
         found = find_text_run(function)
-        if found is not None:
+        if found is not None and function.python is not None:
+            yield (
+                f"reward.functions.{name}: {found}: answers that reach it run as you, with your files and network: a "
+                "function with python has no sandbox: leave python out, or run programs by the built-in code_tests"
+            )
+        elif found is not None:
             yield (
                 f"reward.functions.{name}: {found}: answers that reach it run as you, with your files and network: "
                 f"set reward.functions.{name}.sandbox=true, and run programs by treadle.reward.sandbox.run_python or "

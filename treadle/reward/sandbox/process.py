@@ -203,7 +203,9 @@ class WorkerProcess:
 async def _launch(reward: RewardConfig, names: tuple[str, ...], sandbox: bool, hidden: tuple[str, ...]) -> LocalProcess:
     """A process that has loaded these functions, or has found mistakes; ScoreFailure where it has done neither."""
     chosen = [(name, reward.functions[name]) for name in names]
-    functions = tuple((name, function.path, function.kwargs, function.effective_scope()) for name, function in chosen)
+    functions = tuple(
+        (name, function.path, function.kwargs, function.effective_scope(), function.python) for name, function in chosen
+    )
     printed = PrintedLines(time.monotonic)
     spec = ProcessSpec(
         f"reward worker ({', '.join(names)})",

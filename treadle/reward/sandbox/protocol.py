@@ -55,10 +55,10 @@ WORKER_CODEC = ChannelCodec(to_parent=RecordCodec(replies=(FunctionReply,), max_
 
 @dataclass(frozen=True, slots=True)
 class RewardWorkerSetup:
-    """What a worker is told first: what to load (name, path, kwargs, scope), the limits, the kind, and what code of a
-    model must not read."""
+    """What a worker is told first: what to load (name, path, kwargs, scope, interpreter), the limits, the kind, and
+    what code of a model must not read."""
 
-    functions: tuple[tuple[str, str, Mapping[str, Any], str], ...]
+    functions: tuple[tuple[str, str, Mapping[str, Any], str, str | None], ...]
     cpu_time_s: float
     memory_mb: int
     sandbox: bool

@@ -90,10 +90,10 @@ def _load(setup: RewardWorkerSetup) -> tuple[dict[str, RewardFunction], dict[str
     """Every function that can be used, and every mistake; with mistakes the parent hangs up after the report."""
     functions: dict[str, RewardFunction] = {}
     mistakes: dict[str, tuple[Mistake, ...]] = {}
-    for name, path, kwargs, scope in setup.functions:
+    for name, path, kwargs, scope, python in setup.functions:
         _OUTPUT.label = name
         try:
-            functions[name] = load_function(name, path, kwargs, scope)
+            functions[name] = load_function(name, path, kwargs, scope, python=python)
         except ConfigError as error:
             mistakes[name] = error.mistakes
     return functions, mistakes

@@ -1,5 +1,7 @@
 """OpenEnv adapter: a session on an OpenEnv server, `openenv:http://localhost:8000`; standard library alone.
 
+`openenv:PACKAGE` starts the server of an installed package, `PACKAGE.server.app:app` or what is named in that form, on
+a loopback port: one for all sessions of this process, started again where it has ended, and killed with this process.
 `environment_kwargs`: `seed` and whatever the server's `reset` takes; `action_field`, the field of an action that the
 model's turn is (null: the only one that is a text); `observation_field`, the field of an observation that the model is
 shown (null: the only text, else the whole observation as JSON); `capacity_timeout_s`, how long a session waits for a
@@ -8,25 +10,59 @@ server whose sessions are all taken. A server that cannot be reached, or that br
 
 from __future__ import annotations
 
+import importlib.util
 import json
+import re
+import socket
+import subprocess
+import sys
+import threading
 import time
 import urllib.error
 import urllib.request
+from collections import deque
 from typing import Any
 
 _FIRST_WAIT_S = 0.1
 _LONGEST_WAIT_S = 2.0
 _ANSWER_S = 10.0
 _OWN = ("done", "reward", "metadata")
+_SCHEMES = ("http://", "https://", "ws://", "wss://")
+_APPLICATION = re.compile(r"[A-Za-z_][\w.]*(:[A-Za-z_]\w*)?")
+_START_S = 300.0
+"""For a package to be imported and its server to answer."""
+
+_SERVE = """
+import fcntl, importlib, os, signal, socket, sys, threading
+
+def end_with_parent():
+    os.read(0, 1)
+    os.killpg(os.getpgrp(), signal.SIGKILL)
+
+if sys.platform == "linux":
+    fcntl.fcntl(0, fcntl.F_SETOWN, -os.getpgrp())
+    fcntl.fcntl(0, fcntl.F_SETSIG, signal.SIGKILL)
+    fcntl.fcntl(0, fcntl.F_SETFL, os.O_ASYNC | os.O_NONBLOCK)
+    try:
+        end_with_parent()
+    except BlockingIOError:
+        pass
+else:
+    threading.Thread(target=end_with_parent, daemon=True).start()
+import uvicorn
+module, _, name = sys.argv[2].partition(":")
+application = getattr(importlib.import_module(module), name)
+config = uvicorn.Config(application, log_level="warning")
+uvicorn.Server(config).run(sockets=[socket.socket(fileno=int(sys.argv[1]))])
+"""
+"""Leads a process group of its own, which ends when its standard input does: by the kernel, where that can do it."""
 
 
 def check(name: str) -> None:
     """LookupError where no server answers."""
     import openenv  # noqa: F401  the client
 
-    if not name.startswith(("http://", "https://", "ws://", "wss://")):
-        raise LookupError(f"{name!r} is no address: write openenv:http://host:port")
-    _get(name, "/health")
+    _get(_find_address(name), "/health")
 
 
 class OpenEnvSession:
@@ -40,8 +76,8 @@ class OpenEnvSession:
         capacity_timeout_s: float = 60.0,
         **options: Any,
     ) -> None:
-        self._url, self._options = url, options
-        self._action_field = action_field or _only_text_field(url)
+        self._url, self._options = _find_address(url), options
+        self._action_field = action_field or _only_text_field(self._url)
         self._observation_field = observation_field
         self._capacity_timeout_s = capacity_timeout_s
         self._client: Any = None
@@ -88,6 +124,88 @@ class OpenEnvSession:
             return str(fields[self._observation_field]) or "Go on."
         texts = [value for value in fields.values() if isinstance(value, str)]
         return (texts[0] if len(texts) == 1 else json.dumps(fields)) or "Go on."
+
+
+class _PackageServer:
+    """The server of a package, in a process of its own."""
+
+    def __init__(self, application: str) -> None:
+        self._application = application
+        self._lines: Any = deque(maxlen=5)
+        with socket.create_server(("127.0.0.1", 0)) as listening:
+            self.address = f"http://127.0.0.1:{listening.getsockname()[1]}"
+            number = listening.fileno()
+            self._process = subprocess.Popen(
+                [sys.executable, "-c", _SERVE, str(number), application],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                pass_fds=[number],
+                start_new_session=True,
+            )
+        self._reading = threading.Thread(target=self._read, daemon=True)
+        self._reading.start()
+
+    @property
+    def over(self) -> bool:
+        return self._process.poll() is not None
+
+    def wait(self) -> str:
+        """Its address, when it answers; LookupError where it ends first, or takes longer than `_START_S`."""
+        deadline = time.monotonic() + _START_S
+        while True:
+            try:
+                _get(self.address, "/health")
+                return self.address
+            except LookupError:
+                if self.over:
+                    self._reading.join(1.0)
+                    said = f": {' | '.join(self._lines)}" if self._lines else ""
+                    raise LookupError(
+                        f"the server of {self._application} ended with status {self._process.returncode}{said}"
+                    ) from None
+                if time.monotonic() > deadline:
+                    self._process.kill()
+                    raise
+            time.sleep(_FIRST_WAIT_S)
+
+    def _read(self) -> None:
+        assert self._process.stdout is not None
+        for line in self._process.stdout:
+            if line.strip():
+                self._lines.append(line.decode(errors="replace").strip()[:200])
+
+
+_SERVERS: dict[str, _PackageServer] = {}
+_STARTING = threading.Lock()
+
+
+def _find_address(name: str) -> str:
+    """The address of a server: the one that is given, or that of a package's, which is started unless it runs."""
+    if name.startswith(_SCHEMES):
+        return name
+    application = name if ":" in name else f"{name}.server.app:app"
+    if _APPLICATION.fullmatch(name) is None or not _is_there(application.partition(":")[0]):
+        raise LookupError(
+            f"{name!r} is no address, and no package here has {application}: write openenv:http://host:port, or the "
+            "name of a package"
+        )
+    with _STARTING:
+        if application in _SERVERS:
+            try:
+                return _SERVERS[application].wait()
+            except LookupError:
+                if not _SERVERS[application].over:
+                    raise
+        server = _SERVERS[application] = _PackageServer(application)
+        return server.wait()
+
+
+def _is_there(module: str) -> bool:
+    try:
+        return importlib.util.find_spec(module) is not None
+    except ModuleNotFoundError:
+        return False
 
 
 def _is_full(error: BaseException) -> bool:

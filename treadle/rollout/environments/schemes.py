@@ -4,6 +4,7 @@ Owns which adapter a scheme is, and how an environment is found before any sessi
 package or a server that does not answer is a ConfigError.
 """
 
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cache, partial
@@ -14,8 +15,8 @@ from typing import Any
 from treadle.config.plugin import load_object
 from treadle.config.rollout import MultiTurnConfig, RolloutConfig
 from treadle.errors import ConfigError, EnvironmentFailure, Mistake, RunError
-from treadle.rollout.foreign import ForeignError, ForeignHandle, ForeignInterpreter, ForeignTarget, as_record
-from treadle.rollout.foreign import import_mistake as foreign_mistake
+from treadle.process.foreign import ForeignError, ForeignHandle, ForeignInterpreter, ForeignTarget, as_record
+from treadle.process.foreign import import_mistake as foreign_mistake
 from treadle.types import Task
 
 KEY = "rollout.multi_turn.environment"
@@ -66,6 +67,10 @@ def find_environment(path: str) -> EnvironmentSource:
         build = load_object(path, KEY)
         has_reset = hasattr(build, "reset")
         return EnvironmentSource(build, not (isinstance(build, type) and has_reset))
+    if scheme.package == "openenv" and "://" not in name:
+        problem = "starts the server of a package, which belongs to a process beside this one"
+        fix = f"set {PYTHON_KEY}: to {sys.executable} where that has the package"
+        raise ConfigError([Mistake(KEY, problem, path, fix=fix)])
     adapter = import_module(f"treadle.rollout.environments.{scheme.module}")
     try:
         adapter.check(name)

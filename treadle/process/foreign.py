@@ -28,7 +28,7 @@ from treadle.process.rpc import RpcCancel, RpcNotify, RpcReply, RpcRequest, ungu
 from treadle.process.supervisor import RestartPolicy, Supervisor
 from treadle.terminal import warn
 
-SHIM = Path(__file__).parents[1] / "process" / "foreign_main.py"
+SHIM = Path(__file__).with_name("foreign_main.py")
 MAX_BYTES = 64 << 20
 RECORD = "$record"
 ANSWER_S = 10.0
@@ -62,7 +62,7 @@ class ForeignInterpreter:
     """A process of another Python. Started by `start`; `close` is the last call."""
 
     def __init__(self, python: str, key: str, start_timeout_s: float) -> None:
-        command = (_find_python(python, key), "-E", str(SHIM))
+        command = (find_python(python, key), "-E", str(SHIM))
         self._spec = ProcessSpec(
             name=f"the process of {python}",
             serve="",
@@ -201,7 +201,8 @@ def import_mistake(error: ForeignError, target: str, key: str, python: str, pyth
     return Mistake(key, str(error) if "LookupError" not in error.kinds else error.text, target)
 
 
-def _find_python(python: str, key: str) -> str:
+def find_python(python: str, key: str) -> str:
+    """The interpreter at a path, which may begin with ~; a ConfigError where there is none."""
     path = os.path.abspath(os.path.expanduser(python))  # a link is not followed: it is how Python finds its environment
     if os.path.isfile(path) and os.access(path, os.X_OK):
         return path
