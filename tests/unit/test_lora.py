@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from tests.policies import CPU, make_policy, save_tiny_model, weights
+from tests.policies import CPU, make_actor, make_policy, save_tiny_model, weights
 from tests.sharded import make_batch, ragged
 from treadle.algorithm.advantage_inputs import rows_of
 from treadle.config import loads
@@ -23,7 +23,7 @@ from treadle.errors import ConfigError, RunError
 from treadle.model.checksum import checksum
 from treadle.model.load import load_causal_model
 from treadle.model.lora import LoraSettings, find_targets
-from treadle.model.peft_files import read_adapter
+from treadle.model.peft_files import StoredAdapter, read_adapter, write_adapter
 from treadle.policy.policy import Sampling, SinglePolicy
 from treadle.policy.reference import FrozenReference, SingleReference
 from treadle.weights.sync import PolicySender, WeightSync
@@ -217,6 +217,31 @@ def test_an_adapter_of_another_model_is_refused(base: Path, tmp_path: Path) -> N
         load_causal_model(
             ModelConfig(path=str(base), adapter=str(tmp_path / "adapter-2")), dtype=torch.float32, device=CPU
         )
+
+
+def test_an_adapter_that_unties_the_output_layer_is_refused_beside_vllm(tmp_path: Path) -> None:
+    """vLLM keeps the layer tied and drops the weights that it is sent for it, without a word."""
+
+    def create(adapter: Path, engine: str) -> SinglePolicy:
+        return SinglePolicy.create(
+            model=ModelConfig(path=str(tmp_path / "tied"), adapter=str(adapter)),
+            actor=make_actor(),
+            rollout_correction=RolloutCorrectionConfig(),
+            sampling=Sampling(1.0, response_length=16, engine=engine),
+            total_steps=10,
+            device=CPU,
+        )
+
+    tied = save_tiny_model(tmp_path / "tied", tie_word_embeddings=True)
+    make_lora(tied).save(tmp_path / "inner")
+    create(tmp_path / "inner", "vllm")
+    module = AutoModelForCausalLM.from_pretrained(tied)
+    layer = module.lm_head
+    factors = {"lm_head": (torch.ones(2, layer.in_features), torch.ones(layer.out_features, 2))}
+    write_adapter(tmp_path / "output", module, StoredAdapter(LoraSettings(2, 4.0), factors, None))
+    create(tmp_path / "output", "native")
+    with pytest.raises(ConfigError, match=r"model\.adapter.*changes the output layer, which vLLM ties"):
+        create(tmp_path / "output", "vllm")
 
 
 def test_tensors_that_are_no_factors_are_refused(base: Path, tmp_path: Path) -> None:

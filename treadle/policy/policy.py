@@ -23,7 +23,7 @@ from treadle.config.rollout import ModelConfig, RolloutConfig
 from treadle.config.training import ActorConfig, RefConfig, RolloutCorrectionConfig
 from treadle.errors import ConfigError, Mistake, MisuseError
 from treadle.model.checksum import checksum
-from treadle.model.load import load_causal_model, shares_prefixes
+from treadle.model.load import load_causal_model, load_model_config, shares_prefixes
 from treadle.model.rope import has_dynamic_ntk, rope_threshold
 from treadle.policy.checkpoint_files import load_model, restore_training, save_model, save_training
 from treadle.policy.lora_weights import LoraWeights, create_lora
@@ -105,6 +105,7 @@ class PolicyLearner:
         dp_group: DataParallelGroup = SINGLE_RANK,
     ) -> None:
         _refuse_foreign_rope(network, sampling)
+        _refuse_lost_output_layer(network, model, sampling)
         self._network = network
         self._optimizer = optimizer
         self._model = model
@@ -308,6 +309,16 @@ def _refuse_foreign_rope(network: DecoderNetwork, sampling: Sampling) -> None:
         problem = f"vLLM computes dynamic NTK rope beyond {threshold:,} tokens otherwise than {type(config).__name__}"
         fix = f"keep rollout.max_model_len at {threshold} or below, or sample with rollout.name=native"
         raise ConfigError([Mistake("rollout.name", problem, "vllm", fix=fix)])
+
+
+def _refuse_lost_output_layer(network: DecoderNetwork, model: ModelConfig, sampling: Sampling) -> None:
+    """vLLM builds `model.path` and ties its output layer: it takes no weights of its own for that, and says nothing."""
+    if sampling.engine != "vllm" or model.adapter is None:
+        return
+    if load_model_config(model).tie_word_embeddings and not network.module.config.tie_word_embeddings:
+        problem = f"{model.adapter} changes the output layer, which vLLM ties to the embedding, as model.path does"
+        fix = "export the merged model and train that (treadle.Policy(...).save), or sample with rollout.name=native"
+        raise ConfigError([Mistake("model.adapter", problem, model.adapter, model.origin("adapter"), fix)])
 
 
 def _to(values: Tensor | None, device: torch.device) -> Tensor | None:
