@@ -9,8 +9,9 @@ little `--memory` it shows how many run at once, and how often sequences have to
 of several turns, `--given` new tokens and `--sampled` ones each, in step or, with `--tool LOW HIGH`, with tools that
 take so many seconds between two turns: seconds for all of them, and what the prefix cache had to evict. The limit
 printed beside `even` counts the bytes that one decode step must read (weights once, keys and values once) at a copy
-bandwidth measured in the same run. A peer file has a JSON line for each figure, {"peer": NAME, "concurrent": N,
-"tokens_per_s": X}, from the same machine: ratios to it are printed.
+bandwidth measured in the same run. A peer file has a JSON line for each figure, {"peer": NAME, "work": "even",
+"concurrent": N, "tokens_per_s": X}, or "seconds" for all sessions of `turns`, from the same machine: ratios to it are
+printed.
 """
 
 import argparse
@@ -21,6 +22,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from random import Random
+from typing import NamedTuple
 
 import torch
 
@@ -94,8 +96,9 @@ async def talk(engine: Engine, uid: str, given: Sequence[tuple[int, ...]], optio
     return preemptions
 
 
-async def bench_turns(model: ModelConfig, count: int, options: argparse.Namespace) -> str:
-    """The best of some runs with this many sessions, after one that warms up."""
+async def bench_turns(model: ModelConfig, count: int, options: argparse.Namespace) -> tuple[float, str]:
+    """Seconds of the best of some runs with this many sessions, after one that warms up; and what else there is to
+    say."""
     vocab = load_model_config(model).vocab_size
     length = options.turns * (options.given + options.sampled)
     rollout = RolloutConfig(
@@ -118,7 +121,7 @@ async def bench_turns(model: ModelConfig, count: int, options: argparse.Namespac
         counters = await engine.cache_counters() if isinstance(engine, NativeEngine) else None
     finally:
         await engine.close()
-    return f"{best:8.2f} s, {1000 * best / count:6.2f} ms a session, {preemptions} preemptions, {counters}"
+    return best, f"{1000 * best / count:6.2f} ms a session, {preemptions} preemptions, {counters}"
 
 
 WORK: dict[str, Work] = {"even": even, "short": short, "mixed": mixed, "long": long}
@@ -191,12 +194,35 @@ def limit(model: ModelConfig, device: str, count: int, tokens: int, bandwidth: f
     return count * bandwidth / (weights + count * per_token * (PROMPT_TOKENS + tokens / 2))
 
 
-def read_peers(file: Path | None) -> list[tuple[str, int, float]]:
-    """Name, requests at once and tokens per second of each figure."""
+class PeerFigure(NamedTuple):
+    """Another engine's figure: tokens per second, or seconds in `turns`."""
+
+    peer: str
+    work: str
+    concurrent: int
+    figure: float
+
+
+def read_peers(file: Path | None) -> list[PeerFigure]:
+    """The figures of a peer file. Lines that name no work have that of their unit."""
     if file is None:
         return []
-    lines = [json.loads(line) for line in file.read_text().splitlines() if line.startswith("{")]
-    return [(line["peer"], line["concurrent"], line["tokens_per_s"]) for line in lines if "tokens_per_s" in line]
+    found = []
+    for line in (json.loads(text) for text in file.read_text().splitlines() if text.startswith("{")):
+        unit, work = ("seconds", "turns") if "seconds" in line else ("tokens_per_s", "even")
+        if unit in line:
+            found.append(PeerFigure(line["peer"], line.get("work", work), line["concurrent"], line[unit]))
+    return found
+
+
+def compare(peers: Sequence[PeerFigure], kind: str, count: int, ours: float) -> str:
+    """How many times as fast as each peer this is, at the same work."""
+    same = [peer for peer in peers if (peer.work, peer.concurrent) == (kind, count)]
+    times = [peer.figure / ours if kind == "turns" else ours / peer.figure for peer in same]
+    unit = " s" if kind == "turns" else ""
+    return "".join(
+        f", {ratio:.1f} × {peer.peer} ({peer.figure:,.0f}{unit})" for ratio, peer in zip(times, same, strict=True)
+    )
 
 
 def main() -> None:
@@ -223,15 +249,15 @@ def main() -> None:
     for kind in options.work:
         for count in options.concurrent:
             if kind == "turns":
-                print(f"turns  {count:6} sessions: {asyncio.run(bench_turns(model, count, options))}", flush=True)
-                continue
-            rate, preemptions = asyncio.run(bench(model, kind, count, options))
-            line = f"{kind:6} {count:6} at once: {rate:12,.0f} tokens/s"
-            line += f", {preemptions} preemptions" if preemptions else ""
+                ours, also = asyncio.run(bench_turns(model, count, options))
+                line = f"turns  {count:6} sessions: {ours:8.2f} s, {also}"
+            else:
+                ours, preemptions = asyncio.run(bench(model, kind, count, options))
+                line = f"{kind:6} {count:6} at once: {ours:12,.0f} tokens/s"
+                line += f", {preemptions} preemptions" if preemptions else ""
             if kind == "even":
-                line += f", {rate / limit(model, options.device, count, options.tokens, bandwidth):6.1%} of the limit"
-                ratios = [f"{rate / other:.1f} × {name} ({other:,.0f})" for name, at, other in peers if at == count]
-                line += "".join(f", {ratio}" for ratio in ratios)
+                line += f", {ours / limit(model, options.device, count, options.tokens, bandwidth):6.1%} of the limit"
+            line += compare(peers, kind, count, ours)
             print(line, flush=True)
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 from tests.letters import decode, encode
 from treadle.config.rollout import FailureConfig, LimitsConfig, ScriptedConfig
-from treadle.engine.protocol import WeightUpdate
+from treadle.engine.protocol import ConfirmedWeights, WeightUpdate
 from treadle.engine.replica_set import RoutingOptions
 from treadle.engine.router import Router
 from treadle.engine.scripted import ScriptedEngine
@@ -54,12 +54,12 @@ class BreakableEngine(ScriptedEngine):
             raise EngineFailure(self.dead)
         await super().pause()
 
-    async def update_weights(self, update: WeightUpdate) -> str:
+    async def update_weights(self, update: WeightUpdate) -> ConfirmedWeights:
         if self.drops_weights:
             raise EngineFailure("out of memory")
         await asyncio.sleep(self.weights_take_s)
-        checksum = await super().update_weights(update)
-        return f"not {checksum}" if self.damages_weights else checksum
+        confirmed = await super().update_weights(update)
+        return ConfirmedWeights(f"not {confirmed.checksum}") if self.damages_weights else confirmed
 
 
 def replica(name: str, *, latency_s: float = 10.0, version: int = 0, **keys: Any) -> BreakableEngine:

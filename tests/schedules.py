@@ -15,7 +15,7 @@ from treadle.config import TrainConfig, loads
 from treadle.config.rollout import OnWeightUpdate
 from treadle.data.task_feed import load_feed
 from treadle.data.task_source import TaskSource
-from treadle.engine.protocol import WeightUpdate
+from treadle.engine.protocol import ConfirmedWeights, WeightUpdate
 from treadle.journal import Journal
 from treadle.model.checksum import checksum
 from treadle.observe.trackers import Trackers
@@ -137,10 +137,10 @@ class Rollout:
                 self.journal.add(trajectory)
         return replace(group, trajectories=tuple(finished.get(done.sample, done) for done in group.trajectories))
 
-    async def update_weights(self, update: WeightUpdate, *, running: OnWeightUpdate = "continue") -> str:
+    async def update_weights(self, update: WeightUpdate, *, running: OnWeightUpdate = "continue") -> ConfirmedWeights:
         self.version = update.version
         self.on_push(update.version)
-        return update.checksum
+        return ConfirmedWeights(update.checksum)
 
     async def watch(self) -> None:
         if self.dies is None:

@@ -341,7 +341,7 @@ def test_new_weights_are_confirmed_and_show_in_the_versions(stage: Stage) -> Non
             with pytest.raises(MisuseError, match="cannot be changed"):
                 await engine.update_weights(update)
             return
-        assert await engine.update_weights(update) == "checksum"
+        assert (await engine.update_weights(update)).checksum == "checksum"
         assert engine.version == update.version
         assert set((await engine.generate(short())).versions) == {update.version}
 

@@ -32,7 +32,7 @@ from tests.letters import STOP, ask, decode
 from treadle.config import ModelConfig, RolloutConfig
 from treadle.config.rollout import LimitsConfig
 from treadle.engine.native.engine import NativeEngine
-from treadle.engine.protocol import Engine, EngineGone, WeightUpdate
+from treadle.engine.protocol import ConfirmedWeights, Engine, EngineGone, WeightUpdate
 from treadle.engine.vllm.engine import VLLMEngine
 from treadle.engine.vllm.process import ServerProcess
 from treadle.errors import ConfigError, DeadlineError, EngineFailure, RequestRefused, RunError
@@ -97,12 +97,12 @@ def server(loop: Loop, directory: Path) -> Iterator[ServerProcess]:
 class Confirming(VLLMEngine):
     """Where the contract sends no tensors and a made-up word, real ones travel and their own word is proven."""
 
-    async def update_weights(self, update: WeightUpdate) -> str:
+    async def update_weights(self, update: WeightUpdate) -> ConfirmedWeights:
         if update.checksum != "checksum":
             return await super().update_weights(update)
         sender = PolicySender(Weights(letters_model()), transport=SharedMemoryTransport(timeout_s=20))  # type: ignore[arg-type]
         await WeightSync(sender, timeout_s=60).push_to(self, update.version)
-        return update.checksum
+        return ConfirmedWeights(update.checksum)
 
 
 @pytest.fixture

@@ -22,7 +22,7 @@ from torch import Tensor
 from tests.halting import Halting
 from tests.loop import Loop
 from treadle.config import FailureConfig, LimitsConfig, ModelConfig, RolloutConfig
-from treadle.engine.protocol import Engine, WeightUpdate
+from treadle.engine.protocol import ConfirmedWeights, Engine, WeightUpdate
 from treadle.engine.remote import RemoteEngine, start_native_engine
 from treadle.engine.router import Router
 from treadle.engine.vllm.engine import VLLMEngine
@@ -98,7 +98,7 @@ class Victim(RemoteEngine):
 
     flag: Path
 
-    async def update_weights(self, update: WeightUpdate) -> str:
+    async def update_weights(self, update: WeightUpdate) -> ConfirmedWeights:
         return await super().update_weights(replace(update, tensors=Halting(update.tensors, self.flag)))
 
 

@@ -18,7 +18,7 @@ import pytest
 import torch
 
 from tests.policies import make_policy, save_tiny_model
-from treadle.engine.protocol import WeightUpdate
+from treadle.engine.protocol import ConfirmedWeights, WeightUpdate
 from treadle.errors import DeadlineError, EngineFailure, RunError
 from treadle.model.checksum import checksum
 from treadle.policy.policy import SinglePolicy
@@ -95,9 +95,9 @@ class Reader:
                 raise EngineFailure(rest)
         raise EngineFailure(f"{self.name} died")
 
-    async def update_weights(self, update: WeightUpdate) -> str:
+    async def update_weights(self, update: WeightUpdate) -> ConfirmedWeights:
         self.open(update)
-        return await asyncio.to_thread(self.result)
+        return ConfirmedWeights(await asyncio.to_thread(self.result))
 
     def kill(self) -> None:
         os.kill(self.process.pid, signal.SIGKILL)
@@ -115,7 +115,7 @@ class Both:
     def __init__(self, *readers: Reader) -> None:
         self.readers = readers
 
-    async def update_weights(self, update: WeightUpdate) -> str:
+    async def update_weights(self, update: WeightUpdate) -> ConfirmedWeights:
         words = await asyncio.gather(*(reader.update_weights(update) for reader in self.readers))
         assert len(set(words)) == 1
         return words[0]
@@ -200,7 +200,7 @@ def test_a_receiver_that_hangs_does_not_keep_the_others_from_their_weights(
     async def main() -> str:
         update = await sender.publish(1)
         stuck.open(update)
-        word = await readers[0].update_weights(update)
+        word = (await readers[0].update_weights(update)).checksum
         stuck.kill()
         await sender.retire(1)
         return word
@@ -218,7 +218,7 @@ def test_more_receivers_than_expected_and_latecomers_are_served(
         words = await asyncio.gather(*(reader.update_weights(update) for reader in readers))
         words.append(await readers[0].update_weights(update))
         await sender.retire(1)
-        return set(words)
+        return {word.checksum for word in words}
 
     assert asyncio.run(main()) == {checksum(policy.tensors())}
 
@@ -234,10 +234,10 @@ async def _impatient(sender: PolicySender, stuck: Reader) -> None:
     class Silent:
         name = stuck.name
 
-        async def update_weights(self, update: WeightUpdate) -> str:
+        async def update_weights(self, update: WeightUpdate) -> ConfirmedWeights:
             stuck.open(update)
             await asyncio.sleep(30)
-            return ""
+            return ConfirmedWeights("")
 
     try:
         await WeightSync(sender, timeout_s=1).push_to(Silent(), 1)

@@ -47,3 +47,18 @@ def test_every_benchmark_imports_what_there_is() -> None:
 @pytest.mark.parametrize("name", SMALL)
 def test_a_benchmark_prints_its_table(name: str) -> None:
     assert run(f"bench/{name}.py", *SMALL[name].split())
+
+
+def test_turns_of_sessions_are_compared_with_a_peer_as_well(tmp_path: Path) -> None:
+    """In seconds for all of them; a peer's figure for other work, or for another number, is left out."""
+    peers = tmp_path / "peers.jsonl"
+    peers.write_text(
+        "warming up\n"
+        '{"peer": "other", "concurrent": 2, "seconds": 3600}\n'
+        '{"peer": "wide", "concurrent": 9, "seconds": 3600}\n'
+        '{"peer": "even", "concurrent": 2, "tokens_per_s": 1}\n'
+    )
+    words = "--device cpu --work turns --concurrent 2 --turns 2 --given 8 --sampled 4 --repeats 1 --peer"
+    shown = run("bench/engine.py", *words.split(), str(peers))
+    assert "2 sessions:" in shown and "× other (3,600 s)" in shown
+    assert "wide" not in shown and "even" not in shown

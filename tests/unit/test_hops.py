@@ -27,7 +27,7 @@ from treadle.data.task_feed import TaskFeed
 from treadle.data.task_source import TaskSource
 from treadle.engine.native.engine import NativeEngine
 from treadle.engine.native.engine_thread import EngineThread
-from treadle.engine.protocol import Engine, WeightUpdate
+from treadle.engine.protocol import ConfirmedWeights, Engine, WeightUpdate
 from treadle.engine.remote import EngineServer, RemoteEngine
 from treadle.engine.replica_supervisor import ReplicaSupervisor, StartedEngines
 from treadle.engine.scripted import ScriptedEngine
@@ -193,7 +193,7 @@ def test_new_weights_reach_the_engine_in_6_calls(tmp_path):
     chains: list[list[str]] = []
 
     class Watched(ScriptedEngine):
-        async def update_weights(self, update: WeightUpdate) -> str:
+        async def update_weights(self, update: WeightUpdate) -> ConfirmedWeights:
             chains.append(["Trainer.push", *call_chain("trainer/trainer.py:push"), "Engine.update_weights"])
             return await super().update_weights(update)
 

@@ -12,7 +12,7 @@ import torch
 from tests.tiny import VOCABULARY, tiny
 from treadle.config import ModelConfig, RolloutConfig
 from treadle.engine.native.engine import NativeEngine
-from treadle.engine.protocol import WeightUpdate
+from treadle.engine.protocol import ConfirmedWeights, WeightUpdate
 from treadle.engine.remote import EngineCall, EngineServer
 from treadle.errors import ConfigError, EngineFailure, MisuseError, RequestRefused
 from treadle.model.checksum import checksum
@@ -95,7 +95,7 @@ def test_new_weights_are_copied_confirmed_and_used() -> None:
         before = await engine.generate(ask())
         tensors = dict(other.named_parameters())
         known = checksum(tensors)
-        assert await engine.update_weights(WeightUpdate(1, known, tensors)) == known
+        assert (await engine.update_weights(WeightUpdate(1, known, tensors))).checksum == known
         after = await engine.generate(ask())
         assert after.ids != before.ids and set(after.versions) == {1}
         fresh = await NativeEngine.create(ROLLOUT, other, version=1)
@@ -122,7 +122,7 @@ def test_weights_that_pass_by_are_read_once() -> None:
         tensors = dict(other.named_parameters())
         known = checksum(tensors)
         update = WeightUpdate(1, known, MappingProxyType(Passing(tensors)))
-        assert await engine.update_weights(update) == known
+        assert (await engine.update_weights(update)).checksum == known
 
     play(body)
 
@@ -154,12 +154,36 @@ def test_sampling_goes_on_while_new_weights_arrive_and_every_token_has_its_versi
         early = await engine.generate(ask(uid="early"))
         assert set(early.versions) == {0}, "it was sampled to its end before the weights were there"
         slow.arrived.set()
-        assert await push == checksum(other) and slow.reader != engine.name
+        assert (await push).checksum == checksum(other) and slow.reader != engine.name
         assert set((await engine.generate(ask(uid="late"))).versions) == {1}
         for task in long:
             task.cancel()
 
     play(body)
+
+
+@pytest.mark.parametrize("overlaps", [True, False])
+def test_an_update_tells_how_long_nothing_was_sampled(monkeypatch: pytest.MonkeyPatch, overlaps: bool) -> None:
+    """Tensors that arrive beside the old ones cost no pause; those that are copied straight into place do."""
+    now, other = 0.0, dict(tiny(seed=5).named_parameters())
+    monkeypatch.setattr("treadle.engine.native.scheduler.perf_counter", lambda: now)
+
+    class Late(Slow):
+        def batches(self) -> Iterator[list[tuple[str, torch.Tensor]]]:
+            nonlocal now
+            now += 2.5
+            yield from super().batches()
+
+    async def body(engine: NativeEngine) -> None:
+        late, seen = Late(other), asyncio.Event()
+        late.arrived.set()
+        long = asyncio.ensure_future(sample_on(engine, "long", seen))
+        await seen.wait()
+        confirmed = await engine.update_weights(WeightUpdate(1, "", late))  # type: ignore[arg-type]
+        assert confirmed == ConfirmedWeights(checksum(other), 0.0 if overlaps else 2.5)
+        long.cancel()
+
+    play(body, rollout=RolloutConfig(**{**ROLLOUT.values(), "overlap_weight_updates": overlaps}))
 
 
 def test_weights_that_find_no_room_beside_the_old_ones_are_copied_into_place(
@@ -178,7 +202,7 @@ def test_weights_that_find_no_room_beside_the_old_ones_are_copied_into_place(
         with monkeypatch.context() as patch:
             patch.setattr("treadle.engine.native.engine._room_for", full)
             known = checksum(other)
-            assert await engine.update_weights(WeightUpdate(1, known, slow)) == known  # type: ignore[arg-type]
+            assert (await engine.update_weights(WeightUpdate(1, known, slow))).checksum == known  # type: ignore[arg-type]
         assert slow.reader == engine.name and slow.reads == 1
         assert "no room for them beside the old ones (CUDA out of memory" in caplog.text
         assert set((await engine.generate(ask(uid="late"))).versions) == {1}
@@ -232,7 +256,7 @@ def test_a_shared_module_only_confirms() -> None:
             for weight in module.parameters():
                 weight.mul_(1.5)
         known = checksum(dict(module.named_parameters()))
-        assert await engine.update_weights(WeightUpdate(1, known, {})) == known
+        assert (await engine.update_weights(WeightUpdate(1, known, {}))).checksum == known
         await engine.resume()
         assert (await engine.generate(ask())).logprobs != before.logprobs
 
@@ -292,7 +316,7 @@ def test_weights_that_break_off_halfway_sample_nothing_until_a_whole_update_has_
             await engine.health()
         assert engine.version == 0
         known = checksum(other)
-        assert await engine.update_weights(WeightUpdate(2, known, other)) == known
+        assert (await engine.update_weights(WeightUpdate(2, known, other))).checksum == known
         await engine.health()
         mended = await engine.generate(ask())
         fresh = await NativeEngine.create(ROLLOUT, tiny(seed=9), version=2)

@@ -13,7 +13,7 @@ from tests import virtual_time
 from treadle.cluster import local
 from treadle.cluster.local import LocalReplicas
 from treadle.config.rollout import FailureConfig, LimitsConfig
-from treadle.engine.protocol import Engine, EngineGone, WeightUpdate
+from treadle.engine.protocol import ConfirmedWeights, Engine, EngineGone, WeightUpdate
 from treadle.engine.replica_set import RoutingOptions
 from treadle.engine.replica_supervisor import ReplicaSupervisor
 from treadle.engine.requests import continuation_of
@@ -59,10 +59,10 @@ class Frail:
         await self._alive()
         return Completion((self.version,), (0.0,), (self.version,), StopReason.STOP, replica=self.name)
 
-    async def update_weights(self, update: WeightUpdate) -> str:
+    async def update_weights(self, update: WeightUpdate) -> ConfirmedWeights:
         await self._alive()
         self.version = update.version
-        return update.checksum
+        return ConfirmedWeights(update.checksum)
 
     async def abort(self, session: str | None = None) -> None: ...
 
@@ -212,7 +212,7 @@ def test_a_push_reaches_the_replacement_before_any_request_does() -> None:
         pushed = asyncio.ensure_future(engine.update_weights(WeightUpdate(5, "sum", {})))
         asked = asyncio.ensure_future(engine.generate(REQUEST))
         await soon(lambda: len(scene.nurseries[0].born) == 2)
-        assert await pushed == "sum"
+        assert (await pushed).checksum == "sum"
         assert (await asked).ids == (5,) and engine.version == 5
         await engine.close()
 
@@ -325,7 +325,7 @@ def test_a_replacement_that_dies_before_it_has_weights_is_succeeded() -> None:
         await soon(lambda: len(born) == 2)
         await asyncio.sleep(0.01)
         born[1].kill()
-        assert await engine.update_weights(WeightUpdate(5, "sum", {})) == "sum"
+        assert (await engine.update_weights(WeightUpdate(5, "sum", {}))).checksum == "sum"
         assert len(born) == 3 and (await engine.generate(REQUEST)).ids == (5,)
         await engine.close()
 
@@ -741,7 +741,7 @@ def test_a_frozen_engine_is_replaced_before_it_is_told_something_that_is_waited_
         (nursery,) = scene.nurseries
         freeze(nursery.born[0])
         if order == "update":
-            assert await engine.update_weights(WeightUpdate(1, "sum", {})) == "sum"
+            assert (await engine.update_weights(WeightUpdate(1, "sum", {}))).checksum == "sum"
         else:
             await engine.pause()
         await soon(lambda: len(nursery.born) == 2)
@@ -769,7 +769,7 @@ def test_an_engine_that_takes_in_weights_is_not_replaced_however_long_it_is_sile
         assert not first._death.done()
         first.frozen = False
         first.busy.set()
-        assert await pushed == "sum"
+        assert (await pushed).checksum == "sum"
         await router.close()
 
     play(body)

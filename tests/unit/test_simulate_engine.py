@@ -115,7 +115,7 @@ def test_an_update_stops_the_engine_and_splits_the_versions():
     async def scene(engine):
         sampling = asyncio.ensure_future(timed(engine.generate(request("a", 100))))
         await asyncio.sleep(0.25)
-        assert await engine.update_weights(WeightUpdate(3, "sum", {})) == "sum"
+        assert (await engine.update_weights(WeightUpdate(3, "sum", {}))).checksum == "sum"
         return await sampling
 
     ended, completion = play(scene, push_s=2.0)

@@ -96,10 +96,21 @@ def test_an_update_splits_an_answer_exactly_where_the_version_changed() -> None:
     async def body(serving: RequestTracker[Running], counter: Counter) -> None:
         task = begin(serving, 1)
         await asyncio.sleep(4.5)
-        assert await serving.update(7, b"word", "word") == "word"
+        assert (await serving.update(7, b"word", "word")).checksum == "word"
         result = await task
         assert result.ids == tuple(range(10)) and result.stop is StopReason.LENGTH
         assert result.versions() == (0,) * 4 + (7,) * 6
+
+    play(body)
+
+
+def test_an_update_tells_how_long_nothing_was_sampled() -> None:
+    async def body(serving: RequestTracker[Running], counter: Counter) -> None:
+        task = begin(serving, 1)
+        await asyncio.sleep(4.5)
+        assert (await serving.update(1, b"word", "word")).pause_s == pytest.approx(2.0)
+        assert (await serving.update(2, None)).pause_s == pytest.approx(0.0)
+        await task
 
     play(body)
 
@@ -201,7 +212,7 @@ def test_weights_with_another_checksum_serve_nobody() -> None:
     async def body(serving: RequestTracker[Running], counter: Counter) -> None:
         task = begin(serving, 1)
         await asyncio.sleep(1.5)
-        assert await serving.update(1, b"other", "word") == "other", "whoever pushed compares, too"
+        assert (await serving.update(1, b"other", "word")).checksum == "other", "whoever pushed compares, too"
         with pytest.raises(EngineFailure, match="version 1 did not arrive as they were sent"):
             await task
         await serving.update(2, b"word", "word")
@@ -213,7 +224,7 @@ def test_weights_with_another_checksum_serve_nobody() -> None:
 def test_an_update_without_tensors_only_counts() -> None:
     async def body(serving: RequestTracker[Running], counter: Counter) -> None:
         await serving.update(1, b"word", "word")
-        assert await serving.update(2, None) == "word" and counter.loads == [b"word"]
+        assert (await serving.update(2, None)).checksum == "word" and counter.loads == [b"word"]
 
     play(body)
 

@@ -1,5 +1,6 @@
 import asyncio
 import time
+from dataclasses import replace
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ from tests.configs import training_config
 from tests.letters import decode, encode
 from tests.policies import make_policy, save_tiny_model
 from treadle.config.rollout import OnWeightUpdate, ScriptedConfig
-from treadle.engine.protocol import WeightUpdate
+from treadle.engine.protocol import ConfirmedWeights, WeightUpdate
 from treadle.engine.router import Router
 from treadle.errors import DeadlineError, EnginesLost, RunError
 from treadle.model.checksum import checksum
@@ -34,14 +35,14 @@ class Receiver:
         self._hang = hang
         self.update: WeightUpdate | None = None
 
-    async def update_weights(self, update: WeightUpdate) -> str:
+    async def update_weights(self, update: WeightUpdate) -> ConfirmedWeights:
         self.update = update
         if self._hang:
             await asyncio.Event().wait()
         held = {name: tensor.clone() for name, tensor in update.tensors.items()} or dict(self._own or {})
         if self._flip:
             next(iter(held.values())).view(-1)[0] += 1
-        return checksum(held)
+        return ConfirmedWeights(checksum(held))
 
 
 def test_a_copy_is_confirmed_bit_for_bit(policy: SinglePolicy) -> None:
@@ -108,7 +109,7 @@ class Frozen(BreakableEngine):
     async def resume(self) -> None:
         await asyncio.Event().wait()
 
-    async def update_weights(self, update: WeightUpdate) -> str:
+    async def update_weights(self, update: WeightUpdate) -> ConfirmedWeights:
         await asyncio.Event().wait()
         raise AssertionError("nothing wakes it")
 
@@ -121,7 +122,7 @@ class Rollout:
     def __init__(self, router: Router) -> None:
         self.router = router
 
-    async def update_weights(self, update: WeightUpdate, *, running: OnWeightUpdate) -> str:
+    async def update_weights(self, update: WeightUpdate, *, running: OnWeightUpdate) -> ConfirmedWeights:
         if running == "recompute":
             await self.router.pause()
         try:
@@ -153,6 +154,23 @@ def test_a_replica_that_hangs_during_a_push_is_left_out_and_the_run_goes_on(runn
         assert "no answer in 300 s" in (states["stuck"].last_error or "")
 
     virtual_time.run(main())
+
+
+def test_the_longest_pause_of_a_replica_is_a_metric() -> None:
+    class Pausing(BreakableEngine):
+        pause_s = 0.0
+
+        async def update_weights(self, update: WeightUpdate) -> ConfirmedWeights:
+            return replace(await super().update_weights(update), pause_s=self.pause_s)
+
+    async def main() -> dict[str, float]:
+        engines = [Pausing.create(ScriptedConfig(), name=name, encode=encode, decode=decode) for name in "abc"]
+        for engine, pause_s in zip(engines, (0.1, 0.75, 0.2), strict=True):
+            assert isinstance(engine, Pausing)
+            engine.pause_s = pause_s
+        return (await WeightSync(Sender(), timeout_s=5).push_to(router(*engines), 1)).metrics()
+
+    assert virtual_time.run(main())["weights/pause_ms"] == 750
 
 
 def test_a_push_that_hangs_at_every_replica_ends_the_run_and_names_them() -> None:

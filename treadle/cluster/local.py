@@ -31,7 +31,7 @@ from treadle.cores import num_cores
 from treadle.data.renderer import Renderer
 from treadle.engine.gpus import replica_gpus, visible_gpus
 from treadle.engine.native.engine import NativeEngine, choose_dtype
-from treadle.engine.protocol import Engine, ProcessEngine, SupportsSleep, WeightUpdate
+from treadle.engine.protocol import ConfirmedWeights, Engine, ProcessEngine, SupportsSleep, WeightUpdate
 from treadle.engine.remote import load_decoder
 from treadle.engine.replica_supervisor import ReplicaSupervisor, StartedEngines
 from treadle.policy.policy import SinglePolicy
@@ -65,7 +65,7 @@ class _EngineOnLoop:
     def name(self) -> str:
         return self.engine.name
 
-    async def update_weights(self, update: WeightUpdate) -> str:
+    async def update_weights(self, update: WeightUpdate) -> ConfirmedWeights:
         return await across(self.loop, self.engine.update_weights(update))
 
 

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 from treadle.config.rollout import OpenAIConfig, RolloutConfig
 from treadle.engine.in_flight import InFlightRequest, InFlightRequests, PauseGate, WaitInterrupted
-from treadle.engine.protocol import Encode, WeightUpdate
+from treadle.engine.protocol import ConfirmedWeights, Encode, WeightUpdate
 from treadle.engine.rng import bits_at, stream_of
 from treadle.errors import ConfigError, EngineFailure, Mistake, MisuseError, RequestRefused
 from treadle.types import Completion, Request, StopReason, ToolCall
@@ -197,7 +197,7 @@ class OpenAIEngine:
     async def health(self) -> None:
         await _models(self._endpoint, self._rollout.limits.request_timeout_s, retries=0)
 
-    async def update_weights(self, update: WeightUpdate) -> str:
+    async def update_weights(self, update: WeightUpdate) -> ConfirmedWeights:
         raise MisuseError(
             f"the weights behind {self._endpoint.address} cannot be changed from here: "
             "rollout.name=openai evaluates and generates data; to train, use native or vllm"

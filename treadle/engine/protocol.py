@@ -39,6 +39,16 @@ class WeightUpdate:
     holds the sender's own module."""
 
 
+@dataclass(frozen=True, slots=True)
+class ConfirmedWeights:
+    """What an engine confirms after an update."""
+
+    checksum: str
+    """Of the weights it holds now."""
+    pause_s: float = 0.0
+    """How long it could sample nothing meanwhile; of several engines the longest."""
+
+
 @runtime_checkable
 class BatchedTensors(Protocol):
     """A map that is read some tensors at a time."""
@@ -138,7 +148,7 @@ class Engine(Protocol):
         """Return if the engine can serve; raise EngineFailure, with the reason, if it cannot."""
         ...
 
-    async def update_weights(self, update: WeightUpdate) -> str:
+    async def update_weights(self, update: WeightUpdate) -> ConfirmedWeights:
         """Take new weights; return the checksum of what arrived, for the sender to compare.
 
         Requests in flight go on with the new weights: each token carries the version that sampled it.

@@ -19,7 +19,7 @@ from inspect import isawaitable
 from typing import Any, Self
 
 from treadle.config.rollout import LimitsConfig, ModelConfig, RolloutConfig
-from treadle.engine.protocol import Decode, Engine, EngineGone, WeightUpdate
+from treadle.engine.protocol import ConfirmedWeights, Decode, Engine, EngineGone, WeightUpdate
 from treadle.errors import EngineFailure, RequestRefused
 from treadle.process.channel import ChannelClosed, pickle_by_fields
 from treadle.process.child_handle import ProcessSpec
@@ -153,8 +153,8 @@ class RemoteEngine:
     async def health(self) -> None:
         await self._call("health")
 
-    async def update_weights(self, update: WeightUpdate) -> str:
-        confirmed: str = await self._call("update_weights", update)
+    async def update_weights(self, update: WeightUpdate) -> ConfirmedWeights:
+        confirmed: ConfirmedWeights = await self._call("update_weights", update)
         self.version = update.version
         return confirmed
 

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from treadle.engine.in_flight import PauseGate
 from treadle.engine.protocol import (
     ABORTED,
+    ConfirmedWeights,
     Engine,
     EngineGone,
     Placed,
@@ -131,7 +132,7 @@ class RestartingEngine:
         task.add_done_callback(self._interrupting.discard)
         task.add_done_callback(lambda done: done.cancelled() or done.exception())
 
-    async def update_weights(self, update: WeightUpdate) -> str:
+    async def update_weights(self, update: WeightUpdate) -> ConfirmedWeights:
         while True:
             engine = self._engine or self._replacement
             if engine is None:
@@ -148,7 +149,7 @@ class RestartingEngine:
                 continue
             finally:
                 self._updating -= 1
-            if confirmed == update.checksum:
+            if confirmed.checksum == update.checksum:
                 self._serve_with(engine, update.version)
             return confirmed
 

@@ -21,7 +21,7 @@ from typing import Any
 
 from treadle.config.rollout import FailureConfig, LimitsConfig
 from treadle.engine.in_flight import InFlightRequest, InFlightRequests, PauseGate, WaitInterrupted
-from treadle.engine.protocol import ABORTED, Engine, Restarting, SupportsSleep, WeightUpdate
+from treadle.engine.protocol import ABORTED, ConfirmedWeights, Engine, Restarting, SupportsSleep, WeightUpdate
 from treadle.engine.replica_set import InFlightStatus, Replica, ReplicaSet, ReplicaSnapshot, RoutingOptions, call_all
 from treadle.engine.requests import AnswerCheck
 from treadle.errors import DeadlineError, EngineFailure, RequestRefused
@@ -180,14 +180,15 @@ class Router:
         """Ask every replica. Those that cannot serve are set aside; it raises when none is left."""
         await self._replicas.probe()
 
-    async def update_weights(self, update: WeightUpdate) -> str:
+    async def update_weights(self, update: WeightUpdate) -> ConfirmedWeights:
         """Hand new weights to every replica.
 
         One that cannot take them is set aside until a later update reaches it; damage on the way is raised.
         """
         calls = {replica: replica.engine.update_weights(update) for replica in self._replicas.members}
         answers = await call_all(calls, self._limits.request_timeout_s)
-        arrived = [replica for replica, answer in answers.items() if answer == update.checksum]
+        confirmed = {replica: answer for replica, answer in answers.items() if isinstance(answer, ConfirmedWeights)}
+        arrived = [replica for replica, answer in confirmed.items() if answer.checksum == update.checksum]
         if arrived:
             self._replicas.version = update.version
         for replica in arrived:
@@ -198,11 +199,10 @@ class Router:
         problems = [
             self._missed(replica, answer, update) for replica, answer in answers.items() if replica not in arrived
         ]
-        damaged = any(isinstance(answer, str) and answer != update.checksum for answer in answers.values())
-        if damaged or not arrived:
+        if len(arrived) < len(confirmed) or not arrived:
             reasons = "; ".join(problems) or "there is no replica"
             raise EngineFailure(f"weights of version {update.version} did not arrive: {reasons}")
-        return update.checksum
+        return ConfirmedWeights(update.checksum, max(confirmed[replica].pause_s for replica in arrived))
 
     def mark_synced(self, name: str, version: int) -> None:
         """A replica was proven to have these weights, by other ways than an update through here."""
@@ -346,10 +346,10 @@ class Router:
                 self._replicas.set_aside(replica, f"could not {word}: {answer}")
                 replica.in_flight.interrupt(f"the replica could not {word}: {answer}")
 
-    def _missed(self, replica: Replica, answer: str | EngineFailure, update: WeightUpdate) -> str:
+    def _missed(self, replica: Replica, answer: ConfirmedWeights | EngineFailure, update: WeightUpdate) -> str:
         """Set aside a replica that lacks an update; returns why."""
-        if isinstance(answer, str):
-            why = f"sent checksum {update.checksum}, arrived {answer}"
+        if isinstance(answer, ConfirmedWeights):
+            why = f"sent checksum {update.checksum}, arrived {answer.checksum}"
             self._replicas.confirm(replica, -1)
             replica.in_flight.interrupt(f"damaged weights: {why}")
         else:

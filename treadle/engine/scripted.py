@@ -22,7 +22,7 @@ from typing import Any, Self
 from treadle.config.plugin import load_object
 from treadle.config.rollout import ScriptedConfig
 from treadle.engine.in_flight import PauseGate
-from treadle.engine.protocol import Decode, Encode, WeightUpdate
+from treadle.engine.protocol import ConfirmedWeights, Decode, Encode, WeightUpdate
 from treadle.engine.requests import StopStringFinder, trim_at_stop
 from treadle.engine.rng import bits_at, stream_of, unit_at
 from treadle.errors import ConfigError, EngineFailure, Mistake, RequestRefused
@@ -161,13 +161,13 @@ class ScriptedEngine:
     async def health(self) -> None:
         """It can always serve."""
 
-    async def update_weights(self, update: WeightUpdate) -> str:
+    async def update_weights(self, update: WeightUpdate) -> ConfirmedWeights:
         """There are no weights: the version moves on, and the checksum is confirmed."""
         now = asyncio.get_running_loop().time()
         for performance in self._running:
             performance.updates.append((performance.sampled(now), self.version))
         self.version = update.version
-        return self._checksum(update.tensors) if self._checksum else update.checksum
+        return ConfirmedWeights(self._checksum(update.tensors) if self._checksum else update.checksum)
 
     async def close(self) -> None:
         self._gate.close(f"engine {self.name} is closed")

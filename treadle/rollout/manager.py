@@ -17,7 +17,7 @@ from typing import Any, Self
 from treadle.aio import BoundedBuffer, describe_error
 from treadle.config import ModelConfig, RewardConfig, RolloutConfig
 from treadle.config.rollout import OnWeightUpdate
-from treadle.engine.protocol import WeightUpdate
+from treadle.engine.protocol import ConfirmedWeights, WeightUpdate
 from treadle.errors import MisuseError
 from treadle.loop_thread import LoopThread
 from treadle.rollout.completion_log import NOTHING_RECOVERED, RecoveredTask
@@ -198,7 +198,7 @@ class AgentLoopManager:
         """An arbitrary prompt of so many ids and each replica's answer of as many, of no session and in no record."""
         return await self._thread.run(self._service.probe(num_tokens))
 
-    async def update_weights(self, update: WeightUpdate, *, running: OnWeightUpdate = "continue") -> str:
+    async def update_weights(self, update: WeightUpdate, *, running: OnWeightUpdate = "continue") -> ConfirmedWeights:
         """Hand new weights to every engine; the checksum they confirmed. `running`: what becomes of open sessions."""
         return await self._thread.run(self._service.update_weights(update, running))
 

@@ -17,7 +17,7 @@ from treadle.aio import BoundedBuffer, first_error
 from treadle.config import ModelConfig, RewardConfig, RolloutConfig
 from treadle.config.rollout import OnWeightUpdate
 from treadle.data.renderer import Renderer
-from treadle.engine.protocol import Engine, TokenGenerator, WeightUpdate
+from treadle.engine.protocol import ConfirmedWeights, Engine, TokenGenerator, WeightUpdate
 from treadle.engine.replica_supervisor import ReplicaSupervisor, StartedEngines
 from treadle.engine.requests import AnswerCheck
 from treadle.engine.router import Router
@@ -193,7 +193,7 @@ class RolloutService:
         finally:
             self._is_watched = False
 
-    async def update_weights(self, update: WeightUpdate, running: OnWeightUpdate) -> str:
+    async def update_weights(self, update: WeightUpdate, running: OnWeightUpdate) -> ConfirmedWeights:
         """Hand new weights to every engine; `running` says what becomes of sessions that are open."""
         if running == "continue":
             return await self.router.update_weights(update)

@@ -20,7 +20,7 @@ from heapq import heappop, heappush
 
 from treadle.config import RolloutConfig
 from treadle.engine.in_flight import PauseGate
-from treadle.engine.protocol import WeightUpdate
+from treadle.engine.protocol import ConfirmedWeights, WeightUpdate
 from treadle.simulate.assumptions import Assumptions
 from treadle.types import Completion, Request, StopReason
 
@@ -163,7 +163,7 @@ class TimedEngine:
     async def health(self) -> None:
         """It can always serve."""
 
-    async def update_weights(self, update: WeightUpdate) -> str:
+    async def update_weights(self, update: WeightUpdate) -> ConfirmedWeights:
         """Take as long as a push does, and decode nothing for a part of it; contexts need a prefill again then."""
         if self._overlap_s:
             await asyncio.sleep(self._overlap_s)
@@ -178,7 +178,7 @@ class TimedEngine:
         self.version = update.version
         self._known.clear()
         self._set_timer(asyncio.get_running_loop())
-        return update.checksum
+        return ConfirmedWeights(update.checksum, self._stop_s)
 
     async def close(self) -> None:
         self._gate.close(f"engine {self.name} is closed")

@@ -21,7 +21,7 @@ from treadle.checkpoint.store import Checkpoints, Progress
 from treadle.config import RolloutConfig
 from treadle.config.rollout import OnWeightUpdate
 from treadle.data.renderer import Renderer
-from treadle.engine.protocol import WeightUpdate
+from treadle.engine.protocol import ConfirmedWeights, WeightUpdate
 from treadle.engine.router import Router
 from treadle.journal import Journal
 from treadle.observe import StallWatchdog
@@ -249,7 +249,7 @@ class TimedRollout:
     async def sleep(self) -> None:
         """No memory to free."""
 
-    async def update_weights(self, update: WeightUpdate, *, running: OnWeightUpdate = "continue") -> str:
+    async def update_weights(self, update: WeightUpdate, *, running: OnWeightUpdate = "continue") -> ConfirmedWeights:
         return await self.service.update_weights(update, running)
 
 

@@ -20,7 +20,7 @@ from treadle.checkpoint.links import VALIDATION_SUCCESS, CheckpointScore
 from treadle.checkpoint.store import Checkpoints
 from treadle.config.reward import RewardConfig
 from treadle.config.rollout import OnWeightUpdate
-from treadle.engine.protocol import WeightUpdate
+from treadle.engine.protocol import ConfirmedWeights, WeightUpdate
 from treadle.errors import DeadlineError, EnginesLost
 from treadle.observe import Summary, summarize
 from treadle.observe.step_metrics import Spans
@@ -63,8 +63,8 @@ class Rollout(Protocol):
         """Free the memory of shared devices until the next push."""
         ...
 
-    async def update_weights(self, update: WeightUpdate, *, running: OnWeightUpdate = "continue") -> str:
-        """Hand new weights to every engine; the checksum they confirmed."""
+    async def update_weights(self, update: WeightUpdate, *, running: OnWeightUpdate = "continue") -> ConfirmedWeights:
+        """Hand new weights to every engine; what they confirmed."""
         ...
 
 

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from treadle.config import TrainConfig
 from treadle.config.rollout import OnWeightUpdate
-from treadle.engine.protocol import WeightUpdate
+from treadle.engine.protocol import ConfirmedWeights, WeightUpdate
 from treadle.errors import DeadlineError, EnginesLost, Failure, RunError
 from treadle.model.checksum import checksum
 from treadle.policy.protocol import Policy
@@ -100,7 +100,7 @@ class WeightReceiver(Protocol):
     @property
     def name(self) -> str: ...
 
-    async def update_weights(self, update: WeightUpdate) -> str: ...
+    async def update_weights(self, update: WeightUpdate) -> ConfirmedWeights: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,6 +115,8 @@ class PushReport:
     """Casting and checksum, on the policy's side."""
     update_s: float
     """In the engine, its own checksum included."""
+    pause_s: float
+    """Of the engine that could sample nothing for longest."""
 
     @property
     def seconds(self) -> float:
@@ -125,6 +127,7 @@ class PushReport:
             "weights/push_s": self.seconds,
             "weights/prepare_s": self.prepare_s,
             "weights/update_s": self.update_s,
+            "weights/pause_ms": 1000 * self.pause_s,
             "weights/bytes": float(self.num_bytes),
         }
 
@@ -135,7 +138,7 @@ class RolloutReceiver(Protocol):
     @property
     def name(self) -> str: ...
 
-    async def update_weights(self, update: WeightUpdate, *, running: OnWeightUpdate) -> str: ...
+    async def update_weights(self, update: WeightUpdate, *, running: OnWeightUpdate) -> ConfirmedWeights: ...
 
 
 class WeightSync:
@@ -218,20 +221,21 @@ class _Push:
         self._receiver = receiver
         self._began = began
         self._ready = self._confirmed = time.perf_counter()
+        self._pause_s = 0.0
 
-    def confirm(self, checksum: str) -> None:
+    def confirm(self, confirmed: ConfirmedWeights) -> None:
         """The receiver's own checksum of the weights it has now; a RunError where it is not the sender's."""
-        self._confirmed = time.perf_counter()
-        if checksum != self.update.checksum:
+        self._confirmed, self._pause_s = time.perf_counter(), confirmed.pause_s
+        if confirmed.checksum != self.update.checksum:
             raise RunError(
                 f"{self._receiver} holds other weights than the policy: version {self.update.version} has checksum "
-                f"{self.update.checksum}, the engine confirms {checksum}"
+                f"{self.update.checksum}, the engine confirms {confirmed.checksum}"
             )
 
     def report(self) -> PushReport:
         update = self.update
         prepare_s, update_s = self._ready - self._began, self._confirmed - self._ready
-        return PushReport(update.version, update.checksum, _count_bytes(update), prepare_s, update_s)
+        return PushReport(update.version, update.checksum, _count_bytes(update), prepare_s, update_s, self._pause_s)
 
 
 class WeightLock:

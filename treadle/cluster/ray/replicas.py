@@ -31,7 +31,7 @@ from treadle.config import ModelConfig, RolloutConfig
 from treadle.cores import num_cores
 from treadle.data.renderer import Renderer
 from treadle.engine.gpus import visible_gpus
-from treadle.engine.protocol import Engine, EngineGone, WeightUpdate
+from treadle.engine.protocol import ConfirmedWeights, Engine, EngineGone, WeightUpdate
 from treadle.engine.remote import EngineCall, RemoteEngine, load_decoder
 from treadle.engine.replica_supervisor import ReplicaSupervisor
 from treadle.engine.requests import SAVE_S
@@ -138,12 +138,14 @@ def _put(tensors: dict[str, Any]) -> Any:
 
 async def _take_stored(
     version: int, checksum: str, elsewhere: bool, handle: Handler, packed: Mapping[str, Packed]
-) -> str:
+) -> ConfirmedWeights:
     """In the actor: take weights that Ray brought; the arrays are its own memory, read in place."""
     tensors = StoredTensors(packed)
 
-    async def update(given: Mapping[str, Any]) -> str:
-        return str(await handle(EngineCall("update_weights", (WeightUpdate(version, checksum, given),))))
+    async def update(given: Mapping[str, Any]) -> ConfirmedWeights:
+        call = EngineCall("update_weights", (WeightUpdate(version, checksum, given),))
+        confirmed: ConfirmedWeights = await handle(call)
+        return confirmed
 
     if not elsewhere:
         return await update(tensors)
@@ -170,20 +172,20 @@ class RayReplica(RemoteEngine):
         super().__init__(*arguments)
         self.updating = asyncio.Lock()
 
-    async def update_weights(self, update: WeightUpdate) -> str:
+    async def update_weights(self, update: WeightUpdate) -> ConfirmedWeights:
         """Take new weights. Plain tensors lie in Ray's store; others say themselves where they are."""
         with self.pushed.pushing(update):
             async with self.updating:
                 return await self.push(update)
 
-    async def push(self, update: WeightUpdate) -> str:
+    async def push(self, update: WeightUpdate) -> ConfirmedWeights:
         """Give it new weights, as `update_weights` does; for the holder of the lock."""
         stored = await self.pushed.stored(update)
         if stored is None:
             return await super().update_weights(update)
         take = partial(_take_stored, update.version, update.checksum, self.computes_elsewhere)
         try:
-            confirmed = str(await self.process.request(take, stored))
+            confirmed: ConfirmedWeights = await self.process.request(take, stored)
         except RayActorError as error:
             raise EngineGone(f"{self.name} is gone: {explain(error)}") from error
         except RayError as error:
@@ -305,7 +307,8 @@ async def _give(replica: RayReplica, update: WeightUpdate, timeout_s: float) -> 
     except TimeoutError:
         late = f"{replica.name} did not take the weights of version {update.version} within {timeout_s:g} s"
         raise EngineFailure(late) from None
-    if confirmed != update.checksum:
+    if confirmed.checksum != update.checksum:
         raise EngineFailure(
-            f"{replica.name} got damaged weights of version {update.version}: {confirmed}, not {update.checksum}"
+            f"{replica.name} got damaged weights of version {update.version}: {confirmed.checksum}, not "
+            f"{update.checksum}"
         )

@@ -32,7 +32,7 @@ from treadle.engine.native.parity import require_engine
 from treadle.engine.native.prefix_cache import CacheCounters, SwapSpace
 from treadle.engine.native.scheduler import HalfLoadedWeights, Scheduler
 from treadle.engine.native.sequence import SequenceOutput, SequenceResult, SequenceState, TokenUpdate
-from treadle.engine.protocol import Decode, WeightUpdate, batches_of, shapes_of
+from treadle.engine.protocol import ConfirmedWeights, Decode, WeightUpdate, batches_of, shapes_of
 from treadle.engine.requests import LoadDecode, StopStringFinder, load_stop_decode, trim_at_stop, validate_request
 from treadle.errors import MisuseError, TreadleError
 from treadle.model.causal_lm import output_weight, prepare_module
@@ -200,7 +200,7 @@ class NativeEngine:
         self._thread.check()
         self._thread.check_weights()
 
-    async def update_weights(self, update: WeightUpdate) -> str:
+    async def update_weights(self, update: WeightUpdate) -> ConfirmedWeights:
         """Copy the tensors in place, between two steps, and confirm what the module then holds.
 
         Requests that run go on with keys and values of the old weights; pause first, to have none. With
@@ -213,11 +213,11 @@ class NativeEngine:
             self._check_weight(name, shape, own)
         if self._rollout.overlap_weight_updates and self._thread.sequences and self._can_stage(tensors):
             tensors = await asyncio.to_thread(self._stage, tensors)
-        await self._thread.call(
+        pause_s = await self._thread.call(
             lambda scheduler: scheduler.change_weights(update.version, partial(self._load, update.version, tensors))
         )
         self.version = update.version
-        return await asyncio.to_thread(self._checksum, dict(self._module.named_parameters()))
+        return ConfirmedWeights(await asyncio.to_thread(self._checksum, dict(self._module.named_parameters())), pause_s)
 
     def _can_stage(self, tensors: Mapping[str, Tensor]) -> bool:
         """Whether tensors have yet to arrive, and a GPU has room for them beside the module's."""

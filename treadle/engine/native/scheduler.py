@@ -14,6 +14,7 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from functools import partial
+from time import perf_counter
 
 from treadle.config.rollout import RolloutConfig
 from treadle.engine.native.chunked_prefill import PrefillQueue
@@ -139,12 +140,14 @@ class Scheduler:
             self._runner.batch.stop(rows)
             self._finish(rows)
 
-    def change_weights(self, version: int, load: Callable[[], None]) -> None:
-        """Let `load` change the weights between two steps; what was computed with the old ones is forgotten.
+    def change_weights(self, version: int, load: Callable[[], None]) -> float:
+        """Let `load` change the weights between two steps; how many seconds that took. What was computed with the old
+        ones is forgotten.
 
         Rows that have begun to sample go on with what they have, also those that wait to go on. All of them fail where
         `load` breaks off in the middle (HalfLoadedWeights), and so does what comes after, until a `load` succeeds.
         """
+        began = perf_counter()
         counts = self._runner.batch.count.tolist() if self._running else []
         for row, sequence in self._running.items():
             sequence.end_version(len(sequence.sampled.ids) + counts[row], self.version)
@@ -167,6 +170,7 @@ class Scheduler:
             raise
         self._runner.refresh()
         self.version, self.half_loaded = version, ""
+        return perf_counter() - began
 
     def _requeue_prefills(self) -> None:
         """Requeue sequences in prefill: their pages may be shared with rows that keep old keys and values."""

@@ -19,7 +19,7 @@ from typing import Any, Self
 
 from treadle.config.rollout import ModelConfig, RolloutConfig
 from treadle.engine.in_flight import PauseGate
-from treadle.engine.protocol import Decode, EngineGone, WeightUpdate
+from treadle.engine.protocol import ConfirmedWeights, Decode, EngineGone, WeightUpdate
 from treadle.engine.requests import (
     LoadDecode,
     StopStringFinder,
@@ -228,7 +228,7 @@ class VLLMEngine:
     async def health(self) -> None:
         await self._call("health")
 
-    async def update_weights(self, update: WeightUpdate) -> str:
+    async def update_weights(self, update: WeightUpdate) -> ConfirmedWeights:
         """Load the transfer in `update`, and confirm what vLLM's workers hold then. Wakes a sleeping engine.
 
         Without tensors nothing is loaded: the checksum is that of the last update.
@@ -236,7 +236,7 @@ class VLLMEngine:
         if isinstance(update.tensors, dict) and update.tensors:
             raise MisuseError(f"{self.name} is another process: give it weights that can travel (treadle.weights)")
         transfer = pickle.dumps(update.tensors, pickle.HIGHEST_PROTOCOL) if update.tensors else None
-        confirmed: str = await self._call("update", update.version, transfer, update.checksum)
+        confirmed: ConfirmedWeights = await self._call("update", update.version, transfer, update.checksum)
         self.version = update.version
         self._mark_awake(transfer is not None)
         return confirmed

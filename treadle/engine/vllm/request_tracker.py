@@ -14,6 +14,7 @@ from collections.abc import Awaitable, Sequence
 from dataclasses import dataclass, field
 from typing import Generic, Protocol, TypeVar
 
+from treadle.engine.protocol import ConfirmedWeights
 from treadle.engine.vllm.protocol import SampleRequest, SampleResult, merge_spans
 from treadle.errors import EngineFailure
 from treadle.types import StopReason
@@ -169,13 +170,15 @@ class RequestTracker(Generic[SegmentHandle]):
             await self._sampler.end(handles)
         await self._within(asyncio.gather(*(request.ended.wait() for request in requests)), "running requests to end")
 
-    async def update(self, version: int, transfer: bytes | None, expected: str = "") -> str:
-        """Swap the weights under all requests, which go on with the new ones; the checksum of what is held then.
+    async def update(self, version: int, transfer: bytes | None, expected: str = "") -> ConfirmedWeights:
+        """Swap the weights under all requests, which go on with the new ones; what is held then.
 
         Without a transfer only the version changes. A load that fails, or has another checksum than `expected`, leaves
         the weights damaged: nothing is served until a later one succeeds.
         """
         async with self._lock:
+            clock = asyncio.get_running_loop().time
+            stopped = clock()
             await self._stop(list(self._requests.values()))
             if transfer is not None:
                 self._corrupt = f"the weights of version {version} did not arrive as they were sent"
@@ -184,7 +187,7 @@ class RequestTracker(Generic[SegmentHandle]):
                 if self._confirmed == expected:
                     self._corrupt = None
             self.version = version
-            return self._confirmed
+            return ConfirmedWeights(self._confirmed, clock() - stopped)
 
     async def sleep(self, level: int) -> None:
         """Release memory: the KV cache, and with level 2 the weights too, until `wake` or an update."""

@@ -15,6 +15,7 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
+from treadle.engine.protocol import ConfirmedWeights
 from treadle.engine.vllm.protocol import (
     FrameKind,
     ReplicaSocket,
@@ -81,7 +82,7 @@ class ClientConnection:
     async def _call_abort(self, numbers: tuple[int, ...]) -> None:
         await self._serving.abort([(self._number, number) for number in numbers])
 
-    async def _call_update(self, version: int, transfer: bytes | None, expected: str = "") -> str:
+    async def _call_update(self, version: int, transfer: bytes | None, expected: str = "") -> ConfirmedWeights:
         return await self._serving.update(version, transfer, expected)
 
     async def _call_sleep(self, level: int) -> None:
