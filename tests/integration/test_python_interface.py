@@ -223,6 +223,59 @@ def test_a_config_that_is_refused_late_leaves_no_directory():
     assert not Path("runs/it").exists()
 
 
+def test_results_are_read_and_continued_after_a_change_of_directory(tmp_path, monkeypatch):
+    call = {"model": "treadle/tiny-calculator", "tasks": ROWS[:2], "reward": "number_match", **SMALL}
+    found = treadle.rollout(**call, run_dir="runs/evaluation")
+    run = treadle.train(**call, steps=1, run_dir="runs/it")
+    assert repr(run).startswith("Run('runs/it': ") and repr(found).startswith("Evaluation('runs/evaluation': ")
+    assert repr(treadle.Run("latest")) == repr(run)
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir("elsewhere")
+    assert run.steps == 1 and run.metrics["reward/mean"] and run.model_dir.is_dir() and "steps" in run.config_yaml
+    assert len(run.trajectories()) == len(found.trajectories()) == 4
+    assert repr(run).startswith(f"Run('{tmp_path}/runs/it': ")
+    with pytest.raises(ConfigError, match="latest: there are no runs below runs/"):
+        treadle.Run("latest")
+
+
+def test_a_fresh_call_that_is_refused_late_leaves_the_earlier_run_where_it_was(capsys):
+    call = {"model": "treadle/tiny-calculator", "tasks": ROWS[:2], "run_dir": "runs/it"}
+    treadle.rollout(**call, reward=lambda response: 1.0, **SMALL)
+    before = {path.name for path in Path("runs/it/inputs").iterdir()}
+    with pytest.raises(ConfigError, match="rows have no 'respons'"):
+        treadle.rollout(**call, reward=lambda respons: 1.0, fresh=True, **SMALL)
+    assert not Path("runs/it.1").exists()
+    assert {path.name for path in Path("runs/it/inputs").iterdir()} == before
+    assert "runs/it again" in capsys.readouterr().err
+    again = treadle.rollout(**call, reward=lambda response: 1.0, **SMALL)
+    assert again.summary.num_trajectories == 4
+
+
+def test_a_run_begins_anew_from_its_own_yaml_by_command_and_by_call():
+    assert run_script(script(steps=1)).returncode == 0
+    first = tokens(treadle.Run("runs/script").trajectories())
+    fresh = [
+        sys.executable,
+        "-m",
+        "treadle",
+        "train",
+        "runs/script/train.yaml",
+        "logging.run_dir=runs/script",
+        "--fresh",
+    ]
+    done = run(fresh)
+    assert done.returncode == 0, done.stderr
+    assert "the earlier run is in runs/script.1 now" in done.stderr
+    assert tokens(treadle.Run("runs/script").trajectories()) == first
+    assert tokens(treadle.Run("runs/script.1").trajectories()) == first
+    again = treadle.train("runs/script/train.yaml", run_dir="runs/script", fresh=True)
+    assert tokens(again.trajectories()) == first and Path("runs/script.2").exists()
+    with pytest.raises(
+        ConfigError, match=r"model.path: lies in the run directory runs/script, which fresh=True renames"
+    ):
+        treadle.train("runs/script/train.yaml", run_dir="runs/script", model="runs/script", fresh=True)
+
+
 def test_a_repl_has_no_file_and_trains_all_the_same():
     code = script(steps=1).replace("    return str(eval(expression))\n", "    return str(eval(expression))\n\n")
     root = str(Path(treadle.__file__).parents[1])

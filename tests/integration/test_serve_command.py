@@ -16,11 +16,13 @@ import treadle
 from tests.gateway_agents import TOOLS
 from tests.rollouts import save_model
 from tests.serving import serving
-from treadle.cli.main import main
-from treadle.cli.serve import _announce
-from treadle.config import load
+from treadle.cli.check import require_preflight
+from treadle.cli.main import build_parser, main
+from treadle.cli.serve import _announce, _configure
+from treadle.config import Config, load
 from treadle.config.rollout import ModelConfig
 from treadle.data.renderer import Renderer
+from treadle.errors import ConfigError
 from treadle.gateway.model_server import ModelServer, ServerKeys, serve_model
 from treadle.journal import JournalReader
 from treadle.types import Trajectory
@@ -83,10 +85,78 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> treadle.Run:
         model="treadle/tiny-calculator",
         tasks=[{"prompt": f"{a}+1=", "answer": str(a + 1)} for a in range(4)],
         reward="number_match",
-        steps=1,
+        steps=2,
         run_dir=tmp_path_factory.mktemp("served") / "run",
         rollout={"n": 2, "prompt_length": 64, "response_length": 16},
+        checkpoint={"save_freq": 1},
     )
+
+
+def configure(*words: str) -> tuple[Config, str]:
+    """What `treadle serve` would serve, and what it calls that."""
+    return _configure(build_parser().parse_args(["serve", *words]))
+
+
+def test_the_port_is_that_of_the_option_else_of_the_config_else_8000(config: Path, trained: treadle.Run) -> None:
+    def port(*words: str) -> int:
+        return configure(*words)[0].rollout.gateway.port
+
+    said = config.with_name("said.yaml")
+    said.write_text(config.read_text().replace("name: scripted", "name: scripted, gateway: {port: 9001}"))
+    free = config.with_name("free.yaml")
+    free.write_text(config.read_text().replace("name: scripted", "name: scripted, gateway: {port: 0}"))
+    assert port(str(config)) == 8000
+    assert port(str(said)) == 9001 and port(str(free)) == 0
+    assert port(str(said), "--port", "9002") == 9002 and port(str(said), "--port", "0") == 0
+    assert port(str(config), "rollout.gateway.port=9003") == 9003
+    assert port("treadle/tiny-calculator") == 8000
+    assert port("treadle/tiny-calculator", "rollout.gateway.port=9003") == 9003
+    assert port(str(trained.run_dir)) == 8000, "its recorded 0 is the default of training"
+    assert port(str(trained.run_dir), "rollout.gateway.port=9003") == 9003
+
+
+def test_the_checkpoint_that_was_asked_for_is_served_as_it_lies_in_the_run(trained: treadle.Run) -> None:
+    folder = trained.run_dir / "checkpoints"
+    for name, found in (("latest", "0002-step-2"), ("1", "0001-step-1"), ("0001-step-1", "0001-step-1")):
+        served, said = configure(str(trained.run_dir), "--checkpoint", name)
+        assert Path(served.model.path) == folder / found, "no copy of it is written"
+        assert said == f"{found} of {trained.run_dir}"
+    best = (folder / "best").resolve()
+    assert Path(configure(str(trained.run_dir), "--checkpoint", "best")[0].model.path) == best
+    assert Path(configure(str(trained.run_dir))[0].model.path) == folder / "0002-step-2"
+    with pytest.raises(ConfigError, match=r"--checkpoint: .*no checkpoint of this name\n.*0001-step-1, 0002-step-2"):
+        configure(str(trained.run_dir), "--checkpoint", "7")
+    with pytest.raises(ConfigError, match=r"--checkpoint: chooses a checkpoint of a run, and .* is none"):
+        configure("treadle/tiny-calculator", "--checkpoint", "best")
+
+
+def test_a_run_opened_in_python_has_the_checkpoint_that_was_asked_for(trained: treadle.Run) -> None:
+    folder = trained.run_dir / "checkpoints"
+    assert trained.model_dir == folder / "0002-step-2"
+    assert treadle.Run(trained.run_dir, checkpoint="1").model_dir == folder / "0001-step-1"
+    assert treadle.Run(trained.run_dir, checkpoint="best").model_dir == (folder / "best").resolve()
+    with pytest.raises(ConfigError, match=r"checkpoint: .*no checkpoint of this name"):
+        _ = treadle.Run(trained.run_dir, checkpoint="7").model_dir
+
+
+def test_which_checkpoint_a_run_directory_stands_for_is_printed(
+    trained: treadle.Run, config: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    best = (trained.run_dir / "checkpoints" / "best").resolve().name
+    configure(str(config), f"model.path={trained.run_dir}")
+    assert f"model.path {trained.run_dir}: {best}, its best checkpoint" in capsys.readouterr().err
+    words = [f"ref.path={trained.run_dir}", "actor.use_kl_loss=true", f"model.path={trained.model_dir}"]
+    require_preflight(load("calculator", words))
+    said = capsys.readouterr().err
+    assert f"ref.path {trained.run_dir}: {best}, its best checkpoint" in said and "model.path" not in said
+
+
+def test_the_lengths_that_are_served_are_printed(
+    trained: treadle.Run, config: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    served, name = configure(str(trained.run_dir))
+    _announce(served, "first", name, None)("http://127.0.0.1:1")
+    assert "context 80 tokens, answers up to 16 (rollout.prompt_length" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("what", ["run", "model"])

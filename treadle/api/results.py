@@ -1,13 +1,16 @@
 """Results: what a run or an evaluation came to, read from its run directory whenever it is asked for.
 
 `Run(directory)` opens any training run, also one that the command started or that is still going on. Changes nothing.
+Paths are absolute, so that a script may go to another directory; what is printed is relative where it can be.
 """
 
+import os
 from html import escape
 from io import StringIO
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from treadle.cli.parser import run_path
 from treadle.config import TrainConfig
 from treadle.errors import ConfigError, Mistake, MisuseError, RunError
 from treadle.inspect.run_records import Curve, Order, RunRecords
@@ -16,8 +19,6 @@ from treadle.terminal import say
 from treadle.types import Trajectory
 
 if TYPE_CHECKING:
-    import os
-
     from treadle.observe import Summary
 
 _WIDTH = 110
@@ -39,8 +40,13 @@ class Run:
     ...
     """
 
-    def __init__(self, run_dir: "str | os.PathLike[str]") -> None:
-        self.run_dir = Path(run_dir)
+    def __init__(self, run_dir: "str | os.PathLike[str]", *, checkpoint: str = "latest") -> None:
+        """`run_dir` may be `latest`, the newest run below `runs/`. `checkpoint` chooses what `model_dir` and
+        `adapter_dir` are of: `latest`, `best`, a step, or the name of a checkpoint."""
+        given = run_path(os.fspath(run_dir))
+        RunRecords(given)  # a mistake names the directory as it was given
+        self.run_dir = given.absolute()
+        self._checkpoint = str(checkpoint)
         self._records = RunRecords(self.run_dir)
 
     @property
@@ -66,31 +72,29 @@ class Run:
 
     @property
     def model_dir(self) -> Path:
-        """Newest checkpoint: a Hugging Face directory, for `from_pretrained`, vLLM or `treadle.rollout(model=…)`.
+        """The checkpoint, the newest unless another was chosen: a Hugging Face directory, for `from_pretrained`, vLLM
+        or `treadle.rollout(model=…)`.
 
         Of a run that trained adapters (LoRA), the merged model, which the first call writes to `RUN/merged`.
         """
-        from treadle.inspect.export import export_run
+        from treadle.inspect.export import find_model
 
-        found, config = self._checkpoint(), self._records.config
-        if not isinstance(config, TrainConfig) or config.actor.lora.r is None:
-            return found
-        merged = self.run_dir / "merged" / found.name
-        if not merged.is_dir():
-            export_run(self.run_dir, merged, checkpoint=found.name, dtype=config.actor.dtype)
-        return merged
+        return find_model(self.run_dir, self._find_checkpoint())
 
     @property
     def adapter_dir(self) -> Path:
-        """Newest checkpoint of a run that trained adapters (LoRA): a PEFT directory, for peft or `model.adapter`."""
+        """The checkpoint of a run that trained adapters (LoRA): a PEFT directory, for peft or `model.adapter`."""
         config = self._records.config
         if not isinstance(config, TrainConfig) or config.actor.lora.r is None:
             raise MisuseError(f"{self.run_dir} has no adapter: all parameters were trained. See run.model_dir")
-        return self._checkpoint()
+        return self._find_checkpoint()
 
-    def _checkpoint(self) -> Path:
+    def _find_checkpoint(self) -> Path:
         from treadle.checkpoint.store import latest
+        from treadle.inspect.export import find_checkpoint
 
+        if self._checkpoint != "latest":
+            return find_checkpoint(self.run_dir, self._checkpoint, "checkpoint")
         found = latest(self.run_dir)
         if found is None:
             raise RunError(f"{self.run_dir} has no whole checkpoint: training has not got so far")
@@ -123,7 +127,7 @@ class Run:
     def __repr__(self) -> str:
         success = self.success
         solved = "" if success is None else f", success {success:.3f}"
-        return f"Run({str(self.run_dir)!r}: {self.steps} steps{solved})"
+        return f"Run({_shown(self.run_dir)!r}: {self.steps} steps{solved})"
 
     def __str__(self) -> str:
         """The run in a few lines: reward and success as curves, and where everything is."""
@@ -154,7 +158,7 @@ class Evaluation:
     """
 
     def __init__(self, run_dir: Path, summary: "Summary") -> None:
-        self.run_dir = run_dir
+        self.run_dir = run_dir.absolute()
         self.summary = summary
         """Rewards, pass@k, stop reasons, failures and timings, as records."""
 
@@ -202,7 +206,7 @@ class Evaluation:
         success = self.success
         solved = "" if success is None else f", success {success:.3f}"
         failed = f", {self.summary.num_failed} failed" if self.summary.num_failed else ""
-        return f"Evaluation({str(self.run_dir)!r}: {self.summary.num_trajectories} trajectories{solved}{failed})"
+        return f"Evaluation({_shown(self.run_dir)!r}: {self.summary.num_trajectories} trajectories{solved}{failed})"
 
     def __str__(self) -> str:
         return self.table
@@ -223,6 +227,12 @@ def _show_extremes(records: RunRecords, count: int, step: int | None = None, val
             if name not in shown:
                 say(f"\n{order}: {describe_trajectory(recorded)}")
             shown.add(name)
+
+
+def _shown(path: Path) -> str:
+    """A directory as a person in the working directory would type it."""
+    here = Path.cwd()
+    return str(path.relative_to(here) if path.is_relative_to(here) else path)
 
 
 def _preformatted(text: str) -> str:

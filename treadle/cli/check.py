@@ -9,11 +9,14 @@ from typing import TYPE_CHECKING
 from treadle.cli.parser import Arguments, Commands, add_command, add_words, load_words
 from treadle.errors import ConfigError
 from treadle.exit_status import STATUS_CONFIG, STATUS_MISSING
-from treadle.terminal import say, warn
+from treadle.terminal import note, say, warn
 
 if TYPE_CHECKING:
     from treadle.config import Config, Plan
     from treadle.preflight.report import PreflightReport
+
+_MODEL_KEYS = ("path", "adapter", "tokenizer_path")
+"""Names of keys that take a model, and so a run directory, too."""
 
 
 def register(commands: Commands) -> None:
@@ -62,6 +65,8 @@ def check(arguments: Arguments) -> int:
         return status
     if found := report.describe():
         say(found)
+    if config is not None:
+        note_checkpoints(config)
     if config is not None and plan is not None:
         from treadle.cli.plan import describe_plan
 
@@ -94,6 +99,20 @@ def require_preflight(config: "Config") -> None:
         raise ConfigError(report.mistakes)
     for warning in report.warnings:
         warn(f"warning: {warning}")
+    note_checkpoints(config)
+
+
+def note_checkpoints(config: "Config") -> None:
+    """Print which checkpoint is loaded, wherever a config names a run directory as a model."""
+    from treadle.config.show import flatten
+    from treadle.model.tokenizer import describe_checkpoint
+
+    for key, value in flatten(config).items():
+        section, _, name = key.rpartition(".")
+        if name in _MODEL_KEYS and section != "checkpoint" and isinstance(value, str):
+            found = describe_checkpoint(value)
+            if found is not None:
+                note(f"{key} {value}: {found}")
 
 
 def _plan(config: "Config", report: "PreflightReport") -> "Plan | None":

@@ -2,11 +2,12 @@
 
 import json
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from treadle.cli.check import note_checkpoints
 from treadle.cli.environment import read_api_keys
 from treadle.cli.parser import Arguments, Commands, add_command, add_words, load_words, run_path
 from treadle.errors import ConfigError, Mistake
@@ -19,11 +20,15 @@ if TYPE_CHECKING:
 DEFAULT_CONTEXT = 8192
 """Tokens of context for a model that is served without a config, where it takes so many."""
 
+DEFAULT_PORT = 8000
+"""Where neither `--port` nor a config says one."""
+
 
 def register(commands: Commands) -> None:
     examples = """
     examples:
       treadle serve runs/treadle/calculator                    the newest checkpoint of a run
+      treadle serve runs/treadle/calculator --checkpoint best  its best one, or --checkpoint 20: that of step 20
       treadle serve HuggingFaceTB/SmolLM2-135M-Instruct        a model
       treadle serve my.yaml rollout.name=vllm                  a config: its engine, sampling and tool-call format
       treadle serve my.yaml --gateway                          and record what agents do: treadle show reads it
@@ -46,7 +51,14 @@ def register(commands: Commands) -> None:
     command.add_argument("--max-models", type=int, help="with --tinker: adapters that train at once (8)")
     command.add_argument("--max-sessions", type=int, help="with --tinker: clients at once (32)")
     command.add_argument(
-        "--port", type=int, default=8000, help="port on rollout.gateway.host, 127.0.0.1; 0 for a free one (8000)"
+        "--checkpoint",
+        metavar="NAME",
+        help="of a run: latest (the default), best (by validation success, else by reward), a step, or its name",
+    )
+    command.add_argument(
+        "--port",
+        type=int,
+        help="port on rollout.gateway.host, 127.0.0.1; 0 for a free one (rollout.gateway.port of a config, else 8000)",
     )
     command.add_argument(
         "--key", help="the key that clients use; a new one by default. With --tinker it begins with tml-"
@@ -76,21 +88,20 @@ def serve(arguments: Arguments) -> int:
     if key == notes_key:
         problem = "is the key of the clients, too: an agent could give itself a reward"
         raise ConfigError([Mistake("--notes-key", problem, fix="leave it out, or give another one")])
-    port = f"rollout.gateway.port={arguments.port}"
-    with _configured([*arguments.words, port]) as (config, name):
-        import asyncio  # not before it is needed: help and mistakes do without
+    config, name = _configure(arguments)
+    import asyncio  # not before it is needed: help and mistakes do without
 
-        from treadle.gateway.model_server import ServerKeys, serve_model, until_signal
+    from treadle.gateway.model_server import ServerKeys, serve_model, until_signal
 
-        recording: AbstractContextManager[Journal | None] = nullcontext()
-        if arguments.gateway:
-            recording = _open_journal(config)
-        with recording as journal:
-            keys = read_api_keys(config)
-            say_ready = _announce(config, key, name, notes_key if arguments.gateway else None)
-            api_key = keys.get(config.rollout.openai.api_key_env)
-            asyncio.run(until_signal(serve_model(config, ServerKeys(key, notes_key), journal, say_ready, api_key)))
-            say("ended")
+    recording: AbstractContextManager[Journal | None] = nullcontext()
+    if arguments.gateway:
+        recording = _open_journal(config)
+    with recording as journal:
+        keys = read_api_keys(config)
+        say_ready = _announce(config, key, name, notes_key if arguments.gateway else None)
+        api_key = keys.get(config.rollout.openai.api_key_env)
+        asyncio.run(until_signal(serve_model(config, ServerKeys(key, notes_key), journal, say_ready, api_key)))
+        say("ended")
     return 0
 
 
@@ -114,25 +125,26 @@ def _serve_tinker(arguments: Arguments) -> int:
             mistakes.append(Mistake(name, "must be 1 or more", value))
     if mistakes:
         raise ConfigError(mistakes)
-    with _configured([*arguments.words, f"rollout.gateway.port={arguments.port}"]) as (config, shown):
-        import asyncio  # not before it is needed: help and mistakes do without
+    config, shown = _configure(arguments)
+    import asyncio  # not before it is needed: help and mistakes do without
 
-        from treadle.gateway.model_server import until_signal
-        from treadle.tinker.server import TinkerSettings, serve_tinker
-        from treadle.tinker.service import ServiceLimits
+    from treadle.gateway.model_server import until_signal
+    from treadle.tinker.server import TinkerSettings, serve_tinker
+    from treadle.tinker.service import ServiceLimits
 
-        limits = ServiceLimits(arguments.max_models or 8, arguments.max_sessions or 32)
-        checkpoints = arguments.checkpoints or Path("runs/tinker")
-        settings = TinkerSettings(key, checkpoints, arguments.name, limits)
+    limits = ServiceLimits(arguments.max_models or 8, arguments.max_sessions or 32)
+    checkpoints = arguments.checkpoints or Path("runs/tinker")
+    settings = TinkerSettings(key, checkpoints, arguments.name, limits)
 
-        def ready(url: str, name: str) -> None:
-            say(f"serving {shown} over the Tinker API, as the base model {name}")
-            say(f"  TINKER_BASE_URL={url} TINKER_API_KEY={key}")
-            say(f"checkpoints are in {checkpoints}")
-            sys.stdout.flush()
+    def ready(url: str, name: str) -> None:
+        say(f"serving {shown} over the Tinker API, as the base model {name}")
+        say(f"  TINKER_BASE_URL={url} TINKER_API_KEY={key}")
+        say(_describe_lengths(config))
+        say(f"checkpoints are in {checkpoints}")
+        sys.stdout.flush()
 
-        asyncio.run(until_signal(serve_tinker(config, settings, ready)))
-        say("ended")
+    asyncio.run(until_signal(serve_tinker(config, settings, ready)))
+    say("ended")
     return 0
 
 
@@ -141,6 +153,7 @@ def _announce(config: "Config", key: str, name: str, notes_key: str | None) -> C
         say(f"serving {name} with the engine {config.rollout.name}, as the model policy")
         say(f"  OPENAI_BASE_URL={url}/v1 OPENAI_API_KEY={key}")
         say(f"  ANTHROPIC_BASE_URL={url} ANTHROPIC_API_KEY={key}")
+        say(_describe_lengths(config))
         if notes_key is not None:
             say(f"sessions are recorded in {config.logging.directory('rollout')}; {url}/s/NAME/v1 is a session by name")
             say("")
@@ -151,35 +164,63 @@ def _announce(config: "Config", key: str, name: str, notes_key: str | None) -> C
     return ready
 
 
-@contextmanager
-def _configured(words: Sequence[str]) -> Iterator[tuple["Config", str]]:
-    """The config to serve, and what it serves in words: as given, a model, or the newest checkpoint of a run."""
+def _describe_lengths(config: "Config") -> str:
+    rollout = config.rollout
+    lengths = f"context {rollout.sequence_length():,} tokens, answers up to {rollout.response_length:,}"
+    return f"{lengths} (rollout.prompt_length, rollout.response_length)"
+
+
+def _configure(arguments: Arguments) -> tuple["Config", str]:
+    """The config to serve, and what it serves in words: as given, a model, or a checkpoint of a run.
+
+    The port is that of the option, else of the config, else the default.
+    """
     from treadle.config.load import recipe_names
 
-    first, rest = words[0], list(words[1:])
-    path = run_path(first)
-    if path.is_file() or first in recipe_names() or first.endswith((".yaml", ".yml")) or "=" in first:
-        config = load_words(list(words))
-        yield config, config.model.path
-    elif (path / "config.yaml").is_file() and (path / "run.json").is_file():
-        from tempfile import TemporaryDirectory
-
-        from treadle.inspect.export import export_run
-
-        with TemporaryDirectory(prefix="treadle-serve-") as folder:
-            model = Path(folder) / "model"
-            exported = export_run(path, model, dtype="fp32")
-            config = load_words(
-                [str(path / "config.yaml"), f"model.path={model}", "model.adapter=null", "rollout.nnodes=0", *rest]
-            )
-            yield config, f"{exported.checkpoint.name} of {path}"
+    words, checkpoint = list(arguments.words), arguments.checkpoint
+    if arguments.port is not None:
+        words.append(f"rollout.gateway.port={arguments.port}")
+    first, path = words[0], run_path(words[0])
+    if not path.is_file() and (path / "config.yaml").is_file() and (path / "run.json").is_file():
+        config, name = _load_run(path, checkpoint or "latest", words[1:])
+    elif checkpoint is not None:
+        fix = "leave it out, or give the directory of a run"
+        raise ConfigError([Mistake("--checkpoint", f"chooses a checkpoint of a run, and {first} is none", fix=fix)])
+    elif path.is_file() or first in recipe_names() or first.endswith((".yaml", ".yml")) or "=" in first:
+        config = load_words(words)
+        name = config.model.path
     else:
-        from treadle.config import loads
+        config, name = _load_model(first, words[1:]), first
+    note_checkpoints(config)
+    return _with_port(config), name
 
-        half = _context_of(first) // 2
-        lengths = f"prompt_length: {half}, response_length: {half}"
-        config = loads(f"model: {{path: {json.dumps(first)}}}\nrollout: {{{lengths}}}\n", "treadle serve", tuple(rest))
-        yield config, first
+
+def _with_port(config: "Config") -> "Config":
+    """The config with the default port of this command, where nothing says one."""
+    from treadle.config import Source
+
+    origin = config.rollout.gateway.origin("port")
+    if origin.source is not Source.DEFAULT:
+        return config
+    return config.replaced("rollout.gateway.port", DEFAULT_PORT, origin)
+
+
+def _load_run(run_dir: Path, checkpoint: str, rest: Sequence[str]) -> tuple["Config", str]:
+    from treadle.inspect.export import find_checkpoint, find_model
+
+    found = find_checkpoint(run_dir, checkpoint)
+    model = find_model(run_dir, found)
+    own = [f"model.path={model}", "model.adapter=null", "rollout.nnodes=0"]
+    own.append(f"rollout.gateway.port={DEFAULT_PORT}")  # the port of the training run's gateway is not this server's
+    return load_words([str(run_dir / "config.yaml"), *own, *rest]), f"{found.name} of {run_dir}"
+
+
+def _load_model(model: str, rest: Sequence[str]) -> "Config":
+    from treadle.config import loads
+
+    half = _context_of(model) // 2
+    lengths = f"prompt_length: {half}, response_length: {half}"
+    return loads(f"model: {{path: {json.dumps(model)}}}\nrollout: {{{lengths}}}\n", "treadle serve", tuple(rest))
 
 
 def _context_of(model: str) -> int:

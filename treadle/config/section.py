@@ -173,6 +173,15 @@ class Section:
         built.__dict__.update({name: values[name] for name in fields_of(cls)}, _traces=FrozenDict(traces))
         return built
 
+    def replaced(self, name: str, value: Any, origin: Origin) -> Self:
+        """This section with another checked value of `name` (dotted for nested keys), which came from `origin`."""
+        first, _, rest = name.partition(".")
+        if rest:
+            changed, traces = self.__dict__[first].replaced(rest, value, origin), dict(self._traces)
+        else:
+            changed, traces = value, {**self._traces, name: Trace(origin)}
+        return self.with_traces({**self.values(), first: changed}, traces)
+
     def origin(self, name: str) -> Origin:
         """Where the value of `name` (dotted for nested keys) came from."""
         return self.trace(name).origin

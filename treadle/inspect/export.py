@@ -18,7 +18,7 @@ from treadle.checkpoint.atomic_directory import Damaged, atomic_directory, verif
 from treadle.checkpoint.links import BEST, LATEST
 from treadle.checkpoint.store import FOLDER, latest
 from treadle.config import ModelConfig, SFTRunConfig, TrainConfig, to_yaml
-from treadle.errors import ConfigError, Mistake
+from treadle.errors import ConfigError, Mistake, RunError
 from treadle.inspect.curves import DEFAULT_METRICS, format_value
 from treadle.inspect.run_records import RunRecords
 from treadle.journal import JournalReader, read_starts
@@ -83,7 +83,22 @@ def export_run(
     return ExportedModel(directory, source, step)
 
 
-def find_checkpoint(run_dir: Path, wanted: str) -> Path:
+def find_model(run_dir: Path, found: Path) -> Path:
+    """A checkpoint of a run as a whole model. Where it is an adapter (LoRA) it is merged, once, into `RUN/merged`."""
+    config = RunRecords(run_dir).config
+    if names_adapter(found) is None or not isinstance(config, TrainConfig):
+        return found
+    merged = run_dir / "merged" / found.name
+    if not merged.is_dir():
+        try:
+            export_run(run_dir, merged, checkpoint=found.name, dtype=config.actor.dtype)
+        except OSError as error:
+            fix = f"treadle export {run_dir} DIRECTORY --checkpoint {found.name} writes the merged model elsewhere"
+            raise RunError(f"cannot write {merged}: {error.strerror or error}; {fix}") from error
+    return merged
+
+
+def find_checkpoint(run_dir: Path, wanted: str, key: str = "--checkpoint") -> Path:
     """The checkpoint that a word names; a ConfigError lists those there are, where it names none that is whole."""
     folder = run_dir / FOLDER
     saved = (
@@ -97,11 +112,11 @@ def find_checkpoint(run_dir: Path, wanted: str) -> Path:
     if found is None:
         known = ", ".join(path.name for path in saved) or "none: a run saves at its end, on Ctrl-C and by checkpoint.*"
         problem = f"{folder} has no checkpoint of this name"
-        raise ConfigError([Mistake("--checkpoint", problem, wanted, fix=f"there are {known}")])
+        raise ConfigError([Mistake(key, problem, wanted, fix=f"there are {known}")])
     try:
         verify(found)
     except Damaged as damage:
-        raise ConfigError([Mistake("--checkpoint", f"it is damaged: {damage}", wanted)]) from damage
+        raise ConfigError([Mistake(key, f"it is damaged: {damage}", wanted)]) from damage
     return found
 
 

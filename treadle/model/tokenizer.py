@@ -56,11 +56,24 @@ def find_model_path(path: str) -> Path | None:
 
 
 def _find_checkpoint(run_dir: Path) -> Path | None:
-    """The checkpoint that a run directory stands for: its best one, else its newest. None for other directories."""
+    link = _find_link(run_dir)
+    return None if link is None else link.parent / link.readlink()
+
+
+def _find_link(run_dir: Path) -> Path | None:
+    """The link to the checkpoint that a run directory stands for: its best one, else its newest."""
     folder = run_dir / "checkpoints"
     if (run_dir / "config.json").exists() or not folder.is_dir():
         return None
-    return next((folder / (folder / name).readlink() for name in ("best", "latest") if (folder / name).is_dir()), None)
+    return next((folder / name for name in ("best", "latest") if (folder / name).is_dir()), None)
+
+
+def describe_checkpoint(path: str) -> str | None:
+    """Which checkpoint a path stands for, and why, where it is a run directory: `0002-step-20, its best checkpoint`."""
+    link = _find_link(Path(path).expanduser()) if path else None
+    if link is None:
+        return None
+    return f"{link.readlink().name}, its {'best' if link.name == 'best' else 'newest'} checkpoint"
 
 
 def resolve_model_path(path: str, key: str = "model.path", origin: object = None) -> Path:
