@@ -322,10 +322,9 @@ def test_the_same_call_names_the_same_files_and_another_function_another():
 
 
 def test_calls_without_a_directory_have_one_each():
-    first = call(model=MODEL, tasks=ROWS, reward="exact_match")
-    first.write()
-    second = call(model=MODEL, tasks=ROWS, reward="exact_match")
-    assert first.run_dir != second.run_dir
+    calls = [call(model=MODEL, tasks=ROWS, reward="exact_match") for _ in range(3)]
+    assert len({prepared.run_dir for prepared in calls}) == 3, "in the same second, and before any of them is written"
+    first = calls[0]
     assert first.config.logging.experiment_name == first.run_dir.name
 
 

@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field
 from pathlib import Path
+from secrets import token_hex
 from typing import Any
 
 from treadle.api.hints import (
@@ -331,11 +332,8 @@ class _ArgumentReader:
             return path.relative_to(here) if path.is_absolute() and path.is_relative_to(here) else path
         script = getattr(sys.modules.get("__main__"), "__file__", None)
         stem = "+".join(Path(name).stem for name in self.given.configs) or (Path(script).stem if script else "python")
-        base = Path("runs") / f"{stem}-{time.strftime('%Y%m%d-%H%M%S')}"
-        number = 1
-        while (path := base if number == 1 else base.with_name(f"{base.name}-{number}")).exists():
-            number += 1
-        return path
+        own = token_hex(3)  # scripts that start in the same second, on any machine of a shared disk, stay apart
+        return Path("runs") / f"{stem}-{time.strftime('%Y%m%d-%H%M%S')}-{own}"
 
     def _refuse_distant_functions(self, config: Config) -> None:
         """Nodes of a cluster that is elsewhere do not see this machine's run directory."""
