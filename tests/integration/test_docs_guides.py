@@ -85,12 +85,15 @@ def test_the_quick_start_of_trl_is_as_long_as_the_page_says_and_runs_here(here):
         (name.removesuffix("-math"), len([line for line in text.splitlines() if line.strip()]))
         for name, text in code.items()
     ]
-    tasks = [{"prompt": f"{a}+1=", "answer": str(a + 1)} for a in range(4)]
+    long = "1+" * 300 + "1="
+    tasks = [{"prompt": prompt, "answer": "1"} for prompt in ("1+1=", long)]
     ours = code["treadle"]
+    model = {"path": "treadle/tiny-calculator", "override_config": {"max_position_embeddings": 2048}}
     for word, smaller in (
-        ('"Qwen/Qwen2.5-0.5B-Instruct"', '"treadle/tiny-calculator"'),
+        ('"Qwen/Qwen2.5-0.5B-Instruct"', repr(model)),
         ('"hub:trl-lib/tldr/data/train"', repr(tasks)),
-        ("steps=500", "steps=1, rollout={'n': 2, 'response_length': 16, 'prompt_length': 64}"),
+        ('rollout={"prompt_length": 1024}', "rollout={'prompt_length': 1024, 'n': 2, 'response_length': 16}"),
+        ("steps=500", "steps=1"),
     ):
         assert word in ours
         ours = ours.replace(word, smaller)
@@ -98,6 +101,7 @@ def test_the_quick_start_of_trl_is_as_long_as_the_page_says_and_runs_here(here):
     exec(compile(ours, "docs/trl.md", "exec"), page)
     run = page["run"]
     assert isinstance(run, treadle.Run)
+    assert max(len(one.rows[0].prompt_ids) for one in run.trajectories()) > 512, "longer than the default allows"
     assert run.metrics["reward/mean"][0][1] > 1, "letters are counted"
 
 

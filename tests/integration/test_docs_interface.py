@@ -41,7 +41,7 @@ def test_the_page_runs_from_top_to_bottom(capsys, monkeypatch):
 
 
 def run_readme(*smaller: tuple[str, str]) -> treadle.Run:
-    """The ten lines of the README, with what is too large for a test replaced."""
+    """The lines of the README, with what is too large for a test replaced."""
     (code,) = [block for block in blocks("README.md") if "treadle.train" in block]
     assert len([line for line in code.splitlines() if line.strip()]) <= 15
     for word, other in (*smaller, ("run.show()", "")):

@@ -78,6 +78,11 @@ def test_every_command_on_a_page_is_one_that_the_parser_takes(capsys):
     assert refused == [] and count > 40
 
 
+def test_the_readme_installs_what_make_dist_builds_whatever_its_version():
+    readme = PAGES["README.md"].read_text(encoding="utf-8")
+    assert "pip install dist/treadle-*.whl" in readme and not re.search(r"treadle-\d", readme)
+
+
 @pytest.mark.parametrize("words", [["shwo", "run"], ["show", "run", "--worts"]])
 def test_a_command_that_is_wrong_would_be_found(words):
     with pytest.raises(SystemExit):
