@@ -72,3 +72,10 @@ def test_every_documented_metric_is_written() -> None:
         return any(p.fullmatch(filled) for p in made) or any(end in texts for end in ends) or leaf in texts
 
     assert not [name for name in documented() if "<" not in name and not is_written(name)]
+
+
+def test_every_metric_has_what_is_healthy_and_what_to_do() -> None:
+    lines = (ROOT / "docs/metrics.md").read_text(encoding="utf-8").splitlines()
+    rows = [line for line in lines if line.startswith("|")]
+    assert len(rows) > 60
+    assert [line for line in rows if any(not cell.strip() for cell in line.split("|")[1:-1])] == []
