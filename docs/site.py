@@ -1,10 +1,12 @@
-"""Pages of the documentation site that the code writes itself: config keys and the Python API.
+"""Pages of the documentation site that are made from other files: config keys, the Python API, examples and notebooks.
 
 A hook of mkdocs (`mkdocs.yml`): each page is made when the site is built, so that it cannot be out of date.
 """
 
 import json
+import re
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 from mkdocs.config.defaults import MkDocsConfig
@@ -12,6 +14,9 @@ from mkdocs.structure.files import File, Files
 
 import treadle
 from treadle.config.explain import json_schema
+
+EXAMPLES = Path(__file__).parents[1] / "examples"
+NOTEBOOKS = sorted(path.stem for path in (EXAMPLES / "notebooks").glob("*.ipynb"))
 
 Schema = Mapping[str, Any]
 
@@ -85,7 +90,26 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     """Add the generated pages."""
     files.append(File.generated(config, "reference/config.md", content="\n".join(config_page())))
     files.append(File.generated(config, "reference/api.md", content="\n".join(api_page())))
+    files.append(File.generated(config, "examples/index.md", content=examples_page()))
+    for name in NOTEBOOKS:
+        files.append(File.generated(config, f"examples/{name}.md", content="\n\n".join(notebook_page(name))))
     return files
+
+
+def examples_page() -> str:
+    """The table of examples. Their folders are not part of the site, and are named; the notebooks are."""
+    text = (EXAMPLES / "README.md").read_text(encoding="utf-8")
+    pages = ", ".join(f"[{name}]({name}.md)" for name in NOTEBOOKS)
+    text = text.replace("[notebooks](notebooks)", f"`examples/notebooks`: {pages}")
+    return re.sub(r"\[\w+\]\((\w+)\)", r"`examples/\1`", text)
+
+
+def notebook_page(name: str) -> Iterator[str]:
+    """The cells of a notebook, without what they print."""
+    yield f"*The notebook `examples/notebooks/{name}.ipynb`.*"
+    for cell in json.loads((EXAMPLES / "notebooks" / f"{name}.ipynb").read_text(encoding="utf-8"))["cells"]:
+        text = "".join(cell["source"])
+        yield f"```python\n{text}\n```" if cell["cell_type"] == "code" else text.replace("](../../docs/", "](../")
 
 
 def config_page() -> Iterator[str]:

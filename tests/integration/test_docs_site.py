@@ -30,6 +30,13 @@ def test_the_site_is_built_from_the_code(tmp_path: Path) -> None:
     pages = {path.relative_to(ROOT / "docs").with_suffix("") for path in (ROOT / "docs").glob("*.md")}
     navigated = (ROOT / "mkdocs.yml").read_text()
     assert not [page for page in pages if f"{page}.md" not in navigated], "a page that no menu leads to"
+    folders = {path.name for path in (ROOT / "examples").iterdir() if path.is_dir() and not path.name.startswith("_")}
+    listed = (tmp_path / "examples/index.html").read_text()
+    assert not [name for name in folders if f"<code>examples/{name}</code>" not in listed]
+    for notebook in (ROOT / "examples/notebooks").glob("*.ipynb"):
+        assert f"examples/{notebook.stem}.md" in navigated
+        shown = re.sub(r"<[^>]+>", "", (tmp_path / f"examples/{notebook.stem}/index.html").read_text())
+        assert "import treadle" in shown
 
 
 def test_the_page_of_the_interface_has_every_name_that_users_may_import() -> None:
