@@ -13,6 +13,9 @@ import treadle
 from tests.smollm2 import smollm2_directory
 from treadle import errors
 from treadle.api import calls, research, results
+from treadle.inspect import run_records
+from treadle.rollout import agent_loop, environment
+from treadle.rollout.tools import function
 
 ROOT = Path(__file__).parents[2]
 
@@ -74,7 +77,10 @@ def test_the_first_lines_of_the_readme_run_with_the_model_they_name(tmp_path_fac
     assert all(sum(sample.rows[0].mask) > 0 for sample in samples)
 
 
-@pytest.mark.parametrize("module", [calls, results, research, errors], ids=lambda module: module.__name__)
+EXAMPLES = (calls, results, research, errors, agent_loop, environment, function, run_records)
+
+
+@pytest.mark.parametrize("module", EXAMPLES, ids=lambda module: module.__name__)
 def test_examples_of_docstrings_run(module):
     done = doctest.testmod(module, extraglobs={"torch": torch})
     assert done.attempted > 0

@@ -92,7 +92,20 @@ class _Steps:
 
 
 class RunRecords:
-    """Everything a run directory holds about trajectories and metrics (see the module)."""
+    """Everything a run directory holds about trajectories and metrics (see the module).
+
+    >>> import treadle
+    >>> from treadle.inspect.run_records import RunRecords
+    >>> sums = [{"prompt": "1+2=", "answer": "3"}, {"prompt": "2+4=", "answer": "6"}]
+    >>> run = treadle.train(model="treadle/tiny-calculator", tasks=sums, reward="number_match", steps=1,
+    ...                     rollout={"n": 2, "response_length": 32}, logging={"logger": []})
+    >>> records = RunRecords(run.run_dir)
+    >>> records.steps(), len(records.find(step=1)), len(records.metrics()["reward/mean"])
+    ((1,), 4, 1)
+    >>> rewards = [found.reward for found in records.select(step=1, order="worst")]
+    >>> rewards == sorted(rewards)
+    True
+    """
 
     def __init__(self, run_dir: Path) -> None:
         if not (run_dir / FILE_NAME).is_file():

@@ -17,7 +17,23 @@ from treadle.types import Message, StopReason, ToolCall, ToolResult
 
 
 class AgentLoopBase(ABC):
-    """A new instance runs each session, so a loop may keep state on itself."""
+    """Agent loop: what happens between a prompt and the end of a trajectory. Each session has an instance of its own,
+    so a loop may keep state on itself.
+
+    >>> import treadle
+    >>> from treadle.rollout import AgentLoopBase
+    >>> class SecondThoughts(AgentLoopBase):
+    ...     async def run(self, session):
+    ...         await session.generate()
+    ...         if not session.done:
+    ...             await session.observe("Are you sure?")
+    ...         if not session.done:
+    ...             await session.generate()
+    >>> found = treadle.rollout(model="treadle/tiny-calculator", tasks=[{"prompt": "1+2="}], agent=SecondThoughts,
+    ...                         rollout={"response_length": 128}, logging={"logger": []})
+    >>> print(*(message["role"] for message in found.trajectories()[0].messages))
+    user assistant user assistant
+    """
 
     worker_part: Any = None
     """What `open_worker` returned."""

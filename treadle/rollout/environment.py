@@ -75,7 +75,25 @@ class Reply:
 
 
 class Environment(Protocol):
-    """Built as `Class(**environment_kwargs)`, once for each session. Methods may be plain or async.
+    """Environment: what answers the model between its turns. Built as `Class(**environment_kwargs)`, once for each
+    session. Methods may be plain or async.
+
+    >>> import treadle
+    >>> from treadle.rollout import Opening, Step
+    >>> class Sums:
+    ...     def __init__(self, sums):
+    ...         self.sums = list(sums)
+    ...     def reset(self, task):
+    ...         return Opening(self.sums[0])
+    ...     def step(self, action):
+    ...         asked = self.sums.pop(0)
+    ...         reward = float(action.text.endswith(str(eval(asked.removesuffix("=")))))
+    ...         return Step(self.sums[0] if self.sums else (), reward, done=not self.sums)
+    >>> tasks = [{"environment_kwargs": {"sums": ["1+2=", "2+4="]}}]
+    >>> found = treadle.rollout(model="treadle/tiny-calculator", tasks=tasks, environment=Sums,
+    ...                         rollout={"response_length": 128}, logging={"logger": []})
+    >>> print(*(message["content"] for message in found.trajectories()[0].messages if message["role"] == "user"))
+    1+2= 2+4=
 
     Plain ones run in threads: never two at once for one object, and not always in the same thread. Each call, the
     constructor and `reset` too, has `rollout.multi_turn.environment_timeout_s`; `close` may come while a call that

@@ -71,6 +71,17 @@ def tool(
         name: what the model calls it; the function's own name if left out.
         inline: run a sync function on the event loop itself; for cheap pure functions only.
         infrastructure: exceptions that mean the tool's infrastructure broke, so the model must not read them.
+
+    >>> from treadle.rollout.tools import FunctionTool, tool
+    >>> @tool(name="add", inline=True)
+    ... def plus(a: int, b: int) -> int:
+    ...     "Add two numbers."
+    ...     return a + b
+    >>> plus(1, 2)
+    3
+    >>> made = FunctionTool.of(plus).spec
+    >>> made.name, made.description, sorted(made.parameters["properties"])
+    ('add', 'Add two numbers.', ['a', 'b'])
     """
 
     def mark(marked: F) -> F:
