@@ -101,6 +101,14 @@ def test_other_rows_are_not_gone_on_with(tmp_path):
     assert "contents of data.train_files" in told and "--fresh" in told
 
 
+def test_what_the_config_says_of_sampling_for_training_does_not_count(tmp_path):
+    plain, recipe = Steps(), Steps()
+    run_sft(sft_config(tmp_path / "plain"), plain)
+    words = ("algorithm.rollout_correction={rollout_is: token, off_policy_mask_threshold: 1.0}",)
+    run_sft(sft_config(tmp_path / "recipe", *words), recipe)
+    assert recipe.losses == plain.losses
+
+
 def test_validation_is_measured_before_between_and_after(tmp_path):
     view = Steps()
     result = run_sft(sft_config(tmp_path, "trainer.test_freq=3"), view)

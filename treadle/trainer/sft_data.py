@@ -21,6 +21,7 @@ from treadle.algorithm.seats import row_positions, split_trajectory
 from treadle.config import Config, SFTRunConfig, TrainConfig
 from treadle.config.load import load
 from treadle.config.rollout import ModelConfig, RolloutConfig
+from treadle.config.training import AlgorithmConfig
 from treadle.data.file_formats import TaskRow, label_source, read_records
 from treadle.data.generators import REASONING_GYM_PREFIX, generate_rows, is_function
 from treadle.data.renderer import Renderer
@@ -304,4 +305,4 @@ def with_step_settings(config: SFTRunConfig, longest: int) -> SFTRunConfig:
     rollout = RolloutConfig(
         prompt_length=1, response_length=max(1, longest - 1), max_model_len=max(2, longest), limits=limits
     )
-    return SFTRunConfig(**{**config.values(), "actor": actor, "rollout": rollout})
+    return SFTRunConfig(**{**config.values(), "actor": actor, "rollout": rollout, "algorithm": AlgorithmConfig()})
