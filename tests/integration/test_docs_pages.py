@@ -25,9 +25,12 @@ from tests.reward_models import save_classifier
 from treadle.cli.main import main
 
 ROOT = Path(treadle.__file__).parents[1]
-PAGES = ("index.md", "write.md", "evaluate.md", "asynchronous.md", "rollout.md", "sandbox.md")
+PAGES = (
+    *("index.md", "write.md", "evaluate.md", "asynchronous.md", "rollout.md", "sandbox.md"),
+    *("training.md", "sft.md", "lora.md"),
+)
 BLOCK = re.compile(r"(?:<!-- ([^\n]*) -->\n)?^```(\w+)\n(.*?)^```", re.DOTALL | re.MULTILINE)
-INDENTED = re.compile(r"^    (treadle .*)$", re.MULTILINE)
+INDENTED = re.compile(r"^    ((?:treadle|python -m treadle\S*) .*)$", re.MULTILINE)
 
 TWO_STEPS = (
     "trainer.total_training_steps=2 data.train_batch_size=2 actor.ppo_mini_batch_size=2 rollout.n=2"
@@ -47,7 +50,48 @@ SMALLER: Mapping[str, tuple[tuple[str, str], ...]] = {
             "  prompt_length: 640\n  response_length: 256\n  multi_turn: {tools: [python]}\n",
         ),
     ),
+    "sft.md": (
+        ("train_files: [tasks.jsonl], train_batch_size: 32", "train_files: [tasks.jsonl], train_batch_size: 2"),
+        ("ppo_mini_batch_size: 32", "ppo_mini_batch_size: 2"),
+        ("rollout: {n: 8", "rollout: {n: 2"),
+        ("total_training_steps: 40", "total_training_steps: 1"),
+        ("total_training_steps: 200", "total_training_steps: 1"),
+        ("steps=20", "steps=2"),
+    ),
+    "lora.md": (
+        (
+            '"trainer.val_before_train": False',
+            '"trainer.val_before_train": False, "data.train_batch_size": 2, "actor.ppo_mini_batch_size": 2',
+        ),
+    ),
 }
+
+SHORTER: Mapping[str, tuple[tuple[str, str], ...]] = {
+    "training.md": (("treadle train ", TWO_STEPS),),
+    "sft.md": (
+        ("treadle train calculator ", TWO_STEPS),
+        ("treadle rollout calculator rollout.n=8 ", "rollout.n=4 data.train_max_samples=8"),
+        ("treadle rollout calculator model.path=", "data.val_max_samples=2"),
+        ("treadle sft calculator ", "data.train_batch_size=2 trainer.total_training_steps=2"),
+        (
+            "treadle sft calculator_sft ",
+            "data.train_batch_size=4 trainer.total_training_steps=2 data.source_kwargs.demonstrations.count=40"
+            " data.val_max_samples=4",
+        ),
+    ),
+    "lora.md": (
+        ("treadle train calculator ", TWO_STEPS),
+        ("treadle rollout calculator ", "data.val_max_samples=2"),
+    ),
+}
+"""How commands of minutes begin, and the words that make them short."""
+
+LEFT_OUT: Mapping[str, str] = {"lora.md": "treadle train my.yaml "}
+"""How commands begin that name a model which is not on the machine of the tests."""
+
+ROWS = "".join(f'{{"prompt": "{at}+1=", "response": "{at + 1}", "answer": "{at + 1}"}}\n' for at in range(64))
+NEEDED: Mapping[str, tuple[str, ...]] = {"sft.md": ("chats.jsonl", "held_out.jsonl", "tasks.jsonl")}
+"""Files of rows that a page takes for granted."""
 
 NEEDS_BUBBLEWRAP = ("egress.yaml", "program.yaml")
 """Configs that other providers of boxes refuse."""
@@ -78,8 +122,18 @@ def read_page(page: str) -> list[PageBlock]:
         assert words in text, f"{page} has no {words!r} any more"
         text = text.replace(words, others)
     fenced = [(found.start(), PageBlock(found[1] or "", found[2], found[3])) for found in BLOCK.finditer(text)]
-    indented = [(found.start(), PageBlock("", "console", f"$ {found[1]}\n")) for found in INDENTED.finditer(text)]
+    indented = [
+        (found.start(), PageBlock("", "console", f"$ {shorten(page, found[1])}\n"))
+        for found in INDENTED.finditer(text)
+        if not found[1].startswith(LEFT_OUT.get(page, "no command"))
+    ]
     return [block for _, block in sorted([*fenced, *indented], key=lambda pair: pair[0])]
+
+
+def shorten(page: str, command: str) -> str:
+    """The command as the tests run it."""
+    words = [more for begins, more in SHORTER.get(page, ()) if f"{command} ".startswith(begins)]
+    return " ".join((re.split(r"\s{2,}", command)[0], *words)) if words else command
 
 
 @pytest.fixture
@@ -99,6 +153,8 @@ def test_a_page_runs_from_top_to_bottom(page: str, here: Path) -> None:
     blocks = read_page(page)
     if page == "rollout.md":
         save_classifier(here / "models/helpful")
+    for name in NEEDED.get(page, ()):
+        (here / name).write_text(ROWS, encoding="utf-8")
     for block in blocks:
         if block.file:
             (here / block.file).write_text(block.text, encoding="utf-8")
