@@ -9,7 +9,8 @@ from transformers import AutoModelForCausalLM
 
 import treadle
 from tests.sft_runs import sums, write_rows
-from treadle.cli.main import main
+from treadle.cli.main import build_parser, main
+from treadle.cli.serve import _configure
 from treadle.config import TrainConfig
 from treadle.config.rollout import ModelConfig
 from treadle.errors import ConfigError, MisuseError
@@ -53,6 +54,8 @@ def test_a_run_leaves_an_adapter_and_a_merged_model(run: "treadle.Run") -> None:
     for name, parameter in loaded.named_parameters():
         assert torch.equal(parameter, dict(merged.named_parameters())[name]), name
     assert run.model_dir == run.model_dir, "written once"
+    served, _ = _configure(build_parser().parse_args(["serve", str(run.run_dir)]))
+    assert (Path(served.model.path), served.model.adapter) == (run.model_dir, None), "the same one is served"
 
 
 def test_every_push_that_was_probed_is_in_the_journal(run: "treadle.Run") -> None:

@@ -17,7 +17,7 @@ from treadle.config import (
     loads,
 )
 from treadle.config.rollout import OpenAIConfig
-from treadle.config.section import Section, Unset, fields_of
+from treadle.config.section import Origin, Section, Unset, fields_of
 from treadle.config.show import flatten
 
 
@@ -193,3 +193,14 @@ def test_a_training_run_built_in_code_has_origins_all_the_way_down():
     config = TrainConfig(model=ModelConfig(path="x"))
     assert config.origin("model.path").source is Source.CODE
     assert config.origin("actor.optim.lr").source is Source.DEFAULT
+
+
+def test_a_value_that_is_replaced_has_its_own_origin_and_the_others_keep_theirs():
+    config = loads("model: {path: somewhere}\nrollout: {n: 4, gateway: {host: here}}\n", "base.yaml")
+    origin = Origin(Source.CODE, "a test")
+    changed = config.replaced("rollout.gateway.port", 8000, origin)
+    assert (changed.rollout.gateway.port, changed.rollout.gateway.host, changed.rollout.n) == (8000, "here", 4)
+    assert changed.origin("rollout.gateway.port") == origin
+    assert changed.origin("rollout.gateway.host") == config.origin("rollout.gateway.host")
+    assert changed.origin("rollout.n") == config.origin("rollout.n")
+    assert config.rollout.gateway.port == 0, "a config does not change"
