@@ -92,8 +92,8 @@ class Environment(Protocol):
     >>> tasks = [{"environment_kwargs": {"sums": ["1+2=", "2+4="]}}]
     >>> found = treadle.rollout(model="treadle/tiny-calculator", tasks=tasks, environment=Sums,
     ...                         rollout={"response_length": 128}, logging={"logger": []})
-    >>> [message["content"] for message in found.trajectories()[0].messages if message["role"] == "user"]
-    ['1+2=', '2+4=']
+    >>> print(*(message["content"] for message in found.trajectories()[0].messages if message["role"] == "user"))
+    1+2= 2+4=
 
     Plain ones run in threads: never two at once for one object, and not always in the same thread. Each call, the
     constructor and `reset` too, has `rollout.multi_turn.environment_timeout_s`; `close` may come while a call that
