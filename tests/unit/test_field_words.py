@@ -118,6 +118,13 @@ IN_THE_GLOSSARY = (
     ),
     *("callbacks", "dual clip", "GRPO", "learning rate schedule", "response mask", "sequence balancing", "seed"),
     *("tensor parallelism", "sequence parallelism", "speculative decoding", "SGLang", "worker group", "reward model"),
+    *("action mask", "AdamW", "batch size", "beam search", "clip ratio", "DAPO", "dataloader"),
+    *("discount factor", "Dr. GRPO", "dry run", "early stopping", "EOS, stop token", "epoch", "format reward"),
+    *("GPU memory utilization", "gradient norm", "ground truth", "group size", "GSPO"),
+    *("guided decoding, structured output", "hyperparameters", "KL penalty", "loss mask", "metrics"),
+    *("multi-node", "partial rollout", "PPO", "process reward", "prompt length", "response length"),
+    *("reward shaping", "system prompt", "temperature", "throughput", "tokenizer", "torch.compile"),
+    *("value loss", "weight decay"),
 )
 """Words of the field for what has another name here, is elsewhere, or is not here at all: a row says which."""
 
