@@ -20,8 +20,7 @@ from treadle.engine.replica_supervisor import StartedEngines
 from treadle.errors import TreadleError
 from treadle.reward.context import NO_CONTEXT, RewardContext
 from treadle.reward.function import RewardFunction
-from treadle.reward.grading import Gradings
-from treadle.reward.scorer import Scorer
+from treadle.reward.scorer import Gradings, Scorer
 from treadle.rollout.engines import start_engines
 from treadle.types import Request, Row, StopReason, ToolResult, Trajectory, Turn
 

@@ -6,7 +6,9 @@ in the first line of its docstring; `docs/glossary.md` says of each what it is h
 
 import ast
 import builtins
+import io
 import re
+import tokenize
 from collections import defaultdict
 from pathlib import Path
 
@@ -118,6 +120,13 @@ IN_THE_GLOSSARY = (
     ),
     *("callbacks", "dual clip", "GRPO", "learning rate schedule", "response mask", "sequence balancing", "seed"),
     *("tensor parallelism", "sequence parallelism", "speculative decoding", "SGLang", "worker group", "reward model"),
+    *("action mask", "AdamW", "batch size", "beam search", "clip ratio", "DAPO", "dataloader"),
+    *("discount factor", "Dr. GRPO", "dry run", "early stopping", "EOS, stop token", "epoch", "format reward"),
+    *("GPU memory utilization", "gradient norm", "ground truth", "group size", "GSPO"),
+    *("guided decoding, structured output", "hyperparameters", "KL penalty", "loss mask", "metrics"),
+    *("multi-node", "partial rollout", "PPO", "process reward", "prompt length", "response length"),
+    *("reward shaping", "system prompt", "temperature", "throughput", "tokenizer", "torch.compile"),
+    *("value loss", "weight decay"),
 )
 """Words of the field for what has another name here, is elsewhere, or is not here at all: a row says which."""
 
@@ -173,7 +182,7 @@ def test_a_docstring_can_be_read_alone():
     assert offenders == []
 
 
-PERSON = re.compile(r"\b(nobody|somebody|whoever|anybody|who may)\b", re.IGNORECASE)
+PERSON = re.compile(r"\b(nobody|somebody|whoever|any(body|one)|every(body|one)|someone|who may)\b", re.IGNORECASE)
 USERS = ("api", "gateway", "tinker", "sandbox")
 
 
@@ -183,10 +192,22 @@ def test_no_person_stands_for_a_process():
     for file in FILES:
         if file.relative_to(PACKAGE).parts[0] in USERS:
             continue
-        for node in nodes(file):
-            if isinstance(node, ast.Constant) and isinstance(node.value, str) and (said := PERSON.search(node.value)):
-                offenders.append(f"{file.relative_to(ROOT)}:{node.lineno} {said[0]}")
+        texts = [
+            (node.value, node.lineno)
+            for node in nodes(file)
+            if isinstance(node, ast.Constant) and isinstance(node.value, str)
+        ]
+        for text, line in [*texts, *comments(file)]:
+            if said := PERSON.search(text):
+                offenders.append(f"{file.relative_to(ROOT)}:{line} {said[0]}")
     assert offenders == []
+
+
+def comments(file: Path) -> list[tuple[str, int]]:
+    """Every comment of a file, with its line."""
+    lines = io.StringIO(file.read_text(encoding="utf-8")).readline
+    found = (token for token in tokenize.generate_tokens(lines) if token.type == tokenize.COMMENT)
+    return [(token.string, token.start[0]) for token in found]
 
 
 CLASS = re.compile(r"(?<![\w./-])_?[A-Z][a-z0-9]+(?:[A-Z][a-z0-9]*)+\b")

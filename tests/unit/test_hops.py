@@ -9,9 +9,9 @@ takes a task from its source, or where a schedule pushes; it ends where the engi
 import asyncio
 import gc
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from types import CoroutineType, FrameType
+from types import CoroutineType, FrameType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -21,7 +21,7 @@ from tests.rollouts import engine as scripted_engine
 from tests.rollouts import renderer, rollout, save_model, task
 from tests.schedules import Trial
 from tests.tiny import tiny
-from treadle.config import FailureConfig, FilterGroupsConfig, RolloutConfig, ScriptedConfig
+from treadle.config import FailureConfig, FilterGroupsConfig, ModelConfig, RolloutConfig, ScriptedConfig
 from treadle.config.rollout import LimitsConfig
 from treadle.data.task_feed import TaskFeed
 from treadle.data.task_source import TaskSource
@@ -32,8 +32,13 @@ from treadle.engine.remote import EngineServer, RemoteEngine
 from treadle.engine.replica_supervisor import ReplicaSupervisor, StartedEngines
 from treadle.engine.scripted import ScriptedEngine
 from treadle.journal import Journal
-from treadle.rollout import AgentLoopManager, RolloutParts
+from treadle.process.child_handle import ProcessSpec
+from treadle.process.rpc import Handler
+from treadle.rollout import AgentLoopManager, RolloutParts, worker_process
 from treadle.rollout.engines import RolloutBackend
+from treadle.rollout.remote_worker import RemoteAgentWorker
+from treadle.rollout.worker import AgentLoopWorker
+from treadle.rollout.worker_process import UpstreamEngine
 from treadle.trainer.buffer import BufferLimits, RolloutBuffer
 from treadle.types import Request, SamplingParams
 
@@ -45,6 +50,8 @@ Place = tuple[str, str]
 
 REQUEST = "a request to another process"
 """Stands for the RPC, in a chain."""
+REQUESTS = ("request", "request_job", "request_tokens")
+"""Functions of this file that stand for it: to an engine, to an agent worker, from an agent worker."""
 
 
 @pytest.fixture(autouse=True)
@@ -81,7 +88,7 @@ def _frames(frame: FrameType | None) -> Iterator[FrameType]:
 
 
 def _name(file: str, function: str) -> str:
-    if file == __file__ and function == "request":
+    if file == __file__ and function in REQUESTS:
         return REQUEST
     return f"{file.removeprefix(OURS)}:{function}" if file.startswith(OURS) and function not in SYNTAX else ""
 
@@ -111,6 +118,32 @@ class ProcessHere:
     async def end(self, timeout_s: float | None = None) -> None: ...
 
 
+class PeersHere:
+    """The RPC to an agent worker of this process, and back."""
+
+    def __init__(self, worker: AgentLoopWorker, handle: Handler) -> None:
+        self._worker, self._handle = worker, handle
+
+    async def request_job(self, sent: Any) -> Any:
+        return await worker_process._run_sent(self._worker, sent)
+
+    async def request_tokens(self, request: Request) -> Any:
+        return await self._handle(request)
+
+
+class LauncherHere:
+    """Launches agent workers of this process."""
+
+    async def launch(self, spec: ProcessSpec, handle: Handler, expected: type[Exception]) -> Any:
+        setup, upstream = spec.setup, UpstreamEngine()
+        worker = await AgentLoopWorker.create(rollout=setup.rollout, model=setup.model, engine=upstream)
+        peers = PeersHere(worker, handle)
+        upstream.peer = SimpleNamespace(request=peers.request_tokens)  # type: ignore[assignment]
+        process = ProcessHere(scripted_engine())
+        process.peer = SimpleNamespace(request=peers.request_job)  # type: ignore[assignment]
+        return process
+
+
 async def restarting(engine: Engine) -> Engine:
     """The engine as it is with one_step_off, fully_async and on Ray: in another process, restarted when it dies."""
 
@@ -120,8 +153,11 @@ async def restarting(engine: Engine) -> Engine:
     return await ReplicaSupervisor(1).add("scripted-0", start)
 
 
-def calls_to_engine(directory: Path, *, in_process: bool) -> list[str]:
-    """The calls from the buffer's admission of a task to `Engine.generate`, with a journal, as in training."""
+def calls_to_engine(directory: Path, *, in_process: bool, workers: int = 0) -> list[str]:
+    """The calls from the buffer's admission of a task to `Engine.generate`, with a journal, as in training.
+
+    With `workers`, sessions are in agent workers, in processes of their own.
+    """
     chains: list[list[str]] = []
 
     def script(request: Request, rng: object) -> str:
@@ -134,8 +170,14 @@ def calls_to_engine(directory: Path, *, in_process: bool) -> list[str]:
             made = scripted_engine(script)
             return StartedEngines([made if in_process else await restarting(made)])
 
+        async def start_workers(self, rollout: RolloutConfig, model: ModelConfig, *parts: Any) -> Sequence[Any]:
+            if not workers:
+                return await super().start_workers(rollout, model, *parts)
+            named = {"rollout": rollout, "model": model, "engine": parts[-1], "launcher": LauncherHere}
+            return [await RemoteAgentWorker.create(name=f"agent worker {at}", **named) for at in range(workers)]
+
     async def main() -> None:
-        config, journal = rollout(n=2), Journal.open(directory / "run", max_mb=10)
+        config, journal = rollout(n=2, num_workers=workers), Journal.open(directory / "run", max_mb=10)
         parts = RolloutParts(Backend(), renderer=renderer(), journal=journal)
         model = save_model(directory / "model")
         async with journal, await AgentLoopManager.create(rollout=config, model=model, parts=parts) as manager:
@@ -186,6 +228,16 @@ def test_a_task_reaches_the_queue_of_an_engine_in_another_process_in_16_calls(tm
     chain = calls_to_engine(tmp_path, in_process=False) + calls_to_queue(monkeypatch)
     assert REQUEST in chain
     assert len(chain) <= 16, "\n".join(chain)
+
+
+@pytest.mark.parametrize(("in_process", "calls"), [(True, 18), (False, 22)], ids=["this process", "another process"])
+def test_with_agent_workers_a_task_reaches_the_queue_of_an_engine_in_so_many_calls(
+    tmp_path, monkeypatch, in_process, calls
+):
+    """The default for loops and tools of the user's own: a session in another process asks back for its tokens."""
+    chain = calls_to_engine(tmp_path, in_process=in_process, workers=1) + calls_to_queue(monkeypatch)
+    assert chain.count(REQUEST) == (2 if in_process else 3)
+    assert len(chain) <= calls, "\n".join(chain)
 
 
 def test_new_weights_reach_the_engine_in_6_calls(tmp_path):

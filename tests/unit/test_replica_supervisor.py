@@ -19,7 +19,7 @@ from treadle.engine.replica_supervisor import ReplicaSupervisor
 from treadle.engine.requests import continuation_of
 from treadle.engine.restarting_engine import RestartingEngine
 from treadle.engine.router import Router
-from treadle.errors import EngineFailure, EnginesLost, RunError
+from treadle.errors import DeadlineError, EngineFailure, EnginesLost, RunError
 from treadle.loop_thread import LoopThread
 from treadle.process.supervisor import Recovery, RestartPolicy
 from treadle.types import Completion, Request, SamplingParams, StopReason
@@ -316,6 +316,58 @@ def test_a_replacement_that_is_paused_while_everything_resumes_is_resumed_too() 
     play(body)
 
 
+def test_a_replacement_that_freezes_before_it_is_paused_is_succeeded() -> None:
+    class Freezes(Frail):
+        async def pause(self) -> None:
+            await asyncio.Event().wait()
+
+    async def body() -> None:
+        scene = Scene()
+        engine = await scene.add()
+        (nursery,) = scene.nurseries
+        frozen = Freezes()
+
+        async def start() -> Frail:
+            if len(nursery.born) > 1:
+                return await Nursery.start(nursery)
+            nursery.born.append(frozen)
+            return frozen
+
+        engine._start = start  # type: ignore[method-assign]
+        await engine.pause()
+        nursery.born[0].kill()
+        await asyncio.wait_for(engine._arrived.wait(), 1000)
+        assert frozen.closed and nursery.born[2].paused
+        await engine.resume()
+        assert (await engine.generate(REQUEST)).stop is StopReason.STOP
+        await engine.close()
+
+    virtual_time.run(body())
+
+
+def test_a_replacement_that_is_to_sleep_and_does_not_is_ended() -> None:
+    class Sleepless(Frail):
+        async def sleep(self, level: int = 1) -> None:
+            await asyncio.Event().wait()
+
+        async def wake(self) -> None: ...
+
+    async def body() -> None:
+        made: list[Sleepless] = []
+
+        async def start() -> Sleepless:
+            made.append(Sleepless())
+            return made[-1]
+
+        weights = WeightSync(SimpleNamespace(), timeout_s=5)  # type: ignore[arg-type]
+        apart = LocalReplicas({"e-1": start}, weights)
+        with pytest.raises(DeadlineError, match=r"e did not sleep within rollout\.limits\.request_timeout_s = 5"):
+            await apart._start_idle(asyncio.get_running_loop(), start, 5.0)
+        assert [engine.closed for engine in made] == [True]
+
+    virtual_time.run(body())
+
+
 def test_a_replacement_that_dies_before_it_has_weights_is_succeeded() -> None:
     async def body() -> None:
         scene = Scene(restore=never)
@@ -397,7 +449,7 @@ def test_weights_are_restored_from_a_run_on_another_loop() -> None:
 
         apart = LocalReplicas({"e-1": start}, weights)
         apart.supervisor._report = lambda recovery: None
-        (engine,) = await rollout.run(apart.start_all(shares_gpu=True, sleeps=False))
+        (engine,) = await rollout.run(apart.start_all(shares_gpu=True, sleeps=False, timeout_s=5.0))
         weights.lock.mark_synced(4)
         await rollout.run(_kill(nurseries[0].born[0]))
         asked = asyncio.ensure_future(rollout.run(engine.generate(REQUEST)))

@@ -7,8 +7,7 @@ from typing import Any
 import pytest
 
 from tests.rollouts import engine, renderer, rollout, save_model, task
-from treadle.algorithm.advantage_inputs import AdvantageInputs, rows_of
-from treadle.algorithm.seats import split_seats
+from treadle.algorithm.advantage_inputs import AdvantageInputs, rows_of, split_seats
 from treadle.config import ModelConfig
 from treadle.config.reward import RewardConfig
 from treadle.errors import EnvironmentFailure

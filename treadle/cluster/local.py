@@ -34,6 +34,7 @@ from treadle.engine.native.engine import NativeEngine, choose_dtype
 from treadle.engine.protocol import ConfirmedWeights, Engine, ProcessEngine, SupportsSleep, WeightUpdate
 from treadle.engine.remote import load_decoder
 from treadle.engine.replica_supervisor import ReplicaSupervisor, StartedEngines
+from treadle.errors import DeadlineError
 from treadle.policy.policy import SinglePolicy
 from treadle.policy.protocol import Policy
 from treadle.rollout.engines import RolloutBackend, start_process_engine
@@ -79,14 +80,16 @@ class LocalReplicas:
         self._home = asyncio.get_running_loop()
         self.supervisor = ReplicaSupervisor(len(starts), restore=self._restore)
 
-    async def start_all(self, *, shares_gpu: bool, sleeps: bool) -> Sequence[Engine]:
-        """Every engine. One that `shares_gpu` with the policy starts again between two steps, and then `sleeps`."""
+    async def start_all(self, *, shares_gpu: bool, sleeps: bool, timeout_s: float) -> Sequence[Engine]:
+        """Every engine. One that `shares_gpu` with the policy starts again between two steps, and then `sleeps`, within
+        `timeout_s`."""
         first = True
 
         async def start(once: StartProcessEngine) -> ProcessEngine:
             if first or not shares_gpu:
                 return await once()
-            return await across(self._home, self._start_idle(asyncio.get_running_loop(), once, sleeps))
+            sleep_s = timeout_s if sleeps else None
+            return await across(self._home, self._start_idle(asyncio.get_running_loop(), once, sleep_s))
 
         try:
             with first_error():
@@ -102,12 +105,12 @@ class LocalReplicas:
         return [task.result() for task in added]
 
     async def _start_idle(
-        self, there: asyncio.AbstractEventLoop, once: StartProcessEngine, sleeps: bool
+        self, there: asyncio.AbstractEventLoop, once: StartProcessEngine, sleep_s: float | None
     ) -> ProcessEngine:
         async def start() -> ProcessEngine:
             engine = await once()
-            if sleeps and isinstance(engine, SupportsSleep):
-                await engine.sleep(1)  # the next step may begin before it has weights, which wake it
+            if sleep_s is not None and isinstance(engine, SupportsSleep):
+                await _put_to_sleep(engine, sleep_s)  # the next step may begin before it has weights, which wake it
             return engine
 
         async with self._weights.lock.idle():
@@ -123,6 +126,20 @@ class LocalReplicas:
                 return None
             await self._weights.push_to(engine, version)
             return version
+
+
+async def _put_to_sleep(engine: ProcessEngine, timeout_s: float) -> None:
+    """An engine that does not sleep in time is closed: it would have the memory that a training step needs."""
+    assert isinstance(engine, SupportsSleep)
+    try:
+        async with asyncio.timeout(timeout_s):
+            await engine.sleep(1)
+    except BaseException as error:
+        await asyncio.shield(engine.close())
+        if isinstance(error, TimeoutError):
+            limit = f"rollout.limits.request_timeout_s = {timeout_s:g}"
+            raise DeadlineError(f"{engine.name} did not sleep within {limit}, after it was started again") from None
+        raise
 
 
 class LocalRuntime:
@@ -208,7 +225,11 @@ class EngineProcesses(RolloutBackend):
     async def start_engines(
         self, rollout: RolloutConfig, model: ModelConfig, renderer: Renderer, api_key: str | None
     ) -> StartedEngines:
-        engines = await self._replicas.start_all(shares_gpu=self._shares_gpu, sleeps=rollout.free_cache_engine)
+        engines = await self._replicas.start_all(
+            shares_gpu=self._shares_gpu,
+            sleeps=rollout.free_cache_engine,
+            timeout_s=rollout.limits.request_timeout_s,
+        )
         return StartedEngines(engines, self._replicas.supervisor)
 
 

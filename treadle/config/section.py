@@ -168,7 +168,7 @@ class Section:
 
     @classmethod
     def with_traces(cls, values: Mapping[str, Any], traces: Mapping[str, Trace]) -> Self:
-        """A section of checked values that know where they came from. For loaders; everyone else calls the class."""
+        """A section of checked values that know where they came from. For loaders; other code calls the class."""
         built = cls.__new__(cls)
         built.__dict__.update({name: values[name] for name in fields_of(cls)}, _traces=FrozenDict(traces))
         return built

@@ -39,6 +39,9 @@ from treadle.types import Completion, Request
 if TYPE_CHECKING:
     from treadle.engine.replica_supervisor import ReplicaSupervisor
 
+PAUSE_S = 60.0
+"""How long an engine that was just started may take to be paused: it has no requests yet."""
+
 
 class Restore(Protocol):
     """Gives an engine the weights of the others, as soon as that can be done; unless it is not `wanted` any more."""
@@ -324,9 +327,7 @@ class RestartingEngine:
         """Let a replacement begin: with weights that a push brings, or with restored ones."""
         self._replacement = engine
         if self._paused:
-            await engine.pause()
-            if not self._paused:  # a resume came meanwhile
-                await engine.resume()
+            await self._pause_replacement(engine)
         self._arrived.set()
         if self._supervisor.restore is None:
             if engine.version == self.version:
@@ -345,6 +346,15 @@ class RestartingEngine:
         if version is not None and self._replacement is engine:
             self._serve_with(engine, version)
             self._supervisor.mark_synced(self.name, version)
+
+    async def _pause_replacement(self, engine: ProcessEngine) -> None:
+        try:
+            async with asyncio.timeout(PAUSE_S):
+                await engine.pause()
+                if not self._paused:  # a resume came meanwhile
+                    await engine.resume()
+        except TimeoutError:
+            raise EngineFailure(f"{self.name} was started, and did not pause within {PAUSE_S:g} s") from None
 
 
 async def _noop() -> None:

@@ -116,7 +116,7 @@ class ChildOutput:
             text = line.decode(errors="replace").rstrip()
             self._lines.append(text)
             if self._show is not None:
-                with suppress(OSError, ValueError):  # nobody reads it any more; the child goes on all the same
+                with suppress(OSError, ValueError):  # what reads it has gone; the child goes on all the same
                     self._show(text)
             log.debug("%s: %s", self._name, printable(text))
 

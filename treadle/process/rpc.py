@@ -288,7 +288,7 @@ class ThreadPeer:
         return future
 
     def notify(self, body: Any) -> None:
-        """Send what is not answered, if there is anyone to read it."""
+        """Send what is not answered, where the other end still reads."""
         with self._sending, suppress(ChannelClosed):
             self._channel.send(RpcNotify(body))
 

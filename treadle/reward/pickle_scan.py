@@ -14,8 +14,7 @@ from pathlib import Path
 from types import CodeType
 from typing import Any
 
-from treadle.reward.source_scan import SourceScan
-from treadle.reward.text_runners import runs_text
+from treadle.reward.source_scan import SourceScan, runs_text
 
 _BUILTINS = frozenset(dir(builtins))
 _BETWEEN = frozenset({"PUSH_NULL", "PRECALL", "CACHE", "EXTENDED_ARG", "COPY", "NOP", "RESUME"})

@@ -4,6 +4,10 @@ Owns the split between this process (built-ins that are pure and bounded or wait
 `reward.num_workers` is 0) and worker processes (all else), and the retries. What the limits do and do not cover: see
 `treadle.reward`. Models run after all functions have returned, so a trajectory that functions cannot score costs no
 model anything. What has scope group comes last, once all samples of a task have the score of everything else.
+Functions that run what a model wrote, `code_tests` above all, compute next to nothing here: they start boxes, wait for
+them and compare text. So these gradings overlap, at most `reward.max_gradings` at once, first come, first served, and
+share the boxes that were started ahead. Each step in a box has a deadline of its own; `reward.timeout_s` is for
+functions that run in workers. After `close` no grading runs and no box of one is left.
 Invariant: a Score is what functions and models returned; anything that kept one from returning is a RewardFailure,
 never a number.
 """
@@ -17,6 +21,7 @@ from typing import Any
 
 from treadle.aio import in_own_task
 from treadle.config.reward import RewardConfig, RewardFunctionConfig
+from treadle.cores import num_cores
 from treadle.errors import ConfigError, Mistake, MisuseError
 from treadle.reward.arguments import (
     CollectArguments,
@@ -28,7 +33,6 @@ from treadle.reward.arguments import (
 from treadle.reward.builtin import BUILTINS
 from treadle.reward.context import NO_CONTEXT, RewardContext
 from treadle.reward.function import RewardFunction, load_function
-from treadle.reward.grading import Gradings
 from treadle.reward.rate_limit import RateLimit
 from treadle.reward.result import (
     Fault,
@@ -48,9 +52,54 @@ from treadle.reward.sandbox.protocol import FunctionNeeds, copy
 from treadle.reward.unsafe_calls import fenced_by_default
 from treadle.reward.worker_pool import RewardWorkerPool
 from treadle.sandbox.confine import hide_where_needed
+from treadle.sandbox.pool import close_boxes
 from treadle.sandbox.protocol import BoxSettings
+from treadle.sandbox.providers import check_provider
 from treadle.terminal import warn
 from treadle.types import Score, Task, Trajectory
+
+
+class Gradings:
+    """The gradings of one scorer. Built by `create`."""
+
+    def __init__(self, reward: RewardConfig) -> None:
+        self._places = asyncio.Semaphore(reward.max_gradings or num_cores())
+        self._box = BoxSettings.of(reward.sandbox)
+        self._running: set[asyncio.Task[RewardResult]] = set()
+        self._closed = False
+
+    @classmethod
+    async def create(cls, reward: RewardConfig) -> "Gradings":
+        """ConfigError where a function needs boxes that cannot be had here."""
+        if reward.uses_sandbox():
+            await asyncio.to_thread(check_provider, "reward.sandbox", reward.sandbox)
+        return cls(reward)
+
+    async def run(self, function: RewardFunction, values: Mapping[str, Any]) -> RewardResult:
+        """What the function says. A cancelled caller ends its grading."""
+        task = asyncio.ensure_future(self._grade(function, values))
+        self._running.add(task)
+        task.add_done_callback(self._running.discard)
+        try:
+            return await task
+        except asyncio.CancelledError:
+            if self._closed:
+                raise ScoreFailure(Fault.CLOSED, "was ended: the scorer is closed", function.name) from None
+            raise
+
+    async def _grade(self, function: RewardFunction, values: Mapping[str, Any]) -> RewardResult:
+        async with self._places:
+            result = function(values)
+            return as_worker_results(function.read(await result if inspect.isawaitable(result) else result))
+
+    async def close(self) -> None:
+        """End what runs, and the boxes that wait."""
+        self._closed = True
+        ended = list(self._running)
+        for task in ended:
+            task.cancel()
+        await asyncio.gather(*ended, return_exceptions=True)
+        await close_boxes(self._box)
 
 
 class Scorer:

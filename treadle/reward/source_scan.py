@@ -5,8 +5,10 @@
     read       names through `import … as`, `from … import`, `run = exec`, `importlib.import_module("os")` and
                `getattr(os, "system")`; a text runner counts where it is called, and where it is passed on as a value
 
-Owns how sources are read; imports no module that it reads, and knows no pickles. A function that is reached by a name
-put together at run time, or by a package that is installed, is not seen.
+Owns the list of text runners, which are functions of Python and of well-known packages where text alone, as an
+argument, becomes code, a command or an unpickled object; and how sources are read. sympy counts as a whole: nearly all
+of its functions pass texts to `sympify`, which evaluates them. Imports no module that it reads, and knows no pickles. A
+function that is reached by a name put together at run time, or by a package that is installed, is not seen.
 """
 
 import ast
@@ -14,12 +16,55 @@ import builtins
 from collections import deque
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from importlib.util import resolve_name
 from pathlib import Path
 
-from treadle.config.own_modules import find_source, is_own_module, parse_source
-from treadle.config.plugin import find_in_working_directory, source_file
-from treadle.reward.text_runners import DATA_FRAMES, WHOLE_MODULES, runs_text
+from treadle.config.plugin import find_in_working_directory, find_source, is_own_module, parse_source, source_file
+
+_PATTERNS: tuple[str, ...] = (
+    *(
+        "builtins.exec",
+        "builtins.eval",
+        "builtins.compile",
+        "code.*",
+        "codeop.*",
+        "runpy.run_*",
+        "timeit.[tr]*",
+        "timeit.Timer",
+    ),
+    *("cProfile.run*", "profile.run*", "pdb.run*", "trace.Trace", "importlib.util.spec_from_file_location"),
+    *("os.system", "os.popen", "os.exec*", "os.spawn*", "os.posix_spawn*", "pty.*", "_posixsubprocess.*"),
+    *("subprocess.run", "subprocess.Popen", "subprocess.call", "subprocess.check_*", "subprocess.get*"),
+    *("asyncio.create_subprocess_*", "asyncio.subprocess.create_subprocess_*", "multiprocessing.*Process"),
+    *("pickle.load*", "pickle.Unpickler", "_pickle.load*", "marshal.load*", "shelve.open", "dill.load*"),
+    *("cloudpickle.load*", "joblib.load", "jsonpickle.decode", "yaml.load*", "yaml.unsafe_load*", "yaml.full_load*"),
+    *("pandas.eval", "pandas.read_pickle", "DataFrame.eval", "DataFrame.query", "numexpr.*"),
+    *("sympy.*", "latex2sympy*", "math_verify.*", "pexpect.*", "sh.*", "plumbum.*"),
+)
+"""A star stands for any letters, dots too."""
+
+WHOLE_MODULES = frozenset({"builtins", "subprocess", "pty", "runpy", "sympy", "numexpr"})
+"""Modules that lead to such a function where they are passed on as a value."""
+
+DATA_FRAMES = ("pandas", {"eval": "DataFrame.eval", "query": "DataFrame.query"})
+"""Methods of objects whose type no source tells: they count in a file that imports the package, with an argument."""
+
+
+_SAME = {"posix": "os", "nt": "os"}
+"""Modules that functions say they are of, and the one that they are called through."""
+
+
+def runs_text(name: str) -> str | None:
+    """The text runner that a dotted name leads to, as it is to be called in messages; None where it is none."""
+    top, dot, rest = name.partition(".")
+    parts = f"{_SAME.get(top, top)}{dot}{rest}".split(".")
+    for end in range(len(parts), 0, -1):
+        found = ".".join(parts[:end])
+        if any(fnmatchcase(found, pattern) for pattern in _PATTERNS):
+            return found.removeprefix("builtins.")
+    return None
+
 
 _MAX_MODULES = 200
 _BUILTINS = frozenset(dir(builtins))

@@ -1,7 +1,7 @@
 """Reward functions that may run a model's text: uses of exec, eval, a shell and the like that they reach, found unrun.
 
 Owns the default of `reward.functions.NAME.sandbox`: on where such a use is found and workers run, else as the key says;
-and the words for both. What counts is in `text_runners`; sources are read by `source_scan`, serialized functions by
+and the words for both. What counts is in `source_scan`, which reads sources; serialized functions are read by
 `pickle_scan`, and neither is imported. A hint, and no proof: text may reach code in many other ways.
 """
 
@@ -12,8 +12,7 @@ from treadle.config import RewardConfig
 from treadle.config.plugin import source_file
 from treadle.config.reward import RewardFunctionConfig
 from treadle.reward.pickle_scan import find_in_pickle
-from treadle.reward.source_scan import SourceScan
-from treadle.reward.text_runners import runs_text
+from treadle.reward.source_scan import SourceScan, runs_text
 
 
 def find_text_run(function: RewardFunctionConfig) -> str | None:

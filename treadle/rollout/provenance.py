@@ -30,8 +30,7 @@ from logging import getLogger
 from pathlib import Path
 
 from treadle.config import Config, ModelConfig, RewardConfig, RolloutConfig
-from treadle.config.own_modules import is_own_module, parse_source
-from treadle.config.plugin import find_in_working_directory, source_file
+from treadle.config.plugin import find_in_working_directory, is_own_module, parse_source, source_file
 from treadle.config.section import Section
 from treadle.config.show import as_yaml, flatten, hide_secret
 from treadle.errors import ConfigError, Mistake

@@ -13,7 +13,7 @@ from hashlib import blake2b
 import torch
 from torch import Tensor
 
-from treadle.algorithm.seats import row_positions
+from treadle.algorithm.advantage_inputs import row_positions
 from treadle.journal import RowAnnotation
 from treadle.policy.protocol import TrainBatch
 from treadle.types import Group, Row, Trajectory

@@ -17,7 +17,7 @@ from math import nan
 from pathlib import Path
 from typing import Any
 
-from treadle.algorithm.seats import row_positions, split_trajectory
+from treadle.algorithm.advantage_inputs import row_positions, split_trajectory
 from treadle.config import Config, SFTRunConfig, TrainConfig
 from treadle.config.load import load
 from treadle.config.rollout import ModelConfig, RolloutConfig

@@ -13,10 +13,9 @@ from math import nan
 import torch
 from torch import Tensor
 
-from treadle.algorithm.advantage_inputs import AdvantageInputs, Advantages, has_signal, rows_of
+from treadle.algorithm.advantage_inputs import AdvantageInputs, Advantages, has_seats, has_signal, rows_of, split_seats
 from treadle.algorithm.estimators import add_distillation, compute_advantages, find_pairs
 from treadle.algorithm.kl import KLControl, KLPenalty, penalise_kl
-from treadle.algorithm.seats import has_seats, split_seats
 from treadle.config.reward import RewardConfig
 from treadle.config.root import TrainConfig
 from treadle.config.training import (

@@ -142,10 +142,17 @@ class VLLMEngine:
         owner: bool = False,
         load_decode: LoadDecode | None = None,
     ) -> Self:
-        """Use a server. The `owner` ends it when it closes."""
+        """Use a server, once it has answered within the launch deadline. The `owner` ends it when it closes."""
         socket, hello = await server.connect()
         engine = cls(rollout, server, socket, hello, name=name, decode=decode, owner=owner, load_decode=load_decode)
-        await engine._call("update", version, None)
+        try:
+            async with asyncio.timeout(rollout.limits.launch_timeout_s):
+                await engine._call("update", version, None)
+        except BaseException as error:
+            await asyncio.shield(engine.close())
+            if isinstance(error, TimeoutError):
+                raise server.late() from None
+            raise
         engine.version = version
         return engine
 

@@ -14,7 +14,7 @@ import socket
 import sys
 import tempfile
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from treadle.config.rollout import ModelConfig, RolloutConfig
@@ -61,19 +61,11 @@ class ServerProcess:
         """Launch a server. It is not up yet: `connect` waits for that."""
         directory = resolve_model_path(model.path, origin=model.origin("path"))
         folder = Path(tempfile.mkdtemp(prefix="treadle-vllm-"))
-        with socket.socket(socket.AF_UNIX) as listener:
-            listener.bind(str(folder / "socket"))
-            listener.listen()
-            variables = _variables(rollout, device, environment)
-            process = await asyncio.create_subprocess_exec(
-                *("env", *variables, sys.executable, "-m", "treadle.engine.vllm.server", str(listener.fileno())),
-                pass_fds=[listener.fileno()],
-                stdin=asyncio.subprocess.PIPE,
-                stdout=asyncio.subprocess.PIPE,
-                stderr=asyncio.subprocess.STDOUT,
-                limit=_LINE_BYTES,
-                start_new_session=True,
-            )
+        try:
+            process = await _spawn(folder, _variables(rollout, device, environment))
+        except BaseException:
+            shutil.rmtree(folder, ignore_errors=True)
+            raise
         server = cls(name, process, folder, rollout.limits.launch_timeout_s)
         assert process.stdin is not None
         process.stdin.write(pickle.dumps(VLLMServerSetup(rollout, model, str(directory), tuple(sys.path))))
@@ -94,8 +86,7 @@ class ServerProcess:
             async with asyncio.timeout(self._launch_s):
                 kind, _, body = await link.receive()
         except TimeoutError:
-            limit = f"rollout.limits.launch_timeout_s = {self._launch_s:g}"
-            raise DeadlineError(f"{self.name} did not start within {limit}{self._last_lines()}") from None
+            raise self.late() from None
         except ReplicaSocketClosed:
             raise EngineFailure(await self.explain_exit("while it started")) from None
         greeting = pickle.loads(body)
@@ -103,6 +94,11 @@ class ServerProcess:
             raise greeting
         assert isinstance(greeting, ServerHello), "the first frame is a greeting, or the reason why there is none"
         return greeting
+
+    def late(self) -> DeadlineError:
+        """The error of a server that does not serve in time, with what it printed last."""
+        limit = f"rollout.limits.launch_timeout_s = {self._launch_s:g}"
+        return DeadlineError(f"{self.name} did not start within {limit}{self._last_lines()}")
 
     async def explain_exit(self, when: str = "") -> str:
         """How the process ended, and what it printed last. For when it has ended, or is about to."""
@@ -156,6 +152,22 @@ class ServerProcess:
             os.killpg(self.process.pid, signal.SIGKILL)
         except ProcessLookupError:
             return  # all of them ended by themselves
+
+
+async def _spawn(folder: Path, variables: Sequence[str]) -> asyncio.subprocess.Process:
+    """The server, which listens on a socket in `folder`."""
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(str(folder / "socket"))
+        listener.listen()
+        return await asyncio.create_subprocess_exec(
+            *("env", *variables, sys.executable, "-m", "treadle.engine.vllm.server", str(listener.fileno())),
+            pass_fds=[listener.fileno()],
+            stdin=asyncio.subprocess.PIPE,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.STDOUT,
+            limit=_LINE_BYTES,
+            start_new_session=True,
+        )
 
 
 def _variables(rollout: RolloutConfig, device: str, environment: Mapping[str, str]) -> list[str]:
