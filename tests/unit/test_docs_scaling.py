@@ -13,7 +13,7 @@ POLICIES = {
     "reward/classifier/process.py": "that of an engine or a classifier",
     "rollout/remote_worker.py": "that of an agent worker, of the scorer on Ray or of another interpreter",
     "cluster/ray/scorer.py": "that of an agent worker, of the scorer on Ray or of another interpreter",
-    "rollout/foreign.py": "that of an agent worker, of the scorer on Ray or of another interpreter",
+    "process/foreign.py": "that of an agent worker, of the scorer on Ray or of another interpreter",
     "reward/worker_pool.py": "That of a reward worker is not",
 }
 """The words of the page for the policy that each file has."""
