@@ -70,7 +70,7 @@ def test_models_of_several_modalities_are_refused_by_name(tmp_path: Path) -> Non
     ],
 )
 def test_quantized_weights_are_refused_with_what_to_do(tmp_path: Path, method: str | None, fix: str) -> None:
-    """Loaded as they are, they would train as other numbers (fp8 without its scales), or not at all."""
+    """Also where `model.override_config` hides that they are: their scales would be left out."""
     tiny().save_pretrained(tmp_path)
     file = tmp_path / "config.json"
     key = "compression_config" if method is None else "quantization_config"
