@@ -264,6 +264,8 @@ class NativeEngine:
                         self._check_weight(name, tensor.shape, own)
                     torch._foreach_copy_([own[name] for name, _ in batch], [tensor for _, tensor in batch])
                     copied += len(batch)
+            if self._module.device.type == "cuda":
+                torch.cuda.synchronize(self._module.device)  # the pause lasts until the copies have been made
         except TreadleError as error:
             if not copied:
                 raise
