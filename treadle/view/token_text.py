@@ -40,7 +40,7 @@ class TokenText:
         What is not whole characters cannot be encoded again: nothing stands there, and what is beside it is read apart.
         """
         pieces = [self.bytes_of(id) for id in ids]
-        found = [[] if decoded(piece) is None else None for piece in pieces]
+        found: list[list[int] | None] = [[] if decoded(piece) is None else None for piece in pieces]
         for first, last in _whole_characters(pieces):
             found[first:last] = self._compare(ids[first:last], pieces[first:last])
         return found
