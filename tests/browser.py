@@ -11,6 +11,7 @@ Chromium must be installed (Debian: `apt-get install chromium`); `CHROMIUM` is N
 import base64
 import json
 import os
+import select
 import shutil
 import subprocess
 import sys
@@ -97,13 +98,13 @@ class Browser:
 
     def reload(self) -> None:
         """The page anew, until the viewer has shown it: what is asked next is asked of the new document."""
+        self.evaluate("window.isOld = true")  # and reads the events of its own loading, if they are still to come
         loads, ends = self._loads, time.monotonic() + self._deadline_s
         self._call("Page.reload")
-        while self._loads == loads:
-            assert time.monotonic() < ends, "the page was not loaded again"
-            self._call("Page.getNavigationHistory")  # reads the events that have come
-            time.sleep(0.05)
-        self.wait("document.getElementById('main').dataset.shown")
+        while self._loads == loads:  # the browser is asked nothing: a page on its way out refuses to answer
+            assert self._has_event(ends - time.monotonic()), "the page was not loaded again"
+            self._note(self._next())
+        self.wait("!window.isOld && document.getElementById('main').dataset.shown")
 
     def evaluate(self, expression: str) -> Any:
         """The value of a JavaScript expression, awaited; AssertionError where it throws."""
@@ -170,6 +171,9 @@ class Browser:
                 assert "error" not in answer, answer["error"]
                 return answer["result"]
             self._note(answer)
+
+    def _has_event(self, within_s: float) -> bool:
+        return b"\0" in self._buffer or bool(select.select([self._read], [], [], max(within_s, 0.0))[0])
 
     def _next(self) -> dict[str, Any]:
         while b"\0" not in self._buffer:

@@ -32,7 +32,7 @@ from treadle.reward.builtin.exact_match import read_tag
 from treadle.reward.result import ScoreFailure
 from treadle.rollout.parsers import MAX_CALLS, PARSERS, parser
 from treadle.terminal import cell, make_console, printable, say
-from treadle.types import Outcome, Provenance, Score, StopReason, Task, Timing, Trajectory
+from treadle.types import Outcome, Provenance, Row, Score, StopReason, Task, Timing, Trajectory, Turn
 
 CPU_LIMIT_S = 10.0
 """What `reward.cpu_time_s` is for in a run: a text that takes longer is ended there, and counted here."""
@@ -192,7 +192,9 @@ def record(text: str) -> RecordedTrajectory:
     )
     ended, score, timing = Outcome.ended(StopReason.STOP), Score(1.0, {text[:40]: 1.0}), Timing()
     uid, counts = text[:200], (1, 2, 3, 4, 4)
-    trajectory = Trajectory(uid, 0, (), ended, score, messages=messages, data_source=uid)
+    turns = tuple(Turn(at, at + 1, at + 1, StopReason.STOP) for at in range(2))
+    row = Row((1, 2, 3), (4, 5), (1, 1), (0.0, 0.0), (0, 0), turns)
+    trajectory = Trajectory(uid, 0, (row,), ended, score, messages=messages, data_source=uid)
     headline = Headline(
         *(1, 1, 0.0, uid, 0, 0, ended, score, timing, uid, *counts, True), provenance=Provenance(), is_intact=True
     )

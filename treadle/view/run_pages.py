@@ -269,7 +269,7 @@ class RunPages:
         return self._kept.places.get(uid)
 
     def places(self, query: RunQuery, headlines: Sequence[Headline]) -> list[Json]:
-        """Steps of trajectories: the one in force that trained on each, and whether such a step took another instead.
+        """Steps of trajectories: the one in force that trained on each, and whether it took another in its place.
 
         A task that was sampled again after a resume, or a sample that was tried again, has trajectories that no step
         in force knows.
