@@ -11,7 +11,7 @@ from random import Random
 from typing import Any
 
 from tests.golden.test_real_templates import FORMATS, renderer_of
-from treadle.data.reasoning_tags import CHANNELS
+from treadle.data.chat_template import CHANNELS
 from treadle.data.renderer import Renderer
 from treadle.rollout.parsers import parser
 from treadle.types import Request

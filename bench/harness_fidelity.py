@@ -35,7 +35,7 @@ from tests.gateways import RecordingEngine, trained
 from tests.rollouts import rollout, task
 from treadle.config import ScriptedConfig, load
 from treadle.config.rollout import GatewayConfig
-from treadle.data.reasoning_tags import CHANNELS
+from treadle.data.chat_template import CHANNELS
 from treadle.data.renderer import Renderer
 from treadle.engine.scripted import ScriptedEngine
 from treadle.errors import PromptFailure

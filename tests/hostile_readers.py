@@ -13,7 +13,7 @@ from typing import Any
 from zlib import crc32
 
 from treadle.cli.main import main
-from treadle.data.reasoning_tags import THINK, ReasoningTags
+from treadle.data.chat_template import THINK, ReasoningTags
 from treadle.errors import RunError
 from treadle.gateway import anthropic_messages, openai_chat, openai_responses
 from treadle.gateway.counters import GatewayCounters

@@ -14,7 +14,7 @@ from tests.rollouts import save_model, say
 from tests.unit.test_gateway_fuzz import AFTER
 from tests.unit.test_gateway_streams import BODIES, OFFERED, collect, stream
 from treadle.config import ModelConfig
-from treadle.data.reasoning_tags import CHANNELS, THINK, ReasoningTags
+from treadle.data.chat_template import CHANNELS, THINK, ReasoningTags
 from treadle.data.renderer import Renderer
 from treadle.gateway.event_stream import write_whole
 from treadle.types import Request

@@ -7,12 +7,15 @@ of parts) and an empty list of tools. All that is tried out once, by `create`. K
 A template that ignores `tools` gets them through messages instead (`write_tools`): schemas stand in the system message,
 calls of earlier turns in the text of their assistant message, and results in user messages, all in the format of
 Hermes, which the parser `hermes` reads.
+What a model's reasoning stands between is read off the template, too (`find_tags`): it is given a turn with reasoning
+in each of the forms that templates take. Text only: no id depends on what is found there.
 Invariant: a template shows each message it is given, or there is a `PromptFailure` with the template's own message
 or the role that it leaves out. Messages without tools are left alone.
 """
 
 import json
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, cast
 
@@ -97,6 +100,9 @@ def _text(message: Mapping[str, Any]) -> str:
         return "".join(str(part.get("text", "")) for part in content if isinstance(part, Mapping))
     return "" if content is None else str(content)
 
+
+MARK = "918273645546372"
+"""Placeholder for the model's text; digits, which no template changes the case of."""
 
 PROBE: tuple[Message, ...] = ({"role": "user", "content": "Hello."},)
 
@@ -311,3 +317,52 @@ def _functions(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
     calls = [call for message in messages for call in message.get("tool_calls") or () if isinstance(call, dict)]
     functions = (call.get("function", call) for call in calls)
     return [function for function in functions if isinstance(function, dict)]
+
+
+@dataclass(frozen=True, slots=True)
+class ReasoningTags:
+    """A pair of texts; reasoning stands between them at the start of a turn."""
+
+    open: str = "<think>"
+    close: str = "</think>"
+
+
+THINK = ReasoningTags()
+CHANNELS = ReasoningTags("<|channel|>analysis<|message|>", "<|end|>")
+"""Of gpt-oss: all that it says has a header with a channel, and its reasoning is in the channel `analysis`."""
+
+_OPENING = re.compile(r"<[\w:]+>\Z|\[[A-Z_]+\]\Z|<\|START_\w+\|>\Z")
+_SPELLED = (ReasoningTags("[THINK]", "[/THINK]"),)
+"""Tags that a template may only tell its model about."""
+
+
+def find_tags(template: ChatTemplate) -> ReasoningTags:
+    """The tags of a template; `<think>` where it writes none."""
+    for turn in _turns():
+        try:
+            before, found, after = template.render([*PROBE, turn], ask=False).partition(MARK)
+        except PromptFailure:
+            continue
+        if not found:
+            continue
+        if before.endswith(CHANNELS.open):
+            return CHANNELS
+        opening = _OPENING.search(before.rstrip())
+        closing = _closing(opening[0]) if opening else ""
+        if opening and after.lstrip().startswith(closing):
+            return ReasoningTags(opening[0], closing)
+    prompt = template.render(PROBE)
+    return next((tags for tags in _SPELLED if tags.open in prompt and tags.close in prompt), THINK)
+
+
+def _turns() -> Iterator[dict[str, Any]]:
+    yield {"role": "assistant", "content": "Well.", "reasoning_content": MARK}
+    yield {"role": "assistant", "content": "Well.", "thinking": MARK}
+    blocks = [{"type": "thinking", "thinking": MARK}, {"type": "text", "text": "Well."}]
+    yield {"role": "assistant", "content": blocks}
+
+
+def _closing(opening: str) -> str:
+    if opening.startswith("<|"):
+        return opening.replace("START_", "END_", 1)
+    return f"{opening[0]}/{opening[1:]}"

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from itertools import takewhile
 from typing import Any
 
-from treadle.data.chat_template import PROBE, ChatTemplate
+from treadle.data.chat_template import MARK, PROBE, ChatTemplate
 from treadle.data.encoder import HOSTILE
 from treadle.errors import PromptFailure
 from treadle.types import Message
@@ -25,8 +25,6 @@ FIELDS = ("content", "name", "tool_call_id")
 MAX_MESSAGES = 16
 """Longer sequences of new messages are rare enough to be left to the template."""
 
-MARK = "918273645546372"
-"""Placeholder for the model's text; digits, which no template changes the case of."""
 NAMELESS = "zq_nameless"
 PROBE_TOOLS, OTHER_TOOLS = (
     tuple(

@@ -18,10 +18,18 @@ from functools import lru_cache
 from typing import Any, Literal
 
 from treadle.config.rollout import ModelConfig
-from treadle.data.chat_template import PROBE, ChatTemplate, open_arguments, to_json
+from treadle.data.chat_template import (
+    CHANNELS,
+    MARK,
+    PROBE,
+    ChatTemplate,
+    ReasoningTags,
+    find_tags,
+    open_arguments,
+    to_json,
+)
 from treadle.data.encoder import ControlTokens, Encoder, ScannedTools, special_tokens
-from treadle.data.incremental import MARK, IncrementalTemplate, MessageShape, Tools, TurnPattern, shape_of
-from treadle.data.reasoning_tags import CHANNELS, ReasoningTags, find_tags
+from treadle.data.incremental import IncrementalTemplate, MessageShape, Tools, TurnPattern, shape_of
 from treadle.data.rendering_parity import BoundaryVerdict, RenderingParity, TurnEnding, check_parity
 from treadle.errors import ConfigError, Mistake, PromptFailure
 from treadle.model.tokenizer import ChatTokenizer, find_model_path, load_tokenizer, read_stop_ids

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from enum import StrEnum
 from typing import Any
 
-from treadle.data.reasoning_tags import THINK, ReasoningTags
+from treadle.data.chat_template import THINK, ReasoningTags
 from treadle.engine.protocol import Decode
 from treadle.gateway.request import ChatCall, Choice, Finish, TurnReply, TurnRequest
 from treadle.rollout.parsers import Untyped

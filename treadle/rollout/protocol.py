@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from treadle.config import RolloutConfig
-from treadle.data.reasoning_tags import ReasoningTags
+from treadle.data.chat_template import ReasoningTags
 from treadle.engine.protocol import TokenGenerator
 from treadle.errors import EnvironmentFailure
 from treadle.observe import Wait

@@ -14,7 +14,7 @@ from dataclasses import replace
 from typing import Any, TypeVar
 
 from treadle.config.rollout import SamplingConfig
-from treadle.data.reasoning_tags import CHANNELS
+from treadle.data.chat_template import CHANNELS
 from treadle.engine.protocol import ABORTED
 from treadle.engine.requests import trim_at_stop
 from treadle.errors import ConfigError, EngineFailure, LoopFailure, MisuseError, PromptFailure, nearest

@@ -9,7 +9,7 @@ import asyncio
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Self
 
-from treadle.data.reasoning_tags import ReasoningTags
+from treadle.data.chat_template import ReasoningTags
 from treadle.engine.protocol import Decode
 from treadle.errors import MisuseError, PromptFailure, RowFull
 from treadle.rollout.protocol import Services, SessionToolCalls
