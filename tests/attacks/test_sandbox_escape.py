@@ -580,7 +580,7 @@ def test_another_abi_ends_the_process(surroundings: dict[str, Any]) -> None:
 )
 def test_a_hostile_score_changes_no_other(how: str, fault: Fault | None) -> None:
     """The attack may spoil its own score; the honest ones after it are each their own answer's."""
-    got, honest = asyncio.run(attack(make_config(cpu_time_s=1.0), make_task(how)))
+    got, honest = asyncio.run(attack(make_config(cpu_time_s=1.0, timeout_s=300.0), make_task(how)))
     assert honest == [1.0, 2.0, 3.0]
     if fault is not None:
         assert isinstance(got, ScoreFailure) and got.fault is fault, got
