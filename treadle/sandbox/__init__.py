@@ -5,7 +5,7 @@
     bubblewrap.py      namespaces, without privileges; the default
     landlock.py        fences around a directory of this machine; landlock_init.py is its process
     container.py       podman and docker
-    box.py             the host's side of all of them; init.py runs the commands, inside
+    box.py             the host's side of all of them; init/ runs the commands, inside
     bridge.py          one service of this machine, reached from a box without a network; forwarder.py is its inner end
     egress.py          the proxy that leads to the hosts of a list, and counts what it refuses
     pool.py            boxes that wait, started
