@@ -18,7 +18,7 @@ from treadle.reward.unsafe_calls import find_unsafe_calls
 from treadle.types import Score, Task
 
 REWARDS = """
-import asyncio, ctypes, os, sys, time
+import asyncio, ctypes, functools, os, subprocess, sys, time
 
 def length(response, answer, hint="", offset=0.0, **columns):
     assert "treadle" not in sys.modules
@@ -55,6 +55,15 @@ def sees(trajectory):
 
 def shell(response):
     return float(os.system(response))
+
+def leaves(response):
+    print("about to leave one behind")
+    return {"score": 1.0, "left": subprocess.Popen(["sleep", "1000"]).pid}
+
+def scaled(response, scale=1.0):
+    return scale
+
+doubled = functools.partial(scaled, scale=2.0)
 """
 
 
@@ -176,3 +185,22 @@ def test_what_another_interpreter_does_without_is_refused_by_name(words, problem
     with pytest.raises(ConfigError) as caught:
         loads(text, "test.yaml", words)
     assert "reward.functions.a.python" in str(caught.value) and problem in str(caught.value)
+
+
+def test_what_a_score_leaves_behind_ends_with_it():
+    async def main() -> None:
+        async with await Scorer.create(configured("leaves")) as scorer:
+            score = await scorer.score(Task("t", (), "42"), make_trajectory())
+            assert score is not None
+            await asyncio.to_thread(wait_until, lambda: not is_running(score.extra["left"]))
+
+    asyncio.run(main())
+
+
+def test_what_a_function_prints_there_is_shown(capfd):
+    scored(configured("leaves"))
+    assert "about to leave one behind" in "".join(capfd.readouterr())
+
+
+def test_no_column_takes_the_place_of_what_a_partial_has_bound():
+    assert scored(configured("doubled"), scale=3).value == 2.0

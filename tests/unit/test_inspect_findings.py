@@ -113,6 +113,14 @@ def test_the_longest_row_says_how_much_the_model_wrote(tmp_path):
     assert [(item.kind, item.message) for item in found] == [("tampering", 1)]
 
 
+def test_a_conversation_that_goes_on_in_another_row_is_the_models_from_its_first_turn_on(tmp_path):
+    """A row for each turn, as where a template drops the reasoning of earlier ones."""
+    rows = (sampled((21, 30, 31, 9, 8)), sampled((22, 30, 31, 9, 8)))
+    said = [few_shot("a", at, float(at), "os._exit(0)", "fine") for at in (0, 1)]
+    found = scan_run(written(tmp_path, *(replace(item, rows=rows) for item in said))).findings
+    assert [(item.kind, item.message) for item in found] == [("tampering", 1)]
+
+
 @pytest.mark.parametrize(
     ("truth", "asked", "found"),
     [

@@ -244,9 +244,10 @@ def _before_the_model(item: RecordedTrajectory) -> Iterator[_Place]:
 def _first_turn(item: RecordedTrajectory) -> int:
     """Which message is the model's first: it wrote one for each turn, the last ones; those before are the prompt's.
 
-    Of several rows the one with the most turns counts: a side conversation is shorter than the main one.
+    A conversation may go on over several rows; in an episode of several agents each row is one of its own.
     """
-    turns = max((len(row.turns) for row in item.trajectory.rows), default=0)
+    counts = [len(row.turns) for row in item.trajectory.rows]
+    turns = max(counts, default=0) if item.trajectory.seats else sum(counts)
     spoken = [at for at, message in enumerate(item.trajectory.messages) if message.get("role") == "assistant"]
     own = spoken[max(0, len(spoken) - turns) :]
     return own[0] if own else len(item.trajectory.messages)

@@ -215,7 +215,8 @@ def describe_object(found: Any) -> Any:
         parameters = inspect.signature(found).parameters.values()
     except (TypeError, ValueError):
         return known
-    return {**known, "parameters": [[one.name, int(one.kind), one.default is one.empty] for one in parameters]}
+    described = [[one.name, int(one.kind), one.default is one.empty] for one in parameters]
+    return {**known, "parameters": described, "bound": sorted(getattr(found, "keywords", None) or {})}
 
 
 def find(body: Any) -> Any:

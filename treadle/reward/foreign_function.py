@@ -21,6 +21,7 @@ from typing import Any
 
 from treadle.errors import ConfigError, Mistake
 from treadle.process.foreign import SHIM, ForeignError, find_python, import_mistake
+from treadle.process.tree import kill_tree, list_children
 from treadle.reward.result import Fault, ScoreFailure
 
 _HEADER = struct.Struct("!Q")
@@ -42,11 +43,12 @@ class ForeignFunctions:
     def __init__(self, python: str) -> None:
         ours, theirs = socket.socketpair()
         with theirs:
-            words = (python, "-E", str(SHIM), str(theirs.fileno()), "-1", "reward functions")
+            words = (python, "-E", "-u", str(SHIM), str(theirs.fileno()), "-1", "reward functions")
             self._process = subprocess.Popen(words, stdin=subprocess.DEVNULL, pass_fds=(theirs.fileno(),))
         self._channel = ours.makefile("rwb")
         ours.close()
         self._numbers = itertools.count()
+        self._kept: set[int] = set()
         self._send(None)
         self._send(None)
         self._receive()
@@ -61,6 +63,15 @@ class ForeignFunctions:
         if (raised := reply["body"].get("raised")) is None:
             return reply["body"].get("value")
         raise ForeignError(tuple(raised["kinds"]), raised["text"], raised["where"], raised["name"])
+
+    def keep_children(self) -> None:
+        """What imports have started lives on, beside what a score starts."""
+        self._kept = set(list_children(self._process.pid))
+
+    def end_leftovers(self) -> None:
+        """End what a score has started and left behind."""
+        for left in set(list_children(self._process.pid)) - self._kept:
+            kill_tree(left)
 
     def end_alike(self) -> None:
         """End this process as the other one has ended: its parent says of both what became of them."""
@@ -101,6 +112,7 @@ def load_foreign_function(
         process = _RUNNING[found]
         known = process.request({"do": "check", "path": path, "describe": True})
         process.request({"do": "open", "object": name, "path": path, "as_found": True})
+        process.keep_children()
     except ForeignError as error:
         raise ConfigError([import_mistake(error, path, "path", python, f"reward.functions.{name}.python")]) from error
     except (OSError, EOFError, ValueError) as error:
@@ -108,7 +120,8 @@ def load_foreign_function(
         raise ConfigError([Mistake("python", f"does not start: {error}", python, fix=fix)]) from error
     if "parameters" not in known:
         raise ConfigError([Mistake("path", f"{path!r} is no function, or has no signature to read", path)])
-    parameters = {one: _parameter(one, kind, needed) for one, kind, needed in known["parameters"]}
+    bound = known["bound"]  # by functools.partial: no column of a row takes their place
+    parameters = {one: _parameter(one, kind, needed) for one, kind, needed in known["parameters"] if one not in bound}
     return _Call(process, name), parameters
 
 
@@ -130,6 +143,8 @@ class _Call:
             raise _as_failure(error) from error
         except (EOFError, ConnectionError):
             return self._process.end_alike()
+        finally:
+            self._process.end_leftovers()
 
 
 def _as_failure(error: ForeignError) -> ScoreFailure:

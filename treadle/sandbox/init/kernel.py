@@ -105,14 +105,20 @@ def write_file(path: bytes, mode: int, size: int) -> int:
 
 
 def remove_folder(folder: str) -> None:
-    """Remove a folder in which nothing runs any more, however deep it is; what cannot be removed stays."""
+    """Remove a folder in which nothing runs any more, however deep it is; what cannot be removed stays.
+
+    Where something that still runs moves a folder meanwhile, the removal ends: its ".." may be outside.
+    """
     with suppress(OSError):
         here = _open_folder(folder, None)
-        levels, names = [_empty(here)], list[str]()
+        levels, names, places = [_empty(here)], list[str](), [_place(here)]
         while levels[-1] or names:
             if not levels[-1]:
                 levels.pop()
+                places.pop()
                 here = _open_folder("..", here)
+                if _place(here) != places[-1]:
+                    break
                 with suppress(OSError):
                     os.rmdir(names.pop(), dir_fd=here)
                 continue
@@ -122,6 +128,7 @@ def remove_folder(folder: str) -> None:
                 here = _open_folder(name, here)
                 levels.append(_empty(here))
                 names.append(name)
+                places.append(_place(here))
         os.close(here)
         os.rmdir(folder)
 
@@ -132,6 +139,12 @@ def _open_folder(name: str, here: "int | None") -> int:
     if here is not None:
         os.close(here)
     return there
+
+
+def _place(folder: int) -> "tuple[int, int]":
+    """Which folder it is, whatever its name."""
+    found = os.fstat(folder)
+    return found.st_dev, found.st_ino
 
 
 def _empty(folder: int) -> "list[str]":

@@ -1083,7 +1083,8 @@ async function showTranscript(name, item, given) {
   const turns = item.rows_shown.length ? item.rows_shown[0].turns : [];
   const said = item.messages.filter((message) => message.role === "assistant").length;
   let tool = 0,
-    number = Math.min(0, turns.length - said); // assistant messages before the first turn are the prompt's
+    // Assistant messages before the first turn are the prompt's; of several rows the turns shown are the first row's.
+    number = item.rows_shown.length === 1 ? Math.min(0, turns.length - said) : 0;
   const [from, to] = span(given.span),
     field = given.field || "content";
   const whole =
