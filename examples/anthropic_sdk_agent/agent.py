@@ -1,5 +1,6 @@
 """An agent as one writes it for any model: the Anthropic SDK, a tool, a loop. It knows nothing of training."""
 
+import ssl
 from functools import cache
 from typing import Any
 
@@ -24,24 +25,25 @@ MAX_TOKENS = 96
 
 
 @cache
-def _http() -> DefaultAsyncHttpxClient:
-    """One connection pool for all sessions: a client of its own for each would take longer than the session."""
-    return DefaultAsyncHttpxClient(timeout=120)
+def _tls() -> ssl.SSLContext:
+    """For the clients of all sessions, which belong to their event loops: making it takes longer than a session."""
+    return ssl.create_default_context()
 
 
 async def solve(base_url: str, api_key: str, task: Any) -> None:
     """Ask, use the tool, ask again. The reward is the config's; an agent may also return one."""
-    client = AsyncAnthropic(base_url=base_url.removesuffix("/v1"), api_key=api_key, http_client=_http())
-    messages: Any = [*task.messages]
-    for _ in range(MAX_TURNS):
-        answer = await client.messages.create(model="policy", max_tokens=MAX_TOKENS, messages=messages, tools=TOOLS)
-        messages.append({"role": "assistant", "content": answer.content})
-        uses = [block for block in answer.content if block.type == "tool_use"]
-        if not uses:
-            return
-        results = [(use.id, _run(use.name, use.input)) for use in uses]
-        blocks = [{"type": "tool_result", "tool_use_id": at, "content": result} for at, result in results]
-        messages.append({"role": "user", "content": blocks})
+    http = DefaultAsyncHttpxClient(timeout=120, verify=_tls())
+    async with AsyncAnthropic(base_url=base_url.removesuffix("/v1"), api_key=api_key, http_client=http) as client:
+        messages: Any = [*task.messages]
+        for _ in range(MAX_TURNS):
+            answer = await client.messages.create(model="policy", max_tokens=MAX_TOKENS, messages=messages, tools=TOOLS)
+            messages.append({"role": "assistant", "content": answer.content})
+            uses = [block for block in answer.content if block.type == "tool_use"]
+            if not uses:
+                return
+            results = [(use.id, _run(use.name, use.input)) for use in uses]
+            blocks = [{"type": "tool_result", "tool_use_id": at, "content": result} for at, result in results]
+            messages.append({"role": "user", "content": blocks})
 
 
 def _run(name: str, arguments: Any) -> str:

@@ -15,7 +15,7 @@ from treadle.recipes.openai_sdk_agent.agent import MAX_TURNS, TOOLS, run_tool
 
 @cache
 def _http() -> httpx.Client:
-    """One connection pool for all sessions, as in `agent.py`; plain functions run in threads, which share it."""
+    """One connection pool for all sessions: plain functions run in threads, which can share it."""
     return httpx.Client(timeout=120, limits=httpx.Limits(max_connections=None))
 
 

@@ -196,7 +196,9 @@ def test_rows_of_engines_that_measure_nothing_arrive():
     one_turn = replace(ROW, logprobs=(NAN, NAN, 0.0, -0.125))
     rounded = replace(ROW, logprobs=(1e-4, -0.25, 0.0, -0.125))
     without_turns = Row((8,), (4, 5), (1, 1), (NAN, NAN), (4, 4))
-    sent = Trajectory("a", 0, (unmeasured, one_turn, rounded, without_turns), OUTCOME)
+    turn = replace(TURN, start=0, sampled_end=2, end=3)
+    broken_off = Row((8,), (4, 5, 6), (1, 1, 1), (NAN, NAN, NAN), (4, 4, 4), turns=(turn,))
+    sent = Trajectory("a", 0, (unmeasured, one_turn, rounded, without_turns, broken_off), OUTCOME)
     back = decode(encode(RpcReply(0, sent))).body
     assert [repr(row.logprobs) for row in back.rows] == [repr(row.logprobs) for row in sent.rows]
 

@@ -1,11 +1,14 @@
 """Agents with real SDKs, in this process and in worker processes: what trains is what was sampled, token by token."""
 
+import asyncio
 import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections import Counter
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from threading import Timer
@@ -19,6 +22,7 @@ from treadle.config import AgentLoopConfig, FailureConfig, LimitsConfig, RewardC
 from treadle.errors import BudgetSpent, ConfigError
 from treadle.gateway import openai_chat
 from treadle.gateway.agent_program import AgentDirectory
+from treadle.gateway.agents import CoroutineThread
 from treadle.journal import Journal, JournalReader
 from treadle.rollout import remote_worker
 from treadle.rollout.manager import AgentLoopManager
@@ -114,6 +118,23 @@ def test_a_coroutine_is_cancelled_at_the_end_of_its_session_and_cleans_up(model:
     section = config("function_agent", kwargs, max_assistant_turns=3)
     (trajectory,) = run(section, model, tmp_path, say("Well."), count=1)[0].trajectories
     assert trajectory.outcome.reason is StopReason.TURN_LIMIT and left.read_text() == "cleaned up"
+
+
+def test_an_agent_that_has_returned_does_not_wait_for_a_thread_that_it_left() -> None:
+    release = threading.Event()
+
+    async def agent() -> float:
+        with suppress(TimeoutError):
+            await asyncio.wait_for(asyncio.to_thread(release.wait), 0.05)
+        return 1.0
+
+    async def main() -> None:
+        try:
+            assert await asyncio.wait_for(CoroutineThread(agent).run(), 60) == 1.0
+        finally:
+            release.set()
+
+    asyncio.run(main())
 
 
 def test_a_worker_of_agent_functions_may_be_silent_for_as_long_as_a_session() -> None:

@@ -115,6 +115,7 @@ def test_the_port_is_that_of_the_option_else_of_the_config_else_8000(config: Pat
     assert port("treadle/tiny-calculator") == 8000
     assert port("treadle/tiny-calculator", "rollout.gateway.port=9003") == 9003
     assert port(str(trained.run_dir)) == 8000, "its recorded 0 is the default of training"
+    assert configure(str(trained.run_dir))[0].logging.run_dir is None, "a server records nothing in the training run"
     assert port(str(trained.run_dir), "rollout.gateway.port=9003") == 9003
 
 

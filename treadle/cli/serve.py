@@ -220,12 +220,15 @@ def _with_port(config: "Config") -> "Config":
 
 
 def _load_run(run_dir: Path, checkpoint: str, rest: Sequence[str]) -> tuple["Config", str]:
-    from treadle.inspect.export import find_checkpoint, find_model
+    from treadle.inspect.export import find_checkpoint, find_model, require_training_run
+    from treadle.inspect.run_records import RunRecords
 
+    require_training_run(RunRecords(run_dir))
     found = find_checkpoint(run_dir, checkpoint)
     model = find_model(run_dir, found)
     own = [f"model.path={model}", "model.adapter=null", "rollout.nnodes=0"]
     own.append(f"rollout.gateway.port={DEFAULT_PORT}")  # the port of the training run's gateway is not this server's
+    own.append("logging.run_dir=null")  # what a server records is none of the training run's
     return load_words([str(run_dir / "config.yaml"), *own, *rest]), f"{found.name} of {run_dir}"
 
 

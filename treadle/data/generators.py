@@ -216,4 +216,5 @@ def refuse_harbor(source: str, key: str) -> ConfigError:
     problem = "Harbor's tasks each have a container image of their own and are graded in it; boxes here share one image"
     name = source.removeprefix(HARBOR_PREFIX)
     fix = f"verifiers plays them: {VERIFIERS_PREFIX}harbor, and data.source_kwargs.harbor.env.taskset.dataset: {name}"
-    return ConfigError([Mistake(key, problem, source, fix=f"{fix} (docs/agents.md)")])
+    own = f"a function of a module of yours is harbor.py:{name}"
+    return ConfigError([Mistake(key, problem, source, fix=f"{fix} (docs/agents.md); {own}")])

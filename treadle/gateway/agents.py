@@ -172,11 +172,19 @@ class CoroutineThread:
     def _serve(self) -> None:
         try:
             with asyncio.Runner() as runner:
-                ended: tuple[Any, BaseException | None] = runner.run(as_result(self._work()))
+                self._report(runner.run(as_result(self._work())))  # before the threads that the agent has left
         except BaseException as error:  # noqa: BLE001  it is raised where the agent is awaited
-            ended = None, error
+            self._report((None, error))
+
+    def _report(self, ended: tuple[Any, BaseException | None]) -> None:
+        """The first report counts: closing the loop may raise behind it."""
+
+        def report() -> None:
+            if not self._ended.done():
+                self._ended.set_result(ended)
+
         with suppress(RuntimeError):  # the worker has ended meanwhile
-            self._ours.call_soon_threadsafe(self._ended.set_result, ended)
+            self._ours.call_soon_threadsafe(report)
 
     async def _work(self) -> Any:
         task = asyncio.current_task()

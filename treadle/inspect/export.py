@@ -62,8 +62,7 @@ def export_run(
         fix = "give the name of a directory that does not exist yet"
         raise ConfigError([Mistake(str(directory), "exists, and an export overwrites nothing", fix=fix)])
     records = RunRecords(run_dir)
-    if not isinstance(records.config, TrainConfig):
-        raise ConfigError([Mistake(str(run_dir), "is a rollout, not a training run: it has no weights of its own")])
+    config = require_training_run(records)
     source = find_checkpoint(run_dir, checkpoint)
     step = int(_CHECKPOINT.fullmatch(source.name)[2])  # type: ignore[index]
     has_adapter = names_adapter(source) is not None
@@ -73,9 +72,9 @@ def export_run(
     with atomic_directory(directory) as draft:
         _copy_files(source, draft, DTYPE_NAMES[dtype])
         if format == "peft":
-            _copy_adapter(records.config, source, draft)
+            _copy_adapter(config, source, draft)
         elif has_adapter:
-            _merge_weights(records.config, source, draft, DTYPE_NAMES[dtype])
+            _merge_weights(config, source, draft, DTYPE_NAMES[dtype])
         else:
             _convert_weights(source, draft, DTYPE_NAMES[dtype])
         card = write_card(records, source, step, dtype, directory.name, format=format)
@@ -96,6 +95,14 @@ def find_model(run_dir: Path, found: Path) -> Path:
             fix = f"treadle export {run_dir} DIRECTORY --checkpoint {found.name} writes the merged model elsewhere"
             raise RunError(f"cannot write {merged}: {error.strerror or error}; {fix}") from error
     return merged
+
+
+def require_training_run(records: RunRecords) -> TrainConfig:
+    """The config of a run that has weights of its own; a ConfigError for a rollout."""
+    if not isinstance(records.config, TrainConfig):
+        problem = "is a rollout, not a training run: it has no weights of its own"
+        raise ConfigError([Mistake(str(records.run_dir), problem)])
+    return records.config
 
 
 def find_checkpoint(run_dir: Path, wanted: str, key: str = "--checkpoint") -> Path:

@@ -211,9 +211,12 @@ def check(body: Any) -> Any:
 def describe_object(found: Any) -> Any:
     """What the parent must know of an object before it is built or called."""
     known = {"is_class": isinstance(found, type), "has_reset": hasattr(found, "reset")}
+    options: dict[str, Any] = {}
+    if sys.version_info >= (3, 14):  # an annotation may name what only type checkers import
+        options["annotation_format"] = importlib.import_module("annotationlib").Format.FORWARDREF
     try:
-        parameters = inspect.signature(found).parameters.values()
-    except (TypeError, ValueError):
+        parameters = inspect.signature(found, **options).parameters.values()
+    except Exception:  # noqa: BLE001  it runs code that is not ours, and an environment needs no signature
         return known
     described = [[one.name, int(one.kind), one.default is one.empty] for one in parameters]
     return {**known, "parameters": described, "bound": sorted(getattr(found, "keywords", None) or {})}

@@ -25,6 +25,10 @@ from treadle.process.rpc import Handler, RpcPeer, ThreadPeer
 log = logging.getLogger(__name__)
 
 
+PROBE_S = 0.5
+"""How long a process of this machine has to write down where it is."""
+
+
 class RemoteProcess(Protocol):
     """A process from its first message to its end, wherever it runs."""
 
@@ -53,6 +57,11 @@ class RemoteProcess(Protocol):
 
     async def cause(self) -> str:
         """Why it is over."""
+        ...
+
+    @property
+    def probe_s(self) -> float:
+        """How long that may take, before it is killed."""
         ...
 
     def probe(self) -> None:
@@ -145,6 +154,8 @@ def died(child: ChildProcess, problem: str | None) -> DiedWhileStarting:
 
 class LocalProcess:
     """A `RemoteProcess` of this machine."""
+
+    probe_s = PROBE_S
 
     def __init__(self, spec: ProcessSpec, child: ChildProcess, channel: Channel, peer: RpcPeer, started: Any) -> None:
         self.name, self.pid = child.name, child.pid

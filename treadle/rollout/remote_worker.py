@@ -44,9 +44,6 @@ from treadle.types import (
     Trajectory,
 )
 
-PROBE_S = 0.5
-"""How long a worker that hangs has to write its stack trace, before it is killed."""
-
 RESTART = RestartPolicy(attempts=3, first_wait_s=0.5)
 """Starts in a row that may fail before the run ends."""
 
@@ -258,7 +255,8 @@ class RemoteAgentWorker:
         if self._running and self._kill_reason is None and silent_s > self._max_silence_s and self._process is not None:
             self._kill_reason = _KillReason(silent_s, self._blamed_jobs())
             self._process.probe()
-            asyncio.get_running_loop().call_later(PROBE_S, self._kill, self._process, self._kill_reason)
+            wait_s = self._process.probe_s
+            asyncio.get_running_loop().call_later(wait_s, self._kill, self._process, self._kill_reason)
         if self._running:
             self._start_timer()
 

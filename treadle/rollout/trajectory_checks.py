@@ -57,8 +57,11 @@ def check_row(row: Row) -> None:
 
 
 def _check_unmeasured(row: Row) -> None:
-    """Engines that measure no logprobs give NaN for all that they sampled in a turn."""
-    spans = [(turn.start, turn.sampled_end) for turn in row.turns] or [(0, len(row.ids))]
+    """Engines that measure no logprobs give NaN for all that they sampled in a turn, one that broke off included: its
+    tokens stand behind the last whole turn.
+    """
+    spans = [span for turn in row.turns for span in ((turn.start, turn.sampled_end), (turn.sampled_end, turn.end))]
+    spans = spans or [(0, len(row.ids))]
     logprobs = list(row.logprobs)
     for start, end in spans:
         sampled = [at for at in range(start, end) if row.mask[at]]

@@ -35,6 +35,8 @@ log = logging.getLogger(__name__)
 _TRACE_S = 2.0
 """How long the fault handler of an actor may take to write where its threads are."""
 
+_PROBE_S = 10.0
+"""For a task of Ray, which may have to start a process first."""
 _VERDICT_S = 2.0
 """How long Ray may take to say why an actor is gone, once its socket has closed."""
 
@@ -94,6 +96,8 @@ async def _handshake(spec: ProcessSpec, channel: Channel, serving: Any) -> Any:
 
 class RayProcess:
     """A `RemoteProcess` in an actor."""
+
+    probe_s = _PROBE_S
 
     def __init__(
         self,

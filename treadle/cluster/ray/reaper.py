@@ -55,7 +55,10 @@ def reap(pipe: int, followed: int, mark: str, pids: Sequence[int]) -> None:
         with suppress(ProcessLookupError):
             held.append(os.pidfd_open(pid))
     with suppress(ProcessLookupError):  # what it forked without a mark may hold the pipe open
-        select.select([pipe, os.pidfd_open(followed)], [], [])
+        waiting = select.poll()  # `select` takes no descriptor from 1,024 on
+        for descriptor in (pipe, os.pidfd_open(followed)):
+            waiting.register(descriptor, select.POLLIN)
+        waiting.poll()
     for process in held:
         with suppress(ProcessLookupError):
             signal.pidfd_send_signal(process, signal.SIGKILL)

@@ -1,6 +1,7 @@
 """An agent as one writes it for any model: the OpenAI SDK, a tool, a loop. It knows nothing of training."""
 
 import json
+import ssl
 from functools import cache
 from typing import Any
 
@@ -26,25 +27,26 @@ MAX_TURNS = 4
 
 
 @cache
-def _http() -> DefaultAsyncHttpxClient:
-    """One connection pool for all sessions: a client of its own for each would take longer than the session."""
-    return DefaultAsyncHttpxClient(timeout=120)
+def _tls() -> ssl.SSLContext:
+    """For the clients of all sessions, which belong to their event loops: making it takes longer than a session."""
+    return ssl.create_default_context()
 
 
 async def solve(base_url: str, api_key: str, task: Any) -> None:
     """Ask, use the tool, ask again. The reward is the config's; an agent may also return one."""
-    client = AsyncOpenAI(base_url=base_url, api_key=api_key, http_client=_http())
-    messages: Any = [*task.messages]
-    for _ in range(MAX_TURNS):
-        answer = await client.chat.completions.create(model="policy", messages=messages, tools=TOOLS)
-        message = answer.choices[0].message
-        messages.append(message)
-        if not message.tool_calls:
-            return
-        for call in message.tool_calls:
-            assert call.type == "function"
-            result = run_tool(call.function.name, call.function.arguments)
-            messages.append({"role": "tool", "tool_call_id": call.id, "content": result})
+    http = DefaultAsyncHttpxClient(timeout=120, verify=_tls())
+    async with AsyncOpenAI(base_url=base_url, api_key=api_key, http_client=http) as client:
+        messages: Any = [*task.messages]
+        for _ in range(MAX_TURNS):
+            answer = await client.chat.completions.create(model="policy", messages=messages, tools=TOOLS)
+            message = answer.choices[0].message
+            messages.append(message)
+            if not message.tool_calls:
+                return
+            for call in message.tool_calls:
+                assert call.type == "function"
+                result = run_tool(call.function.name, call.function.arguments)
+                messages.append({"role": "tool", "tool_call_id": call.id, "content": result})
 
 
 def run_tool(name: str, arguments: str) -> str:
