@@ -215,4 +215,5 @@ def fits(shown: str, printed: str) -> bool:
 
 
 def _shape(line: str) -> str:
+    line = re.sub(r"\b\d{8}-\d{6}-[0-9a-f]{6}\b", "0", line)  # the name of a run
     return re.sub(r"[▁-█]+", "▁", re.sub(r"-?\d[\d.,]*", "0", line)).rstrip()
