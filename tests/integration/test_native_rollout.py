@@ -83,8 +83,8 @@ def test_an_engine_that_is_killed_is_started_again_and_samples_the_same(found: d
 def test_time_in_the_engines_queue_is_queue_time_and_not_generation(found: dict[str, Any]) -> None:
     """Four samples share one row of the engine: their generation is one after another, and the last has waited for it.
 
-    It does not wait between its turns, while the others go on: so it is not all of theirs. Answers on their way count as
-    generation, too, so a little of it is side by side; with the wait for the row it would be three times the whole.
+    It does not wait between its turns, while the others go on: so it is not all of theirs. Answers on their way count
+    as generation, too, so a little of it is side by side; with the wait for the row it would be three times the whole.
     """
     total, generate, queue = zip(*found["timings"], strict=True)
     assert sum(generate) < 1.5 * found["span_s"] < sum(generate) + sum(queue)

@@ -102,6 +102,15 @@ class TokenTerms:
     clipped_T: Tensor | None
 
 
+def take_rows(values_T: Tensor, index_E: Tensor) -> Tensor:
+    """`values_T[index_E]`, whose gradient is the same every time where an index comes several times.
+
+    In backward the gradients of copies are added up: on a CPU indexing does so from several threads, in any order, and
+    `index_select` one after another; on a GPU it is the other way round.
+    """
+    return values_T[index_E] if values_T.is_cuda else values_T.index_select(0, index_E)
+
+
 def sum_by_sequence(values_T: Tensor, sequence_T: Tensor, num_sequences: int) -> Tensor:
     """One sum per sequence, added up in float64: sequences are long, and ratios are exponentials of their sums."""
     sums_S = torch.zeros(num_sequences, dtype=torch.float64, device=values_T.device)

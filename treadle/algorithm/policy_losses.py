@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from treadle.algorithm.metrics import LossMetrics, MaxMetric, MeanMetric
-from treadle.algorithm.micro_batch import LOG_BOUND, LossInputs, TokenLosses, mean_by_sequence
+from treadle.algorithm.micro_batch import LOG_BOUND, LossInputs, TokenLosses, mean_by_sequence, take_rows
 from treadle.config.training import ActorConfig, PolicyLossConfig
 from treadle.errors import MisuseError
 
@@ -178,7 +178,7 @@ def geo_mean(inputs: LossInputs, actor: ActorConfig) -> TokenLosses:
     log_T = inputs.log_ratio()
     kept_T = torch.where(inputs.advantages_T < 0, log_T.clamp(min=-low), log_T.clamp(max=high))
     mean_S = mean_by_sequence(kept_T, inputs.mask_T, inputs.sequence_T, inputs.num_sequences)
-    ratio_T = mean_S.exp()[inputs.sequence_T]
+    ratio_T = take_rows(mean_S.exp(), inputs.sequence_T)
     return TokenLosses(
         -inputs.advantages_T * ratio_T,
         {

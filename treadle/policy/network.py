@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from treadle.algorithm.logprobs import TokenLogprobs, gradient_norms, logprobs_and_entropy
+from treadle.algorithm.micro_batch import take_rows
 from treadle.model.attention import PackedMetadata
 from treadle.model.causal_lm import (
     hidden_states,
@@ -63,7 +64,8 @@ class DecoderNetwork:
             metadata = PackedMetadata(packed.lengths, self.device)
         else:
             metadata = PrefixTreeMetadata(packed.prefix_tree, self.device)
-        return hidden_states(self.module, packed.ids_L, metadata.positions(), metadata)[packed.predicts_M]
+        hidden_LD = hidden_states(self.module, packed.ids_L, metadata.positions(), metadata)
+        return take_rows(hidden_LD, packed.predicts_M)
 
     def logprobs(self, packed: PackedRows, temperature: float) -> TokenLogprobs:
         """The logprob of each sampled token, and the entropy where it was drawn."""
