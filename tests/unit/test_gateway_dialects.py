@@ -8,7 +8,7 @@ import pytest
 
 from tests.gateways import DIALECTS, TOOLS, agent
 from tests.rollouts import rollout
-from treadle.gateway import openai_responses, request
+from treadle.gateway import openai_responses, request_body
 from treadle.gateway.counters import MAX_OPTIONS, OTHERS, GatewayCounters
 from treadle.gateway.event_stream import write_whole
 from treadle.gateway.options import CONSTRAINING
@@ -22,14 +22,13 @@ from treadle.gateway.request import (
     Choice,
     ContextExhausted,
     Finish,
-    KnownTools,
     Overloaded,
     ReplySet,
     RequestError,
-    TooManyValues,
     TurnReply,
     TurnRequest,
 )
+from treadle.gateway.request_body import KnownTools, TooManyValues
 
 USER = {"role": "user", "content": "Hi."}
 TOOL = {"name": "add", "description": "Add.", "parameters": {"type": "object", "properties": {"a": {}}}}
@@ -208,8 +207,8 @@ def test_tools_that_came_before_are_not_read_again_and_every_body_means_what_jso
         return json.dumps(value, separators=separators, ensure_ascii=ascii_only).encode()
 
     known, read = KnownTools(), list[int]()
-    whole = request._read_json
-    monkeypatch.setattr(request, "_read_json", lambda body: read.append(len(body)) or whole(body))
+    whole = request_body._read_json
+    monkeypatch.setattr(request_body, "_read_json", lambda body: read.append(len(body)) or whole(body))
     first = known.read(write({"tools": LONG_TOOLS, "messages": [USER]}))
     assert first["tools"] == LONG_TOOLS
     read.clear()

@@ -15,15 +15,8 @@ from tests.rollouts import CALL, GOLDEN, renderer, rollout, save_model, say
 from treadle.config import ModelConfig
 from treadle.data.renderer import Renderer
 from treadle.errors import EngineFailure
-from treadle.gateway.request import (
-    ChatMessage,
-    ContextExhausted,
-    KnownTools,
-    Overloaded,
-    RequestError,
-    SessionOver,
-    TurnRequest,
-)
+from treadle.gateway.request import ChatMessage, ContextExhausted, Overloaded, RequestError, SessionOver, TurnRequest
+from treadle.gateway.request_body import KnownTools
 from treadle.rollout.session import Session
 from treadle.types import Completion, StopReason
 

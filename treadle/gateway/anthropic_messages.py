@@ -16,7 +16,6 @@ from treadle.gateway.request import (
     Choice,
     ContextExhausted,
     Finish,
-    KnownTools,
     ParsedTools,
     ReplySet,
     RequestError,
@@ -36,6 +35,7 @@ from treadle.gateway.request import (
     read_text,
     refuse,
 )
+from treadle.gateway.request_body import KnownTools
 
 NAME = "messages"
 

@@ -26,7 +26,6 @@ from treadle.gateway.request import (
     ContextExhausted,
     Overloaded,
     RequestError,
-    read_body,
     read_count,
     read_list,
     read_model,
@@ -34,6 +33,7 @@ from treadle.gateway.request import (
     read_stops,
     refuse,
 )
+from treadle.gateway.request_body import read_body
 from treadle.gateway.responses import KEEP_ALIVE_S, HttpError, encode_events, error_response
 from treadle.gateway.turn_reader import PartialTurn
 from treadle.rollout.session import Session

@@ -19,16 +19,8 @@ from treadle.aio import cancel_and_wait, is_external_stop
 from treadle.errors import EngineFailure, Failure, RequestRefused
 from treadle.gateway.counters import GatewayCounters
 from treadle.gateway.placement import RenderedRequest, RowPlacement
-from treadle.gateway.request import (
-    POLICY_MODEL,
-    Choice,
-    Finish,
-    KnownTools,
-    Overloaded,
-    ReplySet,
-    SessionOver,
-    TurnRequest,
-)
+from treadle.gateway.request import POLICY_MODEL, Choice, Finish, Overloaded, ReplySet, SessionOver, TurnRequest
+from treadle.gateway.request_body import KnownTools
 from treadle.gateway.session_tree import Point, TurnNode
 from treadle.gateway.turn_reader import PartialTurn, read_turn
 from treadle.rollout.session import Session

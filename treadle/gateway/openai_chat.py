@@ -14,7 +14,6 @@ from treadle.gateway.request import (
     Choice,
     ContextExhausted,
     Finish,
-    KnownTools,
     ParsedTools,
     ReplySet,
     RequestError,
@@ -34,6 +33,7 @@ from treadle.gateway.request import (
     read_text,
     refuse,
 )
+from treadle.gateway.request_body import KnownTools
 
 NAME = "chat"
 

@@ -16,7 +16,6 @@ from treadle.gateway.options import CONSTRAINED, rules
 from treadle.gateway.request import (
     ChatMessage,
     Finish,
-    KnownTools,
     NamespacedTool,
     ParsedTools,
     ReplySet,
@@ -37,6 +36,7 @@ from treadle.gateway.request import (
     read_text,
     refuse,
 )
+from treadle.gateway.request_body import KnownTools
 
 NAME = "responses"
 

@@ -19,7 +19,6 @@ from typing import Any
 from treadle.errors import PromptFailure, RowFull
 from treadle.gateway.counters import GatewayCounters
 from treadle.gateway.request import (
-    KNOWN_TOOLS,
     ChatCall,
     ChatMessage,
     Choice,
@@ -30,6 +29,7 @@ from treadle.gateway.request import (
     TurnRequest,
     refuse,
 )
+from treadle.gateway.request_body import KNOWN_TOOLS
 from treadle.gateway.session_tree import Fork, Place, Point, SessionTree, TreeNode, TurnNode
 from treadle.rollout.session import Session
 from treadle.types import Message

@@ -18,7 +18,8 @@ from treadle.gateway import anthropic_messages, openai_chat, openai_responses
 from treadle.gateway.conversation import Conversation, Exchange
 from treadle.gateway.event_stream import Event, EventWriter, PartialStream
 from treadle.gateway.http_server import ConnectionLost, HttpConnection, HttpResponse
-from treadle.gateway.request import KnownTools, Overloaded, ReplySet, RequestError, TurnRequest
+from treadle.gateway.request import Overloaded, ReplySet, RequestError, TurnRequest
+from treadle.gateway.request_body import KnownTools
 
 KEEP_ALIVE_S = 3.0
 """Between two signs of life of a stream that has nothing to say yet."""

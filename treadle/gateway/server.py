@@ -22,15 +22,8 @@ from treadle.gateway import anthropic_messages, openai_responses
 from treadle.gateway.connection_limits import ConnectionShare
 from treadle.gateway.conversation import Conversation
 from treadle.gateway.http_server import ConnectionLost, HttpConnection, HttpRequest, HttpResponse, HttpServer
-from treadle.gateway.request import (
-    LARGE_BODY_BYTES,
-    POLICY_MODEL,
-    KnownTools,
-    RequestError,
-    TurnRequest,
-    parse_body,
-    read_body,
-)
+from treadle.gateway.request import POLICY_MODEL, RequestError, TurnRequest
+from treadle.gateway.request_body import LARGE_BODY_BYTES, KnownTools, parse_body, read_body
 from treadle.gateway.responses import (
     DIALECTS,
     ApiDialect,

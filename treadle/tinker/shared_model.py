@@ -8,15 +8,15 @@ are of the whole softmax at temperature 1, whatever tokens were drawn with.
 """
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from typing import Any, TypeVar, cast
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 
-from treadle.aio import as_result
+from treadle.aio import run_whole
 from treadle.config import Config
 from treadle.data.renderer import Renderer
 from treadle.engine.native.engine import NativeEngine
@@ -119,7 +119,7 @@ class SharedModel:
         async with self._turns.take(adapter, alone=alone, timeout_s=TURN_TIMEOUT_S):
             async with self._merging:
                 if self._is_stale or self.base.merged is not adapter:
-                    await _uninterrupted(self._merge(adapter))
+                    await run_whole(self._merge(adapter))
             yield
 
     async def _merge(self, adapter: AdapterWeights | None) -> None:
@@ -143,7 +143,7 @@ class SharedModel:
         async with self._turn(model.weights, alone=True):
             if self.base.device.type == "cuda":
                 await self._engine.sleep()  # its KV cache gives way to activations
-            return await _uninterrupted(asyncio.to_thread(call))
+            return await run_whole(asyncio.to_thread(call))
 
     @property
     def recompute(self) -> bool:
@@ -159,7 +159,7 @@ class SharedModel:
             scores = SampledSet(())
             if spec.scores_prompt:
                 async with self._scoring:
-                    scores = await _uninterrupted(asyncio.to_thread(self._score_prompt, spec))
+                    scores = await run_whole(asyncio.to_thread(self._score_prompt, spec))
             try:
                 async with asyncio.TaskGroup() as group:
                     running = [
@@ -214,7 +214,7 @@ class SharedModel:
         if spec.top_sampled:
             ids = (*spec.ids, *done.ids[:-1])
             async with self._scoring:
-                top = await _uninterrupted(asyncio.to_thread(self._score, ids, len(spec.ids) - 1, spec.top_sampled))
+                top = await run_whole(asyncio.to_thread(self._score, ids, len(spec.ids) - 1, spec.top_sampled))
         return SampledTokens(done.ids, done.logprobs, done.stop is StopReason.STOP, top)
 
     # --- scoring, in a thread
@@ -294,20 +294,3 @@ class SharedModel:
 
 MASKED = -99999.0
 """The logprob that the client reads as: nothing here."""
-
-
-async def _uninterrupted(work: Coroutine[Any, Any, T]) -> T:
-    """Run `work` to its end, however often the caller is cancelled: it computes with weights that must not change."""
-    task = asyncio.ensure_future(as_result(work))
-    cancelled: asyncio.CancelledError | None = None
-    while not task.done():
-        try:
-            await asyncio.wait({task})
-        except asyncio.CancelledError as stop:
-            cancelled = stop
-    if cancelled is not None:
-        raise cancelled
-    value, error = task.result()
-    if error is not None:
-        raise error
-    return cast(T, value)
